@@ -1,0 +1,104 @@
+"""Which implementation serves each seam of the generated code.
+
+A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
+code that stands below the seam in the generated file. With every seam eager and no parallelism, a generated model
+computes exactly what upstream computes, bit for bit.
+
+    from patchgen.runtime import seams
+
+    seams.configure(fused_moe="torch")          # from here on, in this process
+    with seams.using(causal_lm_loss="chunked"):  # for a while
+        ...
+    seams.selected()                             # {"fused_moe": "torch", "causal_lm_loss": "eager", ...}
+
+Implementations are registered by name with the function that serves the call; the registration lives in the file of
+the implementation (`runtime/implementations.py` lists those that ship), so a reader can remove one by removing its
+line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+EAGER = "eager"
+
+
+@dataclass
+class Seam:
+    """One seam: its implementations by name, and the one that is selected."""
+
+    name: str
+    implementations: dict[str, Callable] = field(default_factory=dict)
+    selected: str = EAGER
+
+
+_SEAMS: dict[str, Seam] = {
+    name: Seam(name) for name in ("fused_moe", "causal_lm_loss", "rms_norm", "rotary", "swiglu")
+}
+
+
+def names() -> tuple[str, ...]:
+    """The names of all seams."""
+    return tuple(_SEAMS)
+
+
+def register(seam: str, implementation: str) -> Callable[[Callable], Callable]:
+    """Decorator: registers a function as `implementation` of `seam`."""
+
+    def decorate(function: Callable) -> Callable:
+        _seam(seam).implementations[implementation] = function
+        return function
+
+    return decorate
+
+
+def configure(**choices: str) -> None:
+    """Selects implementations by name, for example `configure(fused_moe="torch")`.
+
+    Raises:
+        ValueError: an unknown seam or implementation; the message lists those that exist.
+    """
+    for seam_name, implementation in choices.items():
+        seam = _seam(seam_name)
+        available = [EAGER, *seam.implementations]
+        if implementation not in available:
+            raise ValueError(
+                f"The seam '{seam_name}' has no implementation '{implementation}'. Available: {', '.join(available)}."
+            )
+    for seam_name, implementation in choices.items():
+        _SEAMS[seam_name].selected = implementation
+
+
+@contextlib.contextmanager
+def using(**choices: str) -> Iterator[None]:
+    """As `configure`, undone at the end of the block."""
+    before = {name: _seam(name).selected for name in choices}
+    configure(**choices)
+    try:
+        yield
+    finally:
+        configure(**before)
+
+
+def selected() -> dict[str, str]:
+    """The implementation of every seam."""
+    return {name: seam.selected for name, seam in _SEAMS.items()}
+
+
+def implementation(seam: str) -> Callable:
+    """The function that serves `seam` now. Asked for an eager seam it raises, for the caller has the code itself."""
+    chosen = _seam(seam)
+    if chosen.selected == EAGER:
+        raise RuntimeError(f"The seam '{seam}' is eager: guard the call with ops.serves('{seam}').")
+    return chosen.implementations[chosen.selected]
+
+
+def _seam(name: str) -> Seam:
+    if name not in _SEAMS:
+        nearest = difflib.get_close_matches(name, _SEAMS, n=1)
+        hint = f" Did you mean '{nearest[0]}'?" if nearest else ""
+        raise ValueError(f"There is no seam '{name}'.{hint} Seams: {', '.join(_SEAMS)}.")
+    return _SEAMS[name]
