@@ -1,0 +1,37 @@
+"""Generated files know the transformers release that they were made from; this is where they meet the installed one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
+
+
+def require_transformers(generated_file: str, made_from: str) -> None:
+    """Raises unless the installed transformers is the release that `generated_file` was made from or verified with.
+
+    Nothing else notices the difference: imports keep working between releases while formulas change (in one seen
+    case the rotary embedding of a model turned from half rotation to interleaved).
+
+    Args:
+        generated_file: `__file__` of the generated module; `verify.json` beside it lists the releases it was
+            verified with.
+        made_from: the release of its upstream source, for example "5.23.0".
+    """
+    import transformers
+
+    installed = transformers.__version__
+    if installed == made_from or installed == os.environ.get(ALLOW_VARIABLE):
+        return
+    folder = Path(generated_file).parent
+    record = folder / "verify.json"
+    if record.is_file() and installed in json.loads(record.read_text()).get("transformers", []):
+        return
+    raise ImportError(
+        f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
+        f"{installed}.\nEither install transformers=={made_from}, or regenerate it with "
+        f"`make regen MODEL={folder.name} TRANSFORMERS={installed}` and review the diff, or prove it as it is with "
+        f"`{ALLOW_VARIABLE}={installed} make verify MODEL={folder.name}`."
+    )

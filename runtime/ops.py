@@ -1,0 +1,243 @@
+"""The functions that generated code calls. Generated files import this module and no other code of ours.
+
+Shapes in this file:
+
+    B batch   S sequence of this rank   T tokens (B * S)   H hidden size   D head size   N heads
+    E experts   I expert intermediate size   K experts per token   V vocabulary   C channels
+
+Every function is exact for one process: where a parallel meaning exists, it is the identity until a mesh does.
+The kernels behind the seams are chosen in `runtime/seams.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from patchgen.runtime import seams
+from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping
+from patchgen.runtime.compatibility import require_transformers
+from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "ParallelPlan",
+    "causal_conv1d",
+    "causal_lm_loss",
+    "delta_rule",
+    "fused_moe",
+    "mrope_position_ids",
+    "parallel_plan",
+    "register_checkpoint_mapping",
+    "require_transformers",
+    "rms_norm",
+    "rotary",
+    "router_means",
+    "sequence_position_ids",
+    "sequence_slice",
+    "serves",
+    "swiglu",
+]
+
+
+# ---------------------------------------------------------------------------------------------- seams
+
+
+def serves(seam: str) -> bool:
+    """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
+    return seams.selected()[seam] != seams.EAGER
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    num_experts: int,
+    activation: Callable[[Tensor], Tensor] | None = None,
+    apply_gate: Callable[[Tensor], Tensor] | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    is_gated: bool = True,
+    is_transposed: bool = False,
+    is_interleaved: bool = False,
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The experts of one MoE layer: `sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))` with `e = index[t, k]`.
+
+    Args:
+        hidden_states: `[T, H]`.
+        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out.
+        top_k_weights: `[T, K]`, the routing weights.
+        gate_up_proj: `[E, 2I, H]`; `[E, I, H]` without a gate; the last two dimensions swapped if `is_transposed`.
+        down_proj: `[E, H, I]`; swapped if `is_transposed`.
+        activation: the elementwise function of `activation(gate) * up` (an `nn.Module` or a function).
+        apply_gate: replaces `activation(gate) * up`: maps `[rows, 2I]` to `[rows, I]`.
+        gate_up_bias, down_bias: `[E, 2I]` and `[E, H]`.
+        is_gated: whether there is a gate; if not, `activation` is applied to the whole projection.
+        is_interleaved: gate and up alternate (`gate0, up0, gate1, ...`) where they are otherwise one after the other.
+        post_expert_norm: applied to each expert's output before the routing weight.
+
+    Returns:
+        `[T, H]` in the dtype of `hidden_states`.
+    """
+    return seams.implementation("fused_moe")(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        num_experts=num_experts,
+        activation=activation,
+        apply_gate=apply_gate,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        is_gated=is_gated,
+        is_transposed=is_transposed,
+        is_interleaved=is_interleaved,
+        post_expert_norm=post_expert_norm,
+    )
+
+
+def causal_lm_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden_states: Tensor,
+    labels: Tensor | None,
+    *,
+    loss_function: Callable[..., Tensor],
+    vocab_size: int,
+    **kwargs: object,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The language-model head and its loss.
+
+    Args:
+        head: maps hidden states `[B, S, H]` to logits `[B, S, V]`: the output projection itself where the model does
+            nothing else to the logits, else a function with everything it does (softcap, scaling, ...).
+        hidden_states: `[B, S, H]`.
+        labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
+        loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
+        vocab_size: V.
+        kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
+
+    Returns:
+        `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
+        never materialised; the eager one returns both.
+    """
+    if labels is None:
+        return head(hidden_states), None
+    if serves("causal_lm_loss"):
+        return seams.implementation("causal_lm_loss")(
+            head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
+        )
+    logits = head(hidden_states)
+    return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+
+def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False) -> Tensor:
+    """Root-mean-square norm of the last dimension: `x / sqrt(mean(x^2) + eps) * (offset + weight)`.
+
+    Args:
+        hidden_states: `[..., H]`; the mean is taken in fp32.
+        weight: `[H]`.
+        offset: 1.0 for the models that store `weight - 1`.
+        in_fp32: multiply by the weight before casting back to the input dtype, not after.
+    """
+    return seams.implementation("rms_norm")(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
+
+
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    """Rotary position embedding of the half-rotation form: `x * cos + rotate_half(x) * sin`.
+
+    Args:
+        query, key: `[B, N, S, D]` (`[B, S, N, D]` with `unsqueeze_dim=2`).
+        cos, sin: `[B, S, D]`.
+    """
+    return seams.implementation("rotary")(query, key, cos, sin, unsqueeze_dim)
+
+
+def swiglu(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """`activation(gate) * up`, elementwise; `gate` and `up` are `[..., I]`."""
+    return seams.implementation("swiglu")(gate, up, activation)
+
+
+# ---------------------------------------------------------------------------------- sequence parallelism
+
+
+def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+    """The position ids of this rank's slice of the sequence.
+
+    Args:
+        position_ids: `[..., S]` of this rank, `[..., S * sp]` of the whole sequence, or None for `0, 1, 2, ...`.
+        hidden_states: `[B, S, H]`, this rank's slice.
+
+    Returns:
+        `[..., S]`; without sequence parallelism the argument itself, None included.
+    """
+    return position_ids
+
+
+def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) -> Tensor | None:
+    """This rank's slice of `tensor` along `dim`, if that dimension spans the whole sequence; otherwise `tensor`."""
+    return tensor
+
+
+def causal_conv1d(convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
+    """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        convolution: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`.
+        weight: `[C, width]`.
+    """
+    return convolution(hidden_states, weight, *args, **kwargs)
+
+
+def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> object:
+    """A linear-attention recurrence over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        rule: upstream's function, called with the arguments that follow.
+        query, key: `[B, S, N_k, D_k]`.
+        value: `[B, S, N_v, D_v]`; further tensors (decay, beta) are `[B, S, N_v, ...]`.
+    """
+    return rule(query, key, value, *args, **kwargs)
+
+
+def mrope_position_ids(position_ids: Tensor | None) -> Tensor | None:
+    """Multimodal position ids as upstream wants them: `(B, 3, S)` from the collator becomes `(3, B, S)`.
+
+    Ids whose first dimension is already 3 or 4 are returned as they are, unless only the second reading is possible.
+    """
+    if position_ids is None or position_ids.ndim != 3:
+        return position_ids
+    first, second = position_ids.shape[:2]
+    if second in (3, 4) and first not in (3, 4):
+        return position_ids.transpose(0, 1).contiguous()
+    return position_ids
+
+
+# ------------------------------------------------------------------------------------------ router loss
+
+
+def router_means(
+    tokens_per_expert: Tensor,
+    router_prob_per_expert: Tensor,
+    gate_logits: Sequence[Tensor],
+    attention_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The two factors of the load-balancing loss as means over the global batch.
+
+    The loss is the product of two means over tokens, so each must be global before they are multiplied.
+
+    Args:
+        tokens_per_expert: the share of tokens routed to each expert, a mean over this rank's tokens, `[..., E]`.
+        router_prob_per_expert: the mean router probability of each expert over this rank's tokens, `[..., E]`.
+        gate_logits: the router logits of each layer, `[T, E]`: they say how many tokens this rank has.
+        attention_mask: `[B, S]` or None: the tokens that count.
+    """
+    return tokens_per_expert, router_prob_per_expert
+

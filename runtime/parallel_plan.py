@@ -1,0 +1,47 @@
+"""The parallel plan: which parameters of a generated model are divided over the experts' mesh, found by the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Paths of the parameters that carry the expert dimension first (`[E, ...]`), one per live parameter."""
+
+    expert_parameters: tuple[str, ...] = ()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self.expert_parameters
+
+
+def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> ParallelPlan:
+    """The plan of `model`.
+
+    Args:
+        model: a generated model.
+        experts: for each experts class of the generated file the names of its parameters of shape `[E, ...]`.
+
+    Raises:
+        ValueError: a named parameter does not exist on a live module, or a live module of such a class has parameters
+            that the generator did not list: a plan that forgets a parameter trains it wrongly.
+    """
+    paths = []
+    for module_path, module in model.named_modules():
+        names = experts.get(type(module).__name__)
+        if names is None:
+            continue
+        own = dict(module.named_parameters(recurse=False))
+        missing = [name for name in names if name not in own]
+        if missing:
+            raise ValueError(
+                f"The parallel plan names {missing} on {module_path} ({type(module).__name__}), which has "
+                f"{sorted(own)}. Regenerate the model with `patchgen generate`."
+            )
+        paths += [f"{module_path}.{name}" if module_path else name for name in names]
+    return ParallelPlan(expert_parameters=tuple(paths))
