@@ -297,8 +297,8 @@ def _bounds(packed: PackedRows, where: str) -> Tensor:
     if packed.document is None:
         raise ValueError(
             f"{where}: the position ids start again within this rank's slice of the sequence, but no cu_seq_lens_q "
-            "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q to the "
-            "model (runtime.parallel.batch.slice_batch makes them)."
+            "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q to "
+            "the model (runtime.parallel.batch.slice_batch makes them)."
         )
     if packed.document not in _BOUNDS:
         B, S = packed.document.shape

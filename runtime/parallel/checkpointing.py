@@ -1,0 +1,131 @@
+"""Activation checkpointing: what a layer keeps for the backward, and what it computes again.
+
+    apply(model, "full")        keep a layer's input, compute the layer again
+    apply(model, "selective")   keep matrix products, attention and exchanges; compute the cheap rest again
+    apply(model, "none")
+
+Values that reached the host in the forward, such as the sizes of an expert exchange, are remembered, so that computing
+again neither waits for the device nor exchanges sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+T = TypeVar("T")
+MODES = ("full", "selective", "none")
+
+# Outermost first: the value stores of the checkpointed regions that run now; a store under replay hands values out.
+_STORES: list[tuple[list, bool]] = []
+
+
+def remember(compute: Callable[[], T]) -> T:
+    """`compute()`; while a checkpointed region runs again, the value of its first run instead."""
+    if not _STORES:
+        return compute()
+    values, replay = _STORES[-1]
+    if replay:
+        return values.pop(0)
+    values.append(compute())
+    return values[-1]
+
+
+@contextlib.contextmanager
+def _store(values: list, replay: bool) -> Iterator[None]:
+    # A region may run again more than once (a backward with retained graph): each replay takes from its own copy.
+    _STORES.append((list(values), True) if replay else (values, False))
+    try:
+        yield
+    finally:
+        _STORES.pop()
+
+
+def _kept(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
+    keep = operation in _KEPT_OPERATIONS or operation.namespace == "_c10d_functional"
+    return torch_checkpoint.CheckpointPolicy.MUST_SAVE if keep else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_aten = torch.ops.aten
+_KEPT_OPERATIONS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """The contexts of a region's first run and of its replay: what `torch.utils.checkpoint` calls `context_fn`."""
+    values: list = []
+    if mode == "full":
+        return _store(values, replay=False), _Replay(values)
+    first, again = torch_checkpoint.create_selective_checkpoint_contexts(_kept)
+    return _Both(_store(values, replay=False), first), _Both(_Replay(values), again)
+
+
+class _Replay(contextlib.AbstractContextManager):
+    """Opens the store when the region runs again, when its values are there."""
+
+    def __init__(self, values: list) -> None:
+        self.values = values
+
+    def __enter__(self) -> None:
+        self.context = _store(self.values, replay=True)
+        self.context.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.context.__exit__(*error)
+
+
+class _Both(contextlib.AbstractContextManager):
+    def __init__(self, outer, inner) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
+
+
+def apply(model: nn.Module, mode: str) -> int:
+    """Checkpoints every layer of `model` that transformers marks as such; before `shard_model`.
+
+    Args:
+        mode: one of MODES.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        ValueError: an unknown mode, or a model without such layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if mode not in MODES:
+        raise ValueError(f"Activation checkpointing knows the modes {', '.join(MODES)}, not '{mode}'.")
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if mode != "none" and not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no GradientCheckpointingLayer, so activation checkpointing '{mode}' would do "
+            "nothing. Use 'none'."
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = mode != "none"
+        if mode != "none":
+            layer._gradient_checkpointing_func = partial(
+                torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode)
+            )
+    return len(layers)
