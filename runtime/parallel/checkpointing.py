@@ -18,6 +18,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
 MODES = ("full", "selective", "none")
@@ -33,7 +34,9 @@ def remember(compute: Callable[[], T]) -> T:
     values, replay = _STORES[-1]
     if replay:
         return values.pop(0)
-    values.append(compute())
+    # Unseen by selective checkpointing, which counts operations and would miss these in the replay.
+    with _disable_current_modes():
+        values.append(compute())
     return values[-1]
 
 

@@ -20,7 +20,6 @@ results differ by nothing. No atomics: every gather has a gather as its backward
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -179,9 +178,7 @@ def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) ->
 def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
     """Equal blocks of C rows per rank: no size leaves the device. Slots over C are left out and counted."""
     n, own = state.ep, num_experts // state.ep
-    slots = slot_S.numel()
-    capacity = math.ceil(state.expert_capacity * slots / n)
-    device = slot_S.device
+    slots, capacity, device = slot_S.numel(), state.expert_capacity, slot_S.device
     first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * own)
     rank_S = torch.div(expert_S, own, rounding_mode="floor")
     position_S = torch.arange(slots, device=device) - first_n[rank_S.clamp(max=n - 1)]
@@ -196,7 +193,9 @@ def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tup
     over = ((expert_S < num_experts) & ~carried_S).sum()
     _dropped[device] = _dropped.get(device, 0) + over.detach()
     row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
-    expert_Q = all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
+    expert_Q = checkpointing.remember(
+        lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
+    )
     route = Route(slot_of_row, row_TK, ~carried_S[place_TK], empty_R=expert_of_row == own)
     return route, Exchange(None, None, expert_Q[:, None])
 
@@ -210,6 +209,8 @@ def _one_slot_each(route: Route) -> Route:
 
 
 def _rows_of(tokens: Tensor, route: Route) -> Tensor:
+    if tokens.shape[0] == 0:
+        return tokens.new_zeros(route.slot_of_row_R.shape[0], tokens.shape[1])
     rows = tokens.index_select(0, route.slot_of_row_R // route.row_of_slot_TK.shape[1])
     return rows if route.empty_R is None else rows.masked_fill(route.empty_R[:, None], 0)
 

@@ -21,8 +21,8 @@ class ParallelState:
         expert   (dp_replicate, ep_shard, ep)      shards and owners of experts
 
     Attributes:
-        expert_capacity: None, or the bound of rows that a rank sends to one other rank in a token exchange, as a
-            multiple of the even share (`tokens * K / ep`). With a bound the exchange needs no host sync; rows over it
+        expert_capacity: None, or the number of rows that a rank sends to each other rank in a token exchange, the same
+            on all ranks (the even share is `tokens * K / ep`). With it the exchange needs no host sync; rows over it
             are left out and counted.
     """
 
@@ -30,12 +30,10 @@ class ParallelState:
     data_mesh: DeviceMesh
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
-    expert_capacity: float | None = None
+    expert_capacity: int | None = None
 
     @classmethod
-    def create(
-        cls, config: ParallelConfig, device_type: str, *, expert_capacity: float | None = None
-    ) -> ParallelState:
+    def create(cls, config: ParallelConfig, device_type: str, *, expert_capacity: int | None = None) -> ParallelState:
         """Builds the meshes; every rank must call it.
 
         Args:
@@ -51,8 +49,8 @@ class ParallelState:
                 "ParallelState.create needs torch.distributed: launch with torchrun and call "
                 "torch.distributed.init_process_group() first."
             )
-        if expert_capacity is not None and expert_capacity <= 0:
-            raise ValueError(f"expert_capacity must be positive or None, not {expert_capacity}.")
+        if expert_capacity is not None and expert_capacity < 1:
+            raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
         config.require_world(dist.get_world_size())
 
         def mesh(**dimensions: int) -> DeviceMesh:

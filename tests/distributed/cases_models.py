@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from functools import cache
 
 import cases_sequence
@@ -137,7 +138,7 @@ def global_batch(step: int, packed: bool) -> dict[str, Tensor]:
 def positions(packed: bool) -> Tensor:
     if not packed:
         return torch.arange(LENGTH)
-    return torch.cat([torch.arange(b - a) for a, b in zip(DOCUMENTS[:-1], DOCUMENTS[1:], strict=True)])
+    return torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(DOCUMENTS)])
 
 
 # -------------------------------------------------------------------------------------------- one rank
@@ -183,7 +184,7 @@ def reference(name: str, packed: bool, micro_batches: int) -> tuple[list[float],
 def _pieces(name: str, packed: bool, rows: Tensor):
     if not packed or name.endswith("_router_loss"):
         return [(rows, slice(None))]
-    return [(rows, slice(a, b)) for a, b in zip(DOCUMENTS[:-1], DOCUMENTS[1:], strict=True)]
+    return [(rows, slice(a, b)) for a, b in itertools.pairwise(DOCUMENTS)]
 
 
 # ------------------------------------------------------------------------------------------ many ranks
@@ -201,7 +202,7 @@ def agrees(
     attention_name: str = "patchgen_eager",
     checkpoint: str = "none",
     tolerance: float = 1e-5,
-    expert_capacity: float | None = None,
+    expert_capacity: int | None = None,
     meta: bool = False,
     **options: object,
 ) -> dict[str, float]:

@@ -15,7 +15,7 @@ from patchgen.runtime.parallel.state import ParallelState
 
 
 @cache
-def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, expert_capacity: float | None = None) -> ParallelState:
+def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, expert_capacity: int | None = None) -> ParallelState:
     """One state per configuration and process: meshes make process groups, which are never freed."""
     config = ParallelConfig.for_world(dist.get_world_size(), dp_replicate=dp_replicate, sp=sp, ep=ep)
     return ParallelState.create(config, "cpu", expert_capacity=expert_capacity)
