@@ -37,24 +37,28 @@ def statements(code: str, depth: int, comment: str | None = None) -> tuple[cst.B
     return tuple(body)
 
 
-def edit_function(block: Block, name: str | None, edit: FunctionEdit) -> Block:
-    """The block with one function edited: the method `name` of the class in it, or, with None, the function itself."""
+def edit_function(block: Block, name: str, edit: FunctionEdit) -> Block:
+    """The block with one function edited: the method `name` of the class in it, or the function `name` itself.
 
-    def replace_in(body: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        return [edit(node) if is_target(node) else node for node in body]
-
-    def is_target(node: cst.CSTNode) -> bool:
-        return isinstance(node, cst.FunctionDef) and (name is None or node.name.value == name)
-
+    Of several definitions of the name the last one is edited, which is what Python keeps.
+    """
     tree = block.cst
-    if name is None:
-        return block.with_text(tree.with_changes(body=replace_in(tree.body)).code)
-    body = []
-    for node in tree.body:
+    body = list(tree.body)
+    for position, node in enumerate(body):
         if isinstance(node, cst.ClassDef):
-            node = node.with_changes(body=node.body.with_changes(body=replace_in(node.body.body)))
-        body.append(node)
+            members = list(node.body.body)
+            members[_last(members, name)] = edit(members[_last(members, name)])
+            body[position] = node.with_changes(body=node.body.with_changes(body=members))
+            return block.with_text(tree.with_changes(body=body).code)
+    body[_last(body, name)] = edit(body[_last(body, name)])
     return block.with_text(tree.with_changes(body=body).code)
+
+
+def _last(body: Sequence[cst.CSTNode], name: str) -> int:
+    found = [i for i, node in enumerate(body) if isinstance(node, cst.FunctionDef) and node.name.value == name]
+    if not found:
+        raise LookupError(f"no function '{name}' in the block")
+    return found[-1]
 
 
 def transform(block: Block, transformer: cst.CSTTransformer) -> Block:

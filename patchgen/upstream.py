@@ -128,12 +128,19 @@ class Release:
         return self._auto_maps.get(name, {})
 
     def directory_of(self, model: str) -> str | None:
-        """The folder under `models/` that holds a model type."""
-        if model in self.modeling_files:
-            return model
+        """The folder under `models/` that holds the modeling file of a model type."""
         special = self.auto_map("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model)
-        candidate = (special or model).replace("-", "_")
-        return candidate if candidate in self.modeling_files else None
+        for candidate in (model, special, (special or model).replace("-", "_")):
+            if candidate in self.modeling_files:
+                return candidate
+        # A type with a configuration of its own and another model's classes: look for the class that it maps to.
+        classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, "MODEL_MAPPING_NAMES")]
+        definitions = tuple(f"\nclass {name}(" for name in classes if name)
+        for directory, path in self.modeling_files.items() if definitions else ():
+            text = self.read(path)
+            if any(definition in text for definition in definitions):
+                return directory
+        return None
 
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})

@@ -124,7 +124,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
     from patchgen.anatomy.roles import assign_roles
 
     anatomy = Anatomy(upstream)
-    nodes = [node for block in module for node in block.statements]
+    nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     for node in nodes:
         if isinstance(node, ast.ClassDef):

@@ -37,7 +37,7 @@ class Role:
 
 PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_embeds")
-EXPERT_MIN_DIMS = 3
+EXPERT_DIMS = 3
 
 
 def assign_roles(anatomy: Anatomy) -> None:
@@ -125,17 +125,19 @@ def gated_product(forward: ast.AST) -> ast.BinOp | None:
 
 
 def _stacked_parameters(info: ClassInfo) -> list[str]:
-    """The attributes that are `nn.Parameter(torch.empty(E, ..., ...))`: stacks of matrices or of vectors."""
-    found = []
-    for attribute, value in info.attributes.items():
-        if isinstance(value, ast.Call) and dotted(value.func).endswith("Parameter") and value.args:
-            inner = value.args[0]
-            shape = inner.args if isinstance(inner, ast.Call) else []
-            if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
-                shape = shape[0].elts
-            if len(shape) >= EXPERT_MIN_DIMS - 1:
-                found.append((attribute, len(shape)))
-    return [name for name, dims in found if dims >= EXPERT_MIN_DIMS]
+    """The attributes that are `nn.Parameter(torch.empty(E, ..., ...))`: stacks of matrices."""
+    return [name for name, value in info.attributes.items() if len(_stack_shape(value)) == EXPERT_DIMS]
+
+
+def _stack_shape(value: ast.expr) -> list[ast.expr]:
+    """The dimensions of `nn.Parameter(torch.empty(...))`."""
+    if not (isinstance(value, ast.Call) and dotted(value.func).endswith("Parameter") and value.args):
+        return []
+    inner = value.args[0]
+    shape = inner.args if isinstance(inner, ast.Call) else []
+    if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
+        shape = shape[0].elts
+    return list(shape)
 
 
 def _experts(anatomy: Anatomy, info: ClassInfo) -> str | None:
@@ -144,7 +146,14 @@ def _experts(anatomy: Anatomy, info: ClassInfo) -> str | None:
     stacks = _stacked_parameters(info)
     if len(stacks) < 2 or "forward" not in info.methods:
         return None
-    if len(parameter_names(info.methods["forward"])) < 2:
+    forward = info.methods["forward"]
+    first = [ast.unparse(_stack_shape(info.attributes[name])[0]) for name in stacks]
+    selected = {
+        node.value.attr
+        for node in ast.walk(forward)
+        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and isinstance(node.slice, ast.Name)
+    }
+    if len(parameter_names(forward)) < 3 or len(set(first)) > 1 or not set(stacks) <= selected:
         return None
     return f"stacked weights {', '.join(stacks)} and a forward that takes a routing"
 
@@ -160,12 +169,14 @@ def _router(anatomy: Anatomy, info: ClassInfo) -> str | None:
 def _mixer(anatomy: Anatomy, info: ClassInfo) -> str | None:
     del anatomy
     forward = info.methods.get("forward")
-    if forward is None or not (_depthwise_convolutions(info) or "A_log" in info.attributes):
+    convolutions = depthwise_convolutions(info)
+    if forward is None or not convolutions:
         return None
-    return "mixes along the sequence with a depthwise convolution or a recurrence"
+    return f"mixes along the sequence with the depthwise convolution self.{convolutions[0]}"
 
 
-def _depthwise_convolutions(info: ClassInfo) -> list[str]:
+def depthwise_convolutions(info: ClassInfo) -> list[str]:
+    """The attributes that are grouped `nn.Conv1d`s."""
     return [
         attribute
         for attribute, value in info.attributes.items()

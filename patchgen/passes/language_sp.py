@@ -125,7 +125,7 @@ def _embeddings(forward: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -
 
 
 def _assigns(node: cst.BaseStatement, name: str) -> bool:
-    return bool(m.findall(node, m.AssignTarget(target=m.Name(name))))
+    return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
 
 
 def _calls_rotary(forward: ast.AST) -> bool:

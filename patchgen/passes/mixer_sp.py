@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, called_names, parameter_names
+from patchgen.anatomy.roles import depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import transform
 from patchgen.source import Block, Module
@@ -62,7 +63,7 @@ class MixerSP(SitePass):
         for info in anatomy.classes.values():
             if module.has(info.name) and (Role.MIXER in info.roles or called_names(info.node) & set(operations)):
                 why = info.roles.get(Role.MIXER, "calls a sequence operation of this file")
-                if not _is_update(info):
+                if "forward" in info.methods:
                     sites.append(Site(info.name, info.name, info.node.lineno, f"sequence mixer: {why}"))
         return sites
 
@@ -72,16 +73,22 @@ class MixerSP(SitePass):
         scans = [name for name, kind in operations.items() if kind == SCAN and name in called]
         if scans:
             return LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
-        wanted = {name: kind for name, kind in operations.items() if name in called}
         info = anatomy.classes[site.block]
-        rewriter = _WrapCalls(wanted, self.mark)
+        needed = [CONVOLUTION] if depthwise_convolutions(info) else []
+        needed += [DELTA_RULE] if _recurrences(anatomy, called) else []
+        rewriter = _WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
         rewritten = transform(block, rewriter)
-        recurrent = "A_log" in info.attributes or "dt_bias" in info.attributes
-        if recurrent and DELTA_RULE not in rewriter.kinds:
-            return Missed("a call of a delta rule (query, key, value, ..., beta, chunk_size)", _forward_source(info))
-        if not rewriter.kinds:
-            return Missed("a call of a causal convolution (x, weight, bias) of this file", _forward_source(info))
+        missing = [kind for kind in needed if kind not in rewriter.kinds]
+        if missing or not rewriter.kinds:
+            wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
+            return Missed(f"a call of {wanted}", ast.unparse(info.methods["forward"]))
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
+
+
+_SIGNATURES = {
+    CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
+    DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
+}
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -99,20 +106,17 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _is_convolution(function: FunctionNode, parameters: list[str]) -> bool:
-    """`(x, weight, bias, ...)` over a whole sequence; the single-token update takes a state as well."""
-    return (
-        parameters[1:3] == ["weight", "bias"]
-        and "conv1d" in called_names(function)
-        and not any("state" in name for name in parameters[:2])
-    )
+    """`(x, weight, bias, ...)` over a whole sequence; the update of a single token takes a state second."""
+    return parameters[1:3] == ["weight", "bias"] and "conv1d" in called_names(function)
 
 
-def _is_update(info: ClassInfo) -> bool:
-    return "forward" not in info.methods
-
-
-def _forward_source(info: ClassInfo) -> str:
-    return ast.unparse(info.methods["forward"])
+def _recurrences(anatomy: Anatomy, called: set[str]) -> list[str]:
+    """The functions of this file among `called` that are some form of delta rule."""
+    return [
+        name
+        for name, function in anatomy.functions.items()
+        if name in called and {"query", "key", "value", "beta"} <= set(parameter_names(function))
+    ]
 
 
 class _WrapCalls(cst.CSTTransformer):
