@@ -118,7 +118,7 @@ REQUIRED = frozenset(
 )  # fmt: skip
 
 # What released configs carry without the class declaring it, by the name of the sub-config.
-UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0}}
+UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}}
 
 DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")

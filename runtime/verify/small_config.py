@@ -144,7 +144,11 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
             rule = sizes.rule_for(common, name)
             if rule is not None and rule.meaning in sizes.REQUIRED and "latent" not in name:
                 overrides[name] = rule.small(sys.maxsize)
-    overrides |= _layers(config_class, values, overrides)
+    for name in _undeclared_ids(config_class):
+        if not hasattr(prototype, name):
+            overrides[name] = next(next_special_id)
+    overrides |= {name: value for name, value in given.items() if name not in own_fields}
+    overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(own_fields, values, explicit, overrides)
     rope = _small_rope(values.get("rope_parameters"), overrides, values)
     if rope is not None:
@@ -254,8 +258,8 @@ _LAYER_PATTERN = re.compile(
 )
 
 
-def _layers(config_class: type[PreTrainedConfig], values: Mapping, overrides: Mapping[str, object]) -> dict[str, object]:
-    """The number of layers, and the fields that say what each layer is."""
+def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]) -> dict[str, object]:
+    """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
     count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if type(values.get(count_name)) is not int:
         return {}
@@ -266,19 +270,49 @@ def _layers(config_class: type[PreTrainedConfig], values: Mapping, overrides: Ma
             return {count_name: len(kinds), "layer_types": kinds}
     selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
     found: dict[str, object] = {count_name: len(selection.kept)}
+    if by_layer:
+        found["per_layer_config"] = {
+            new: {name: _small_value(value, name) for name, value in by_layer[old].items()} | _equal_heads(by_layer[old])
+            for new, old in enumerate(selection.kept)
+            if old in by_layer
+        }
     for name, per_layer in selection.overrides.items():
         found[name] = type(values[name])(_small_value(list(per_layer), name))
     return found
+
+
+def _per_layer_config(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
+    """What a heterogeneous config overrides for single layers, by layer number."""
+    by_layer = config.to_dict().get("per_layer_config") or {}
+    return {int(layer): overrides for layer, overrides in by_layer.items()}
+
+
+def _equal_heads(values: Mapping) -> dict[str, object]:
+    """Multi-head attention stays multi-head: as many key/value heads as heads where the full config says so."""
+    if "num_key_value_heads" not in values or values["num_key_value_heads"] != values.get("num_attention_heads"):
+        return {}
+    return {"num_key_value_heads": _small_value(values["num_attention_heads"], "num_attention_heads")}
 
 
 def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
     """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
     from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
+    source = _modeling_source(config_class)
+    return [kind for kind in ALLOWED_LAYER_TYPES if f'"{kind}"' in source]
+
+
+def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
+    """The token ids that the modeling file reads off a composite config and released checkpoints bring along."""
+    if not config_class.sub_configs:
+        return []
+    return sorted(set(re.findall(r"self\.config\.(\w+_token_id)\b", _modeling_source(config_class))))
+
+
+def _modeling_source(config_class: type[PreTrainedConfig]) -> str:
     config_file = Path(inspect.getfile(config_class))
     modeling_file = config_file.with_name(config_file.name.replace("configuration_", "modeling_"))
-    source = modeling_file.read_text() if modeling_file.is_file() else ""
-    return [kind for kind in ALLOWED_LAYER_TYPES if f'"{kind}"' in source]
+    return modeling_file.read_text() if modeling_file.is_file() else ""
 
 
 def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: Mapping) -> dict[str, object]:
@@ -293,6 +327,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
             found[key_value] = sizes.KEY_VALUE_HEADS
     if {"head_dim", "qk_rope_head_dim"} <= own_fields.keys() and values["head_dim"] == values["qk_rope_head_dim"]:
         found["head_dim"] = small["qk_rope_head_dim"]
+    parts = {"head_dim", "qk_nope_head_dim", "qk_rope_head_dim"}
+    if parts <= own_fields.keys() and values["head_dim"] != values["qk_rope_head_dim"]:
+        found["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
     inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]

@@ -47,7 +47,7 @@ def verify_model(
     generated_class = getattr(generated.load(), head)
     config_class = upstream_class.config_class
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
-    proofs = []
+    proofs: list[Proof] = []
     for variant in chosen:
         small = small_config(config_class, variant="base" if variant == CHECKPOINTING else variant)
         cases = text_cases(small.config, upstream_class)
