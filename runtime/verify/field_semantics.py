@@ -28,6 +28,7 @@ EXPERTS = 4
 TOP_K = 2
 WINDOW = 8
 POSITIONS = 64
+SEQUENCE = 24
 IMAGE = 32
 MAMBA_HEADS = 8
 NUM_RESERVED_IDS = 32
@@ -91,7 +92,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("low rank", r"(.*_)?(rank|lowrank)", 16),
     _rule("heads of a grouped output", r"o_groups", 2),
     # windows, chunks, positions
-    _rule("window", r"(.*_)?(sliding_window|window(_size|_len)?|attention_chunk_size|local_attention|max_distance)", WINDOW),
+    _rule("window", r"(.*_)?(sliding_window|window(_size|_len)?|attention_chunk_size|local_attention)", WINDOW),
     _rule("window", r"sliding_window_size|rel_extent|attention_window_size|keep_window_size", WINDOW),
     _rule("chunk of a scan", r"(.*_)?chunk_size|block_size|max_inference_chunksize|(.*_)?chunk_length", WINDOW),
     _rule("positions", r"(.*_)?(max_(.*_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length)", POSITIONS),
@@ -118,7 +119,7 @@ REQUIRED = frozenset(
 )  # fmt: skip
 
 # What released configs carry without the class declaring it, by the name of the sub-config.
-UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8}}
+UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
 DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 BATCH = 2
-SEQUENCE = 24
+SEQUENCE = sizes.SEQUENCE
 IGNORED = -100
 NUM_PADDED = 7
 FIRST_DOCUMENT = 15

@@ -32,7 +32,7 @@ def build_pair(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> ModelPair:
     """Builds both models in fp32 with eager attention and experts, and copies upstream's perturbed weights strictly."""
-    pair = ModelPair(_build(upstream_class, config), _build(generated_class, config))
+    pair = ModelPair(build_model(upstream_class, config), build_model(generated_class, config))
     pair.problems += _class_problems(pair.generated, upstream_class)
     pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters())
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
@@ -43,6 +43,14 @@ def build_pair(
     pair.generated.load_state_dict(pair.upstream.state_dict(), strict=True)
     pair.problems += _buffer_value_problems(pair)
     return pair
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Lets the model recompute its layers in the backward pass."""
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
 
 
 def perturb(model: nn.Module, seed: int = SEED) -> None:
@@ -65,7 +73,8 @@ def perturb(model: nn.Module, seed: int = SEED) -> None:
             tensor.add_((noise * spread).to(tensor))
 
 
-def _build(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model in fp32 and training mode, with eager attention and experts, its init seeded; `config` stays as it is."""
     torch.manual_seed(SEED)
     return model_class._from_config(
         copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32

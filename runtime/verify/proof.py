@@ -23,7 +23,7 @@ from patchgen.runtime.verify.comparison import (
     train_step,
 )
 from patchgen.runtime.verify.inputs import Case
-from patchgen.runtime.verify.model_pair import ModelPair, build_pair
+from patchgen.runtime.verify.model_pair import build_pair, enable_checkpointing
 from patchgen.runtime.verify.round_trip import round_trip_problems
 from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, prove_seams
 
@@ -63,6 +63,8 @@ class Proof:
     seams: list[SeamResult] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Variants that upstream's own config class refuses, with its reason."""
     upstream_version: str = ""
     unclassified: tuple[str, ...] = ()
     """Large config fields whose meaning no rule knew: they kept upstream's value."""
@@ -111,8 +113,8 @@ def prove(
     if pair.problems:
         return proof
     if gradient_checkpointing:
-        pair.upstream.gradient_checkpointing_enable()
-        pair.generated.gradient_checkpointing_enable()
+        enable_checkpointing(pair.upstream)
+        enable_checkpointing(pair.generated)
     first: tuple[Case, Step] | None = None
     for case in cases:
         with all_eager():
@@ -186,6 +188,3 @@ def _worst(differences: Mapping[str, Difference]) -> Difference:
     for found in differences.values():
         worst = worst.worst(found)
     return worst
-
-
-__all__ = ["CaseResult", "ModelPair", "Proof", "merge", "prove"]

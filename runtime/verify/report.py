@@ -42,6 +42,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"{len(proof.dead_parameters)} parameters have no gradient in any case: {names}", style="yellow")
     if proof.unclassified:
         console.print(f"config fields left at upstream's size: {', '.join(proof.unclassified)}", style="yellow")
+    for variant, reason in proof.refused.items():
+        console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name in proof.foreign:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
@@ -97,6 +99,7 @@ def proof_record(proof: Proof) -> dict[str, object]:
             for seam in proof.seams
         ],
         "without_gradient": list(proof.dead_parameters),
+        "refused_variants": proof.refused,
         "foreign_classes": proof.foreign,
         "failures": proof.failures,
     }

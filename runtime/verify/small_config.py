@@ -1,7 +1,7 @@
 """A small config for any model of transformers, derived from upstream's config class alone.
 
-    python -m patchgen.runtime.verify.small_config --all       # every text type, one line each: ok or the reason
-    python -m patchgen.runtime.verify.small_config qwen3_moe   # the overrides of one
+    small_config("qwen3_moe").overrides                 # hidden_size=64, num_experts=4, mlp_only_layers=[0], ...
+    python -m patchgen.runtime.verify.coverage          # every text type, one line each: ok or the reason
 
 The class is built once with its defaults. Each field is then read by its meaning (`field_semantics.py`), the layers
 are thinned to one of each kind (`layer_selection.py`), sub-configs are treated alike, and relations that hold among
@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub.errors import StrictDataclassError
+
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.layer_selection import select_layers
 
@@ -27,7 +29,17 @@ if TYPE_CHECKING:
 
 
 class SmallConfigError(ValueError):
-    """A config class that no small config could be derived for, with the overrides that were tried."""
+    """A config class that no small config could be derived for, with the overrides that were tried.
+
+    `reason` is upstream's own, in one line.
+    """
+
+    def __init__(self, config_class: type[PreTrainedConfig], overrides: Mapping[str, object], cause: Exception):
+        self.reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        super().__init__(
+            f"{config_class.__name__} refuses a small config: {self.reason}\nTried {dict(overrides)}. "
+            "Give the field that is to blame a rule in runtime/verify/field_semantics.py."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +51,11 @@ class SmallConfig:
     unclassified: tuple[str, ...] = ()
     """Fields with a large number whose meaning no rule knows: they keep upstream's value."""
 
+
+# What a config class raises on values that do not fit together.
+REFUSALS = (
+    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError
+)  # fmt: skip
 
 # What a variant sets, at every level of a composite config that has the field.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -81,11 +98,10 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
     window = _field(type(text), "sliding_window")
     if window is not None:
         has_switch = _field(type(text), "use_sliding_window") is not None
-        is_on = vars(text).get("sliding_window") is not None
-        by_layer = any("sliding" in str(kind) for kind in vars(text).get("layer_types") or ())
-        if not is_on:
+        by_layer = _field(type(text), "layer_types") is not None  # then the base config has both kinds of layer
+        if vars(text).get("sliding_window") is None:
             found.append("window")
-        elif not by_layer and (has_switch or "None" in str(window.type)):
+        elif has_switch or ("None" in str(window.type) and not by_layer):
             found.append("no_window")
     return tuple(found)
 
@@ -158,15 +174,10 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
 
 
 def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTrainedConfig:
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
         return config_class(**overrides)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
-        raise SmallConfigError(
-            f"{config_class.__name__} refuses a small config: {type(error).__name__}: {error}\nTried {dict(overrides)}. "
-            "Give the field that is to blame a rule in runtime/verify/field_semantics.py."
-        ) from error
+    except REFUSALS as error:
+        raise SmallConfigError(config_class, overrides, error) from error
 
 
 def _own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
@@ -268,6 +279,8 @@ def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Map
         kinds = _kinds_in_source(config_class)
         if len(kinds) > 1:
             return {count_name: len(kinds), "layer_types": kinds}
+    if values.get("layer_types") and len(set(values["layer_types"])) == 1:
+        values = {**values, "layer_types": _with_every_kind(config_class, values)}
     selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
     found: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
@@ -279,6 +292,21 @@ def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Map
     for name, per_layer in selection.overrides.items():
         found[name] = type(values[name])(_small_value(list(per_layer), name))
     return found
+
+
+def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> list[str]:
+    """The layers of a config that are all of one kind by default, ending in one of each other kind there is code for.
+
+    Windowed kinds need a window: without one they are left out.
+    """
+    layer_types = list(values["layer_types"])
+    has_window = values.get("sliding_window") is not None
+    others = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
+    others = [kind for kind in others if has_window or "sliding" not in kind]
+    rope = values.get("rope_parameters") or {}
+    if all(isinstance(parameters, dict) for parameters in rope.values()) and rope:  # per kind: it names them all
+        others = [kind for kind in others if kind in rope]
+    return layer_types[: len(layer_types) - len(others)] + others
 
 
 def _per_layer_config(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
@@ -296,10 +324,10 @@ def _equal_heads(values: Mapping) -> dict[str, object]:
 
 def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
     """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
-    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
 
     source = _modeling_source(config_class)
-    return [kind for kind in ALLOWED_LAYER_TYPES if f'"{kind}"' in source]
+    return [kind for kind in ALLOWED_ATTN_LAYER_TYPES if f'"{kind}"' in source]
 
 
 def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
@@ -333,6 +361,10 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
+        found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
+    if "hash_seed" in own_fields:
+        found["hash_seed"] = 0
     if "languages" in own_fields and "default_language" in own_fields:
         found["default_language"] = values["languages"][0]
     if "attention_types" in own_fields:  # [[[kinds], repetitions]]

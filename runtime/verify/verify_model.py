@@ -9,8 +9,9 @@ from pathlib import Path
 from patchgen.runtime import registry
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.proof import Proof, merge, prove
-from patchgen.runtime.verify.small_config import applicable_variants, small_config
+from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
 
+BASE = "base"
 CHECKPOINTING = "checkpointing"
 
 
@@ -47,9 +48,18 @@ def verify_model(
     generated_class = getattr(generated.load(), head)
     config_class = upstream_class.config_class
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
+    if not chosen:
+        raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
     proofs: list[Proof] = []
+    refused: dict[str, str] = {}
     for variant in chosen:
-        small = small_config(config_class, variant="base" if variant == CHECKPOINTING else variant)
+        try:
+            small = small_config(config_class, variant="base" if variant == CHECKPOINTING else variant)
+        except SmallConfigError as error:
+            if variant in (BASE, CHECKPOINTING):
+                raise
+            refused[variant] = error.reason
+            continue
         cases = text_cases(small.config, upstream_class)
         is_first = not proofs
         proof = prove(
@@ -65,6 +75,7 @@ def verify_model(
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
         proofs.append(proof)
     merged = merge(proofs)
+    merged.refused = refused
     merged.model, merged.head = generated.name, head
     merged.upstream_version = generated.upstream_version
     return merged

@@ -44,7 +44,8 @@ def write_stand_in(
     model = module_name.rpartition(".modeling_")[2]
     folder = directory / model
     folder.mkdir(parents=True)
-    model_types = sorted({getattr(module, name).config_class.model_type for name in names if getattr(module, name).config_class})
+    config_classes = [getattr(module, name).config_class for name in names]
+    model_types = sorted({config.model_type for config in config_classes if isinstance(config, type)})
     mapping = f"\nfrom patchgen.runtime import ops\n\nops.register_checkpoint_mapping(*{model_types + names})\n"
     (folder / f"modeling_{model}.py").write_text(source + mapping)
     provenance = {
