@@ -20,10 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 EAGER = "eager"
+_SHIPPED = "patchgen.runtime.implementations"
+"""Registers itself when imported, which is when someone first asks for an implementation."""
 
 
 @dataclass
@@ -45,6 +48,12 @@ def names() -> tuple[str, ...]:
     return tuple(_SEAMS)
 
 
+def implementations(seam: str) -> tuple[str, ...]:
+    """The names of the implementations of `seam`, `eager` first."""
+    importlib.import_module(_SHIPPED)
+    return (EAGER, *_seam(seam).implementations)
+
+
 def register(seam: str, implementation: str) -> Callable[[Callable], Callable]:
     """Decorator: registers a function as `implementation` of `seam`."""
 
@@ -62,8 +71,7 @@ def configure(**choices: str) -> None:
         ValueError: an unknown seam or implementation; the message lists those that exist.
     """
     for seam_name, implementation in choices.items():
-        seam = _seam(seam_name)
-        available = [EAGER, *seam.implementations]
+        available = implementations(seam_name)
         if implementation not in available:
             raise ValueError(
                 f"The seam '{seam_name}' has no implementation '{implementation}'. Available: {', '.join(available)}."

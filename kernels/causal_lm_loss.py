@@ -1,0 +1,116 @@
+"""The language-model loss without the full logits: chunks of tokens, each recomputed in the backward.
+
+Upstream's loss (`ForCausalLMLoss`) keeps logits of `[B, S, V]` in the dtype of the model and again in fp32, with their
+gradients: 14 GiB at a vocabulary of 151,936 and 8k tokens. Here one chunk's logits exist at a time. The head is any
+function of hidden states, so softcaps, scaling and biases are honoured: it is called as the model wrote it, on fewer
+tokens.
+
+    B batch   S sequence   H hidden size   V vocabulary   T = B * S tokens   C tokens of one chunk
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+CHUNK_LOGITS = 2**28
+"""Logits of one chunk: 0.5 GiB in bf16. Fewer make the head's products small; more only cost memory."""
+
+_LARGEST_CHUNK = 8192
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Tokens per chunk: a power of two with at most `CHUNK_LOGITS` logits."""
+    return min(_LARGEST_CHUNK, max(128, 1 << ((CHUNK_LOGITS // vocab_size).bit_length() - 1)))
+
+
+def chunked_causal_lm_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden_states: Tensor,
+    labels: Tensor,
+    *,
+    loss_function: Callable[..., Tensor],
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **ignored_by_upstream: object,
+) -> tuple[None, Tensor]:
+    """`(None, loss)`, the loss of transformers' `ForCausalLMLoss` (loss/loss_utils.py) in fp32.
+
+    Args:
+        head: maps `[1, C, H]` to logits `[1, C, V]`; must treat tokens independently of each other.
+        hidden_states: `[B, S, H]`.
+        labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
+        loss_function: upstream's loss for the class; only `ForCausalLMLoss` has this form.
+        vocab_size: V.
+        num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
+        ignore_index: the label that does not count.
+        shift_labels: `[B, S]`, already shifted.
+        ignored_by_upstream: further keywords of the model's forward, which upstream's loss takes and ignores too.
+
+    Raises:
+        ValueError: another loss function, or a head whose logits are not `[1, C, V]`.
+    """
+    require_causal_lm_loss(loss_function, "chunked")
+    target_T = shifted_targets(labels, shift_labels, ignore_index).to(hidden_states.device)
+    hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if target_T.numel() != hidden_TH.shape[0]:
+        raise ValueError(
+            f"causal_lm_loss: {target_T.numel()} labels for {hidden_TH.shape[0]} hidden states. Give labels of the "
+            f"shape {tuple(hidden_states.shape[:2])}."
+        )
+    size = chunk_size(vocab_size)
+    total = hidden_TH.new_zeros((), dtype=torch.float32)
+    for hidden_CH, target_C in zip(hidden_TH.split(size), target_T.split(size), strict=True):
+        total = total + checkpoint(
+            _loss_sum,
+            head,
+            hidden_CH,
+            target_C,
+            vocab_size,
+            ignore_index,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+    if num_items_in_batch is None:
+        return None, total / (target_T != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return None, total / num_items_in_batch
+
+
+def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation: str) -> None:
+    """Raises ValueError unless `loss_function` is the one whose formula this file has."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if loss_function is not ForCausalLMLoss:
+        name = getattr(loss_function, "__qualname__", repr(loss_function))
+        raise ValueError(
+            f"causal_lm_loss='{implementation}' computes transformers' ForCausalLMLoss; this model's loss_function is "
+            f"{name}. Use causal_lm_loss='eager' for it."
+        )
+
+
+def shifted_targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The label of the token that each position predicts, `[T]`; the last of each sequence predicts nothing."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return shift_labels.reshape(-1)
+
+
+def _loss_sum(
+    head: Callable[[Tensor], Tensor], hidden_CH: Tensor, target_C: Tensor, vocab_size: int, ignore_index: int
+) -> Tensor:
+    logits_1CV = head(hidden_CH.unsqueeze(0))
+    if logits_1CV.shape != (1, hidden_CH.shape[0], vocab_size):
+        raise ValueError(
+            f"causal_lm_loss: the head must map [1, {hidden_CH.shape[0]}, {hidden_CH.shape[1]}] to logits of "
+            f"vocab_size {vocab_size}, found {tuple(logits_1CV.shape)}."
+        )
+    logits_CV = logits_1CV.squeeze(0).float()
+    return F.cross_entropy(logits_CV, target_C, ignore_index=ignore_index, reduction="sum")

@@ -1,0 +1,69 @@
+"""The fused experts of one MoE layer: one function, several backends.
+
+backend      what it is                                              where it runs
+reference    expert by expert, the yardstick of the tests            everywhere
+torch        sort, torch's grouped product, compiled elementwise     everywhere
+
+from patchgen.kernels.fused_moe import fused_moe
+out = fused_moe(x, index, weights, gate_up_proj, down_proj, num_experts=128, activation=act, backend="torch")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
+from patchgen.kernels.moe_reference import reference
+from patchgen.kernels.moe_torch import fused_moe_torch
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {"reference": reference, "torch": fused_moe_torch}
+
+
+def fused_moe(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    num_experts: int,
+    activation: Callable[[Tensor], Tensor] | None = None,
+    apply_gate: Callable[[Tensor], Tensor] | None = None,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    is_gated: bool = True,
+    is_transposed: bool = False,
+    is_interleaved: bool = False,
+    post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    backend: str = "torch",
+) -> Tensor:
+    """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
+
+    Args:
+        backend: a name of `BACKENDS`.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other, or an option that the backend does not have; the
+            message names it.
+    """
+    options = MoeOptions(
+        num_experts=num_experts,
+        activation=activation,
+        apply_gate=apply_gate,
+        is_gated=is_gated,
+        is_transposed=is_transposed,
+        is_interleaved=is_interleaved,
+        post_expert_norm=post_expert_norm,
+    )
+    if backend not in BACKENDS:
+        raise ValueError(f"fused_moe has no backend '{backend}'. Available: {', '.join(BACKENDS)}.")
+    arguments = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options)
+    check_shapes(*arguments)
+    check_index(top_k_index, num_experts)
+    if top_k_index.numel() == 0:
+        # Nothing is routed. Every input stays in the graph, with a zero gradient.
+        inputs = (top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+        return hidden_states * 0 + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
+    return BACKENDS[backend](*arguments)

@@ -1,0 +1,49 @@
+"""The implementations that ship with the seams of `runtime/ops.py`, one line of registration each.
+
+Imported when the first implementation is asked for. Each function imports its kernel when it is called, so that
+selecting `eager` loads nothing, and Triton is loaded by nothing but a Triton kernel.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from patchgen.runtime import seams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@seams.register("fused_moe", "torch")
+def fused_moe_torch(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.fused_moe import fused_moe
+
+    return fused_moe(*args, **kwargs, backend="torch")
+
+
+@seams.register("causal_lm_loss", "chunked")
+def causal_lm_loss_chunked(*args, **kwargs) -> tuple[None, Tensor]:
+    from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
+
+    return chunked_causal_lm_loss(*args, **kwargs)
+
+
+@seams.register("rms_norm", "compiled")
+def rms_norm_compiled(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.elementwise import rms_norm_compiled
+
+    return rms_norm_compiled(*args, **kwargs)
+
+
+@seams.register("rotary", "compiled")
+def rotary_compiled(*args, **kwargs) -> tuple[Tensor, Tensor]:
+    from patchgen.kernels.elementwise import rotary_compiled
+
+    return rotary_compiled(*args, **kwargs)
+
+
+@seams.register("swiglu", "compiled")
+def swiglu_compiled(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.elementwise import swiglu_compiled
+
+    return swiglu_compiled(*args, **kwargs)

@@ -1,0 +1,78 @@
+"""The eager formulas against upstream's modules, bit by bit; the compiled ones against the eager ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from patchgen.kernels import elementwise
+
+NORMS = {
+    "llama": (LlamaRMSNorm, {}),
+    "gpt_oss": (GptOssRMSNorm, {"in_fp32": True}),
+    "gemma": (GemmaRMSNorm, {"in_fp32": True, "offset": 1.0}),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_upstreams_bit_by_bit(name: str, dtype: torch.dtype):
+    upstream, options = NORMS[name]
+    norm = upstream(32, eps=1e-6).to(dtype)
+    nn.init.normal_(norm.weight)
+    hidden = torch.randn(3, 5, 32, dtype=dtype)
+    assert torch.equal(elementwise.rms_norm(hidden, norm.weight, 1e-6, **options), norm(hidden))
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_rotary_is_upstreams_bit_by_bit(unsqueeze_dim: int):
+    query, key, cos, sin = rotary_inputs(unsqueeze_dim)
+    expected = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    found = elementwise.rotary(query, key, cos, sin, unsqueeze_dim)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def rotary_inputs(unsqueeze_dim: int) -> tuple[torch.Tensor, ...]:
+    shape = (2, 4, 7, 8) if unsqueeze_dim == 1 else (2, 7, 4, 8)
+    key_shape = (2, 1, 7, 8) if unsqueeze_dim == 1 else (2, 7, 1, 8)
+    return torch.randn(shape), torch.randn(key_shape), torch.randn(2, 7, 8), torch.randn(2, 7, 8)
+
+
+COMPILED = {
+    "rms_norm": (
+        lambda module, x, w: getattr(elementwise, module)(x, w, 1e-6),
+        lambda: (torch.randn(6, 32), torch.randn(32)),
+    ),
+    "rotary": (lambda module, *inputs: getattr(elementwise, module)(*inputs), lambda: rotary_inputs(1)),
+    "swiglu": (
+        lambda module, gate, up: getattr(elementwise, module)(gate, up, nn.SiLU()),
+        lambda: (torch.randn(6, 32), torch.randn(6, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_equals_eager_with_gradients(name: str):
+    call, make = COMPILED[name]
+    inputs = [tensor.requires_grad_() for tensor in make()]
+    results = []
+    for function in (name, f"{name}_compiled"):
+        out = call(function, *inputs)
+        total = sum((part * torch.arange(part.numel()).reshape(part.shape)).sum() for part in as_tuple(out))
+        results.append((as_tuple(out), torch.autograd.grad(total, inputs)))
+    for eager, compiled in zip(*results, strict=True):
+        for a, b in zip(eager, compiled, strict=True):
+            assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def as_tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+def test_compiled_swiglu_refuses_an_activation_it_does_not_know():
+    with pytest.raises(ValueError, match="Mish"):
+        elementwise.swiglu_compiled(torch.randn(2, 4), torch.randn(2, 4), nn.Mish())

@@ -1,0 +1,71 @@
+"""The implementations that ship with the seams: found by name, loaded when called, equal to their eager twins."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from patchgen.runtime import ops, seams
+
+SHIPPED = {
+    "fused_moe": "torch",
+    "causal_lm_loss": "chunked",
+    "rms_norm": "compiled",
+    "rotary": "compiled",
+    "swiglu": "compiled",
+}
+
+
+def test_every_seam_has_its_implementation():
+    for seam, name in SHIPPED.items():
+        assert name in seams.implementations(seam)
+        with seams.using(**{seam: name}):
+            assert ops.serves(seam)
+        assert not ops.serves(seam)
+
+
+def test_an_unknown_implementation_is_refused_with_the_list():
+    with pytest.raises(ValueError, match="Available: eager, torch"):
+        seams.configure(fused_moe="tensorflow")
+
+
+def test_importing_ops_loads_neither_triton_nor_a_kernel():
+    code = (
+        "import sys; from patchgen.runtime import ops, seams; seams.configure(fused_moe='torch');"
+        "bad = [m for m in sys.modules if m == 'triton' or m.startswith('patchgen.kernels')];"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_experts_seam_equals_the_upstream_loop():
+    torch.manual_seed(0)
+    x, index = torch.randn(9, 16), torch.randint(0, 4, (9, 2))
+    weights, gate_up, down = torch.rand(9, 2), torch.randn(4, 24, 16), torch.randn(4, 16, 12)
+    expected = torch.zeros(9, 16)
+    for token in range(9):
+        for slot in range(2):
+            expert = index[token, slot]
+            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            expected[token] += weights[token, slot] * (down[expert] @ (nn.functional.silu(gate) * up))
+    with seams.using(fused_moe="torch"):
+        found = ops.fused_moe(x, index, weights, gate_up, down, num_experts=4, activation=nn.SiLU())
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_loss_seam_equals_its_eager_twin():
+    torch.manual_seed(0)
+    head, hidden, labels = nn.Linear(8, 11), torch.randn(2, 5, 8), torch.randint(0, 11, (2, 5))
+    logits, expected = ops.causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=11)
+    assert logits.shape == (2, 5, 11)
+    with seams.using(causal_lm_loss="chunked"):
+        logits, loss = ops.causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=11)
+        assert ops.causal_lm_loss(head, hidden, None, loss_function=ForCausalLMLoss, vocab_size=11)[1] is None
+    assert logits is None
+    assert torch.allclose(loss, expected)
