@@ -35,6 +35,7 @@ __all__ = [
     "require_transformers",
     "rms_norm",
     "rotary",
+    "router_mask",
     "router_means",
     "sequence_position_ids",
     "sequence_slice",
@@ -123,7 +124,7 @@ def causal_lm_loss(
     labels: Tensor | None,
     *,
     loss_function: Callable[..., Tensor],
-    vocab_size: int,
+    vocab_size: int | None,
     **kwargs: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
@@ -134,7 +135,7 @@ def causal_lm_loss(
         hidden_states: `[B, S, H]`.
         labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
         loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
-        vocab_size: V.
+        vocab_size: V; None for the last dimension of the logits.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
@@ -154,6 +155,7 @@ def causal_lm_loss(
             head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
         )
     logits = head(hidden_states)
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
@@ -183,6 +185,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 def swiglu(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """`activation(gate) * up`, elementwise; `gate` and `up` are `[..., I]`."""
+    if not serves("swiglu"):
+        return activation(gate) * up
     return seams.implementation("swiglu")(gate, up, activation)
 
 
@@ -259,6 +263,16 @@ def mrope_position_ids(position_ids: Tensor | None) -> Tensor | None:
 
 
 # ------------------------------------------------------------------------------------------ router loss
+
+
+def router_mask(attention_mask: Tensor | None, gate_logits: Sequence[Tensor]) -> Tensor | None:
+    """The attention mask of the tokens that this rank's router saw.
+
+    Args:
+        attention_mask: `[B, S]` of this rank, `[B, S * sp]` of the whole sequence, or None.
+        gate_logits: the router logits of each layer, `[T, E]`.
+    """
+    return attention_mask
 
 
 def router_means(

@@ -1,0 +1,163 @@
+"""The anatomy of a whole file: inheritance, construction graph, roles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, describe, dotted
+from patchgen.source import Module
+from patchgen.upstream import Upstream
+
+
+@dataclass
+class Anatomy:
+    """What we know of one upstream file."""
+
+    upstream: Upstream
+    classes: dict[str, ClassInfo] = field(default_factory=dict)
+    functions: dict[str, FunctionNode] = field(default_factory=dict)
+
+    def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
+        """The classes that have a role, in upstream order; only those that are still in `among`, if given."""
+        return [
+            info for info in self.classes.values() if role in info.roles and (among is None or among.has(info.name))
+        ]
+
+    def lineage(self, name: str) -> Iterator[ClassInfo]:
+        """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""
+        seen, pending = set(), [name]
+        while pending:
+            current = pending.pop(0)
+            if current in seen or current not in self.classes:
+                continue
+            seen.add(current)
+            yield self.classes[current]
+            pending = [*self.classes[current].bases, *pending]
+
+    def inherits(self, name: str, base: str) -> bool:
+        """Whether `base` (by its last name) is among the ancestors, imported ones included."""
+        return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
+
+    def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
+        """The method that an instance of the class runs, and the class of this file that defines it."""
+        for info in self.lineage(name):
+            if method in info.methods:
+                return info, info.methods[method]
+        return None
+
+    def attribute(self, name: str, attribute: str) -> ast.expr | None:
+        """What __init__ assigns to `self.<attribute>`, ancestors included."""
+        return next((info.attributes[attribute] for info in self.lineage(name) if attribute in info.attributes), None)
+
+    def builds(self, name: str) -> list[Build]:
+        """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
+        found = self.method(name, "__init__")
+        return found[0].builds if found else []
+
+    def config_of(self, name: str) -> str | None:
+        """The configuration class of a model class, from its annotations."""
+        for info in self.lineage(name):
+            if "config" in info.annotations and info.annotations["config"] in self.upstream.configs:
+                return info.annotations["config"]
+            init = info.methods.get("__init__")
+            for arg in init.args.args if init else ():
+                if arg.arg == "config" and arg.annotation is not None:
+                    annotated = ast.unparse(arg.annotation).strip("\"'")
+                    if annotated in self.upstream.configs:
+                        return annotated
+        return None
+
+    def model_type_of(self, name: str) -> str | None:
+        config = self.config_of(name)
+        return self.upstream.configs[config].model_type if config else None
+
+    def target_of(self, build: Build) -> str | None:
+        """The class that a construction builds: stated in the source, or what the Auto class would choose.
+
+        Returns a name that need not be of this file; None when it cannot be told.
+        """
+        if build.target is not None or build.auto_class is None:
+            return build.target
+        config_class = self._config_class_of_expression(build.owner, build.config or "")
+        if config_class is None:
+            return None
+        known = self.upstream.configs.get(config_class)
+        chosen = self.upstream.auto_model(build.auto_class, known.model_type if known else None)
+        if chosen is not None:
+            return chosen
+        # No auto map to ask (a file on disk): the one model class of this file that is written for that config.
+        candidates = [
+            name for name in self.classes if self.is_model(name) and self._own_config(name) == config_class
+        ]
+        return candidates[0] if len(candidates) == 1 else None
+
+    def is_model(self, name: str) -> bool:
+        """Whether the class is a PreTrainedModel."""
+        return self.inherits(name, "PreTrainedModel") or any(
+            base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases
+        )
+
+    def _own_config(self, name: str) -> str | None:
+        info = self.classes[name]
+        init = info.methods.get("__init__")
+        for arg in init.args.args if init else ():
+            if arg.arg == "config" and arg.annotation is not None:
+                return ast.unparse(arg.annotation).strip("\"'")
+        return info.annotations.get("config")
+
+    def _config_class_of_expression(self, owner: str, expression: str) -> str | None:
+        """The class of `config.text_config`: the owner's config class, then its `sub_configs`."""
+        parts = [part for part in expression.split(".") if part not in ("self",)]
+        if not parts or parts[0] != "config":
+            return None
+        current = self.config_of(owner)
+        for part in parts[1:]:
+            known = self.upstream.configs.get(current or "")
+            current = known.sub_configs.get(part) if known else None
+        return current
+
+
+def study(module: Module, upstream: Upstream) -> Anatomy:
+    """Reads the classes of a module, finds their roles and who builds whom."""
+    from patchgen.anatomy.roles import assign_roles
+
+    anatomy = Anatomy(upstream)
+    nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
+    local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            anatomy.classes[node.name] = describe(node, local)
+        elif isinstance(node, FunctionNode):
+            anatomy.functions[node.name] = node
+    assign_roles(anatomy)
+    return anatomy
+
+
+def references(node: ast.AST) -> set[str]:
+    """The names that a piece of code refers to, quoted annotations included."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            found.add(child.id)
+        elif isinstance(child, ast.arg) and isinstance(child.annotation, ast.Constant):
+            found |= _names_in_string(child.annotation.value)
+        elif isinstance(child, FunctionNode) and isinstance(child.returns, ast.Constant):
+            found |= _names_in_string(child.returns.value)
+        elif isinstance(child, ast.AnnAssign) and isinstance(child.annotation, ast.Constant):
+            found |= _names_in_string(child.annotation.value)
+        elif isinstance(child, ast.Subscript):
+            for quoted in ast.walk(child.slice):
+                if isinstance(quoted, ast.Constant) and isinstance(quoted.value, str) and quoted.value.isidentifier():
+                    found.add(quoted.value)
+    return found
+
+
+def _names_in_string(value: object) -> set[str]:
+    if not isinstance(value, str):
+        return set()
+    try:
+        return {dotted(node) for node in ast.walk(ast.parse(value, mode="eval")) if isinstance(node, ast.Name)}
+    except SyntaxError:
+        return set()

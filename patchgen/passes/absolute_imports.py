@@ -1,0 +1,93 @@
+"""Relative imports become absolute, wherever they stand."""
+
+from __future__ import annotations
+
+import ast
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy
+from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.rewrite import LINE_LENGTH, format_code, transform
+from patchgen.source import Block, Module
+
+
+class AbsoluteImports(Pass):
+    """The generated file lives outside of transformers, so `from ...activations` must name its package."""
+
+    name = "absolute_imports"
+    purpose = "Relative imports become absolute, also inside functions and TYPE_CHECKING blocks."
+    expects = "every relative import of the file (none is left)"
+    EXAMPLES = (
+        Example(
+            "one, two and three dots, and a line that becomes too long",
+            before=(
+                "from ...activations import ACT2FN\n"
+                "from ..auto import AutoModel\n"
+                "from .configuration_example import ExampleConfig\n"
+                "\n\n"
+                "def lazy():\n"
+                "    from ...utils import logging  # only when needed\n"
+                "\n"
+                "    return logging\n"
+            ),
+            after=(
+                "from transformers.activations import ACT2FN\n"
+                "from transformers.models.auto import AutoModel\n"
+                "from transformers.models.example.configuration_example import ExampleConfig\n"
+                "\n\n"
+                "def lazy():\n"
+                "    from transformers.utils import logging  # only when needed\n"
+                "\n"
+                "    return logging\n"
+            ),
+        ),
+    )
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        package = anatomy.upstream.package.split(".")
+        hits = []
+        for block in module:
+            relative = [
+                node
+                for statement in block.statements
+                for node in ast.walk(statement)
+                if isinstance(node, ast.ImportFrom) and node.level
+            ]
+            if not relative:
+                continue
+            rewritten = transform(block, _MakeAbsolute(package))
+            if block.is_import:
+                rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
+            module = module.swap(block, rewritten)
+            hits += [
+                Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative
+            ]
+        return Outcome(module, tuple(hits))
+
+
+class _MakeAbsolute(cst.CSTTransformer):
+    def __init__(self, package: list[str]) -> None:
+        self._package = package
+
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
+        del original_node
+        level = len(updated_node.relative)
+        if not level:
+            return updated_node
+        base = self._package[: len(self._package) - level + 1]
+        tail = cst.Module([]).code_for_node(updated_node.module).split(".") if updated_node.module else []
+        return updated_node.with_changes(
+            relative=(),
+            module=cst.parse_expression(".".join([*base, *tail])),
+            whitespace_after_from=cst.SimpleWhitespace(" "),
+        )
+
+
+def _wrap_long_import(text: str) -> str:
+    if all(len(line) <= LINE_LENGTH for line in text.splitlines()):
+        return text
+    blank_lines = text[: len(text) - len(text.lstrip("\n"))]
+    return blank_lines + format_code(text.lstrip("\n"))
+
+

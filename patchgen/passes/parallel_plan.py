@@ -1,0 +1,69 @@
+"""The heads report their expert parameters, found from the anatomy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.experts import read_experts
+from patchgen.passes.base import Example, Rewritten, Site, SitePass
+from patchgen.rewrite import statements
+from patchgen.source import Block, Module
+
+
+class ParallelPlan(SitePass):
+    """A plan typed by hand forgets parameters; this one lists what the experts' forward uses."""
+
+    name = "parallel_plan"
+    purpose = "Each head reports which parameters carry the expert dimension."
+    expects = "one hit per causal head"
+    EXAMPLES = (
+        Example(
+            "a head without experts below it",
+            before=(
+                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
+                "    def forward(self, input_ids, labels=None):\n"
+                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
+            ),
+            after=(
+                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
+                "    def forward(self, input_ids, labels=None):\n"
+                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
+                "\n"
+                "    # patchgen: parallel_plan\n"
+                "    def get_parallel_plan(self) -> ops.ParallelPlan:\n"
+                "        return ops.parallel_plan(self, experts={})\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            Site(info.name, info.name, info.node.lineno, f"causal head: {info.roles[Role.HEAD]}")
+            for info in anatomy.with_role(Role.HEAD, module)
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        del site
+        experts = {}
+        for info in anatomy.with_role(Role.EXPERTS):
+            formula = read_experts(info.methods["forward"])
+            names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
+            experts[info.name] = tuple(name for name in names if name)
+        method = statements(
+            f"def get_parallel_plan(self) -> ops.ParallelPlan:\n    return ops.parallel_plan(self, experts={experts!r})",
+            depth=1,
+            comment=self.mark,
+        )[0]
+        method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
+        tree = block.cst
+        body = [
+            node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
+            if isinstance(node, cst.ClassDef)
+            else node
+            for node in tree.body
+        ]
+        listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
+        return Rewritten(block.with_text(tree.with_changes(body=body).code), listed or "no experts")

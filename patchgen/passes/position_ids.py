@@ -1,0 +1,75 @@
+"""Collated multimodal position ids `(batch, 3, L)` become `(3, batch, L)`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import parameter_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
+from patchgen.source import Block, Module
+
+POSITIONS = "position_ids"
+
+
+class PositionIds(SitePass):
+    """Samples are stacked along the batch dimension; upstream's multimodal models want it second."""
+
+    name = "position_ids"
+    purpose = "Multimodal position ids arrive as the collator stacks them, (batch, 3, L), and become (3, batch, L)."
+    expects = "one hit per fusion model that computes multimodal positions"
+    EXAMPLES = (
+        Example(
+            "before the model would compute them itself",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_rope_index(self, input_ids):\n"
+                "        return input_ids\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
+                "        if position_ids is None:\n"
+                "            position_ids = self.get_rope_index(input_ids)\n"
+                "        return self.language_model(inputs_embeds, position_ids)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_rope_index(self, input_ids):\n"
+                "        return input_ids\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
+                "        # patchgen: position_ids\n"
+                "        position_ids = ops.mrope_position_ids(position_ids)\n"
+                "        if position_ids is None:\n"
+                "            position_ids = self.get_rope_index(input_ids)\n"
+                "        return self.language_model(inputs_embeds, position_ids)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"fusion model with get_rope_index: {info.roles[Role.FUSION]}")
+            for info in anatomy.with_role(Role.FUSION, module)
+            if anatomy.method(info.name, "get_rope_index") and POSITIONS in parameter_names(info.methods["forward"])
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        del site, anatomy
+        miss: list[Missed] = []
+
+        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
+            body = function_body(forward)
+            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
+            if anchor is None:
+                miss.append(Missed(f"a statement that reads {POSITIONS}", code_of(body[-1])))
+                return forward
+            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS})"
+            return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
+
+        block = edit_function(block, "forward", insert)
+        return miss[0] if miss else Rewritten(block, "(batch, 3, L) becomes (3, batch, L)")

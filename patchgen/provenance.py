@@ -1,0 +1,144 @@
+"""The record of what a generated file came from, and the files on disk: write, compare, never mix."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchgen import __version__
+from patchgen.anatomy import Anatomy
+from patchgen.errors import StaleFile
+from patchgen.model_configs import ModelConfig
+from patchgen.source import Module
+from patchgen.upstream import Upstream
+
+if TYPE_CHECKING:
+    from patchgen.pipeline import Generated, Step
+
+
+def generated_root() -> Path:
+    """The folder of the committed generated models."""
+    return Path(__file__).parent / "generated_models"
+
+
+def command(upstream: Upstream) -> str:
+    """The command that regenerates the model."""
+    if upstream.version is None:
+        return f"patchgen generate {upstream.model} --source {upstream.path}"
+    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
+
+
+def symbol_hash(node: ast.AST) -> str:
+    """A hash of a class or function that comments and formatting do not change."""
+    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
+
+
+def record(
+    upstream: Upstream,
+    config: ModelConfig,
+    anatomy: Anatomy,
+    module: Module,
+    steps: Sequence[Step],
+    dropped: Sequence[str],
+    roots: Sequence[str],
+    heads: Sequence[str],
+    text: str,
+) -> str:
+    """`provenance.json`, byte-stable: no time, no machine."""
+    models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+    symbols = {
+        name: symbol_hash(node)
+        for table in ({n: i.node for n, i in anatomy.classes.items()}, anatomy.functions)
+        for name, node in table.items()
+        if module.has(name)
+    }
+    facts = {
+        "model": upstream.model,
+        "patchgen": __version__,
+        "upstream": {
+            "version": upstream.version,
+            "module": upstream.module,
+            "path": upstream.path,
+            "sha256": upstream.sha256,
+        },
+        "command": command(upstream),
+        "roots": list(roots),
+        "heads": list(heads),
+        "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
+        "classes": models,
+        "passes": [
+            {
+                "name": step.name,
+                "hits": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.hits],
+                "upstream": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.upstream],
+                "notes": list(step.outcome.notes),
+            }
+            for step in steps
+        ],
+        "dropped": list(dropped),
+        "symbols": symbols,
+        "generated_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def read(directory: Path) -> dict:
+    """The record in a folder of `generated_models`."""
+    return json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
+
+
+def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
+    """Writes the files of a generated model; returns those that changed.
+
+    Each file is written beside its place and renamed, so a crash leaves the old one whole; a lock on the folder keeps
+    two runs from mixing.
+
+    Raises:
+        StaleFile: the present file was edited by hand, and `force` is not given.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        if not force:
+            _refuse_to_lose_edits(directory, generated.model)
+        changed = []
+        for name, text in generated.files.items():
+            path = directory / name
+            if path.is_file() and path.read_text(encoding="utf-8") == text:
+                continue
+            with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False, encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(file.name, 0o644)
+            os.replace(file.name, path)
+            changed.append(path)
+        return changed
+
+
+def _refuse_to_lose_edits(directory: Path, model: str) -> None:
+    path = directory / f"modeling_{model}.py"
+    if not path.is_file() or not (directory / "provenance.json").is_file():
+        return
+    present = hashlib.sha256(path.read_bytes()).hexdigest()
+    if present != read(directory)["generated_sha256"]:
+        raise StaleFile(
+            f"{path.name} in {directory.name}/ was edited after it was generated; generating would lose the edits.\n"
+            "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
+            "or give --force to overwrite them."
+        )
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
