@@ -272,7 +272,12 @@ def router_mask(attention_mask: Tensor | None, gate_logits: Sequence[Tensor]) ->
         attention_mask: `[B, S]` of this rank, `[B, S * sp]` of the whole sequence, or None.
         gate_logits: the router logits of each layer, `[T, E]`.
     """
-    return attention_mask
+    state = parallel.current()
+    if attention_mask is None or state is None or state.sp == 1:
+        return attention_mask
+    from patchgen.runtime.parallel.loss import own_mask
+
+    return own_mask(attention_mask, gate_logits[0].shape[0], state)
 
 
 def router_means(

@@ -54,7 +54,7 @@ def shard_model(
 
     Args:
         model: with its parameters whole, the same on every rank.
-        expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `parallel_plan()`.
+        expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
         layer_classes: class names of the layers that are gathered one at a time; by default `_no_split_modules`.
         options: see `ShardingOptions`.
 
@@ -66,9 +66,10 @@ def shard_model(
     if state.ep > 1:
         check_plan(model, paths, state.ep)
     layers = find_layers(model, layer_classes)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
     policy = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
-        "offload_policy": CPUOffloadPolicy() if options.cpu_offload else OffloadPolicy(),
+        "offload_policy": offload,
     }
 
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
@@ -100,7 +101,7 @@ def shard_model(
 
 def own_plan(model: nn.Module) -> tuple[str, ...]:
     """The expert parameters that a generated class reports itself; none for other classes."""
-    plan = getattr(model, "parallel_plan", None)
+    plan = getattr(model, "get_parallel_plan", None)
     return plan().expert_parameters if plan is not None else ()
 
 
@@ -197,6 +198,19 @@ def local_part(whole: Tensor, like: DTensor) -> Tensor:
         rank = like.device_mesh.get_local_rank(dimension)
         part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
     return part
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Gives a model that was built and sharded on the meta device its memory, uninitialised: load it next.
+
+    Buffers that no checkpoint holds (rotary frequencies) are computed by upstream's own initialisation of modules.
+    """
+    model.to_empty(device=device)
+    for module in model.modules():
+        kept = set(module._buffers) & set(module._non_persistent_buffers_set)
+        if kept:
+            model._init_weights(module)
 
 
 @torch.no_grad()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import importlib.util
 import itertools
+import sys
+import tempfile
 from functools import cache
+from pathlib import Path
 
 import cases_sequence
 import torch
@@ -40,6 +45,7 @@ MODELS: dict[str, tuple[str, dict]] = {
         "Qwen3MoeForCausalLM",
         {**_EXPERTS, "num_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": (
         "DeepseekV3ForCausalLM",
         {
@@ -89,6 +95,22 @@ def model_type(name: str) -> str:
 
 
 @cache
+def import_generated(kind: str):
+    """The committed generated module of a model type; generated on the spot where none is committed."""
+    from patchgen import pipeline, provenance, upstream
+
+    folder = provenance.generated_root() / kind
+    if not folder.is_dir():
+        folder = Path(tempfile.mkdtemp(prefix="patchgen-generated-")) / kind
+        provenance.write(pipeline.generate(upstream.load(kind)), folder)
+    specification = importlib.util.spec_from_file_location(f"generated_{kind}", folder / f"modeling_{kind}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@cache
 def config_of(name: str):
     class_name, more = MODELS[name]
     kind = model_type(name)
@@ -98,18 +120,13 @@ def config_of(name: str):
 
 def build(name: str, *, generated: bool, attention_name: str):
     """The model with reproducible weights. Expert parameters are large enough for their gradients to be seen."""
-    import copy
-
     kind = model_type(name)
-    where = (
-        f"patchgen.generated_models.{kind}.modeling_{kind}"
-        if generated
-        else f"transformers.models.{kind}.modeling_{kind}"
+    module = (
+        import_generated(kind) if generated else importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     )
-    cls = getattr(importlib.import_module(where), MODELS[name][0])
+    cls = getattr(module, MODELS[name][0])
     config = copy.deepcopy(config_of(name))
-    if not generated:
-        config._experts_implementation = "eager"
+    config._experts_implementation = "eager"
     torch.manual_seed(0)
     model = cls._from_config(config, attn_implementation=attention_name)
     generator = torch.Generator().manual_seed(1)

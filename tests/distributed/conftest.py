@@ -19,6 +19,13 @@ def two_ranks():
 
 
 @pytest.fixture(scope="session")
+def eight_ranks():
+    pool = RankPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def four_ranks():
     pool = RankPool(4)
     yield pool
