@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import TypeVar
 
 import torch
@@ -101,6 +101,26 @@ class _Both(contextlib.AbstractContextManager):
     def __exit__(self, *error) -> None:
         self.inner.__exit__(*error)
         self.outer.__exit__(*error)
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Runs the hooks of a module inside a layer, FSDP2's on the experts, unseen by selective checkpointing.
+
+    Whether they gather parameters depends on what was prefetched, so the replay of a layer meets other operations than
+    its first run; selective checkpointing, which counts operations, would stop there.
+    """
+
+    def hidden(hook: Callable) -> Callable:
+        @wraps(hook)
+        def run(*args, **kwargs):
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
 
 
 def apply(model: nn.Module, mode: str) -> int:

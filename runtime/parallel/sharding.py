@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from patchgen.runtime.parallel import checkpointing
 from patchgen.runtime.parallel.state import ParallelState
 
 
@@ -81,6 +82,7 @@ def shard_model(
             shard_placement_fn=lambda parameter: expert_placement(parameter, state),
             **policy,
         )
+        checkpointing.hide_hooks(module)
     for layer in layers:
         if options.compile_layers:
             layer.compile()

@@ -1,7 +1,7 @@
 """Models on real ranks against upstream's own class in one process: loss, every gradient, norm, three AdamW steps.
 
-The full matrix (models x layouts x packing x accumulation on 4 ranks, and on 8) is slow: `make test-parallel`. Each run
-takes every layout with every model once, with packing and accumulation alternating so that all pairs occur.
+The full matrix (models x layouts x packing x accumulation on 4 ranks, and 8 ranks) is slow: `make test-parallel`. Each
+run takes every layout with every model once, with packing and accumulation alternating so that all pairs occur.
 """
 
 from __future__ import annotations
