@@ -56,7 +56,8 @@ def shard_model(
     Args:
         model: with its parameters whole, the same on every rank.
         expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
-        layer_classes: class names of the layers that are gathered one at a time; by default `_no_split_modules`.
+        layer_classes: class names of the layers that are gathered one at a time; by default those that transformers
+            does not split over devices (`_no_split_modules`), else those that it checkpoints.
         options: see `ShardingOptions`.
 
     Raises:
@@ -131,6 +132,9 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
 def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[nn.Module]:
     """The modules of these classes, without those inside another of them."""
     names = set(layer_classes if layer_classes is not None else getattr(model, "_no_split_modules", None) or ())
+    if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
+        names = {type(module).__name__ for module in model.modules() if hasattr(module, "gradient_checkpointing")}
+        names.discard(type(model).__name__)
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)

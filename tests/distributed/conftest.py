@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from ranks import RankPool
+from patchgen.runtime.verify.ranks import RankPool
 
 # One rank is one thread: more of them only fight for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

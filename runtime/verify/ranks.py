@@ -1,4 +1,4 @@
-"""Real ranks for tests: gloo processes that start once and run many cases.
+"""Real ranks for proofs and tests: gloo processes on this machine that start once and run many cases.
 
 Starting processes and importing torch costs more than most cases, so a `RankPool` keeps its ranks and sends them
 functions. A case is a function of an importable module; every rank runs it and its return values come back.
