@@ -210,10 +210,10 @@ def sweep(model_types: list[str], *, sp: int = 1, ep: int = 1, world: int = 2) -
             try:
                 generate_into(model_type, head, Path(folder))
                 row = Row(**pool.run(compare, model_type, head, folder, sp, ep, timeout=120)[0])
+            except CaseFailed as failure:  # is an AssertionError, so it comes before those that generation raises
+                row = Row(model_type, reason=_last_line(str(failure)))
             except (PatchgenError, *REFUSALS) as refusal:
                 row = Row(model_type, reason=f"not generated: {' '.join(str(refusal).split())[:140]}")
-            except CaseFailed as failure:
-                row = Row(model_type, reason=_last_line(str(failure)))
             if "NotApplicable" in row.reason:
                 continue
             rows.append(row)
@@ -231,7 +231,9 @@ def _line(row: Row) -> str:
     if row.reason:
         return f"failed  {row.model_type}: {row.reason}"
     numbers = asdict(row)
-    figures = " ".join(f"{name} {numbers[name]:.1e}" for name in ("loss", "gradients", "packed_loss", "packed_gradients"))
+    figures = " ".join(
+        f"{name} {numbers[name]:.1e}" for name in ("loss", "gradients", "packed_loss", "packed_gradients")
+    )
     return f"ok      {row.model_type}: {figures}"
 
 
