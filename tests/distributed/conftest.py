@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from patchgen.runtime.verify.ranks import RankPool
 
 # One rank is one thread: more of them only fight for the cores.
