@@ -41,16 +41,22 @@ from patchgen.runtime.parallel.state import ParallelState
 REFUSED_ARGUMENTS = ("indices", "block_indices", "position_bias")
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """Stands where a mask would: position ids show several documents per row.
+@dataclass(frozen=True, eq=False)
+class MaskStructure:
+    """Stands where a mask tensor would: what upstream's masks say beyond causal and full attention.
 
     Attributes:
+        window: None, or the sliding window. Most models hand it to their attention as well; some only draw it.
+        is_packed: position ids show several documents per row.
         document: `(B, S)`, the number of each token's document; None on a slice of the sequence, whose position ids
             do not say where documents meet.
+        padding: None, or `(B, S)` bool of the whole sequence, True for tokens that count.
     """
 
-    document: Tensor | None
+    window: int | None = None
+    is_packed: bool = False
+    document: Tensor | None = None
+    padding: Tensor | None = None
 
 
 def names() -> tuple[str, ...]:
@@ -105,7 +111,7 @@ _PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence
 
 
 def mask_function(name: str, backend: Backend) -> Callable:
-    """The mask builder of one name: None where attention knows the structure itself; padding as `(B, S)`."""
+    """The mask builder of one name: None for causal and full attention, else a `MaskStructure`."""
     from transformers import masking_utils
 
     upstream = {
@@ -115,7 +121,14 @@ def mask_function(name: str, backend: Backend) -> Callable:
     }.get(name)
 
     def build(
-        batch_size: int, q_length: int, kv_length: int, *, mask_function: Callable, attention_mask=None, **kwargs
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        *,
+        mask_function: Callable,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        **kwargs: object,
     ):
         state = parallel.current()
         sliced = state is not None and state.sp > 1
@@ -135,13 +148,17 @@ def mask_function(name: str, backend: Backend) -> Callable:
                 kv_length=kv_length,
                 mask_function=mask_function,
                 attention_mask=attention_mask,
+                local_size=local_size,
                 **kwargs,
             )
+        padding = None
         if attention_mask is not None:
-            return _padding(attention_mask, q_length, state if sliced else None)
-        if _PACKED & set(parts):
-            return PackedRows(None if sliced else _document_numbers(mask_function))
-        return None
+            padding = _padding(attention_mask, q_length, state if sliced else None)
+        is_packed = bool(_PACKED & set(parts))
+        document = _document_numbers(mask_function) if is_packed and not sliced else None
+        if local_size is None and padding is None and not is_packed:
+            return None
+        return MaskStructure(local_size, is_packed, document, padding)
 
     return build
 
@@ -193,7 +210,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | PackedRows | None,
+        attention_mask: Tensor | MaskStructure | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -224,11 +241,10 @@ def attention_function(name: str, backend: Backend) -> Callable:
         request = Attention(
             causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
             scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
-            window=sliding_window,
             softcap=softcap,
             sinks=sink_logits,
             dropout=dropout,
-            **_structure(attention_mask, cu_seq_lens_q, max_length_q, B=q.shape[0], S=q.shape[1], where=where),
+            **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
         require_features(name, backend, request, where)
         out = backend.function(q, k, v, request)
@@ -262,27 +278,26 @@ _BOUNDS = WeakIdKeyDictionary()  # document numbers -> cu_seq_lens
 
 
 def _structure(
-    attention_mask: Tensor | PackedRows | None,
+    mask: Tensor | MaskStructure | None,
+    window: int | None,
     cu_seq_lens: Tensor | None,
     max_length: int | Tensor | None,
     *,
-    B: int,
-    S: int,
     where: str,
 ) -> dict[str, object]:
-    """The `documents`, `padding` and `overlay` of a call."""
-    if isinstance(attention_mask, PackedRows):
-        if cu_seq_lens is None:
-            cu_seq_lens = _bounds(attention_mask, where)
-        attention_mask = None
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim == 4):
-        return {"overlay": attention_mask}
-    documents = None
-    if cu_seq_lens is not None:
-        documents = _documents(cu_seq_lens, max_length)
-        if attention_mask is not None:
-            raise ValueError(f"{where} got both cu_seq_lens_q and a padding mask: a packed batch has no padding.")
-    return {"documents": documents, "padding": attention_mask}
+    """The `window`, `documents`, `padding` and `overlay` of a call."""
+    if mask is not None and not isinstance(mask, MaskStructure):
+        return {"overlay": mask}
+    told = mask or MaskStructure()
+    if cu_seq_lens is None and told.is_packed:
+        cu_seq_lens = _bounds(told, where)
+    if cu_seq_lens is not None and told.padding is not None:
+        raise ValueError(f"{where} got both cu_seq_lens_q and a padding mask: a packed batch has no padding.")
+    return {
+        "window": window if window is not None else told.window,
+        "documents": _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None,
+        "padding": told.padding,
+    }
 
 
 def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Documents:
@@ -293,7 +308,7 @@ def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Document
     return Documents(cu_seq_lens, _LENGTHS[cu_seq_lens])
 
 
-def _bounds(packed: PackedRows, where: str) -> Tensor:
+def _bounds(packed: MaskStructure, where: str) -> Tensor:
     if packed.document is None:
         raise ValueError(
             f"{where}: the position ids start again within this rank's slice of the sequence, but no cu_seq_lens_q "

@@ -92,8 +92,8 @@ def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
         if name not in used:
             raise ValueError(
                 f"The configuration asks for {name}='{implementation}', but no module of this model calls that seam: "
-                f"it would do nothing. Seams in use: {', '.join(used) or 'none'}. Remove it, or generate the model with "
-                "the pass that bakes it in."
+                f"it would do nothing. Seams in use: {', '.join(used) or 'none'}. Remove it, or generate the model "
+                "with the pass that bakes it in."
             )
         if selected[name] != implementation:
             raise ValueError(

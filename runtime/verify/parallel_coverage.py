@@ -223,7 +223,8 @@ def sweep(model_types: list[str], *, sp: int = 1, ep: int = 1, world: int = 2) -
 
 
 def _last_line(trace: str) -> str:
-    lines = [line for line in trace.splitlines() if line and not line[0].isspace() and not line.startswith("rank")]
+    other = (" ", "rank ", "ranks ", "Traceback")
+    lines = [line for line in trace.splitlines() if line and not line.startswith(other)]
     return (lines[0] if lines else trace.strip())[:160]
 
 
