@@ -145,7 +145,9 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
             f"{type(model).__name__} has no modules of the classes {sorted(names) or '(none named)'}: name its "
             "repeated layers in layer_classes."
         )
-    return [model.get_submodule(path) for path in found]
+    # What is not split over devices includes embeddings of some models, which may be tied to the head in the root.
+    repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
+    return [model.get_submodule(path) for path in repeated or found]
 
 
 # -------------------------------------------------------------------------------------------- the experts

@@ -16,7 +16,7 @@ import itertools
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,14 +64,9 @@ def state_of(sp: int, ep: int) -> ParallelState:
     return _STATES[sp, ep]
 
 
-def generated_class(model_type: str, head: str, folder: str) -> type[nn.Module]:
-    """The head of the generated module, from the committed file or from `folder`."""
-    from patchgen import provenance
-
-    kind = Path(sys.modules[_upstream_class(model_type, head).__module__].__file__).stem.removeprefix("modeling_")
-    committed = provenance.generated_root() / kind
-    file = (committed if committed.is_dir() else Path(folder) / kind) / f"modeling_{kind}.py"
-    name = f"patchgen_sweep_{kind}"
+def generated_class(head: str, file: str) -> type[nn.Module]:
+    """The head of a generated modeling file."""
+    name = f"patchgen_sweep_{head}"
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)
         module = importlib.util.module_from_spec(specification)
@@ -80,28 +75,32 @@ def generated_class(model_type: str, head: str, folder: str) -> type[nn.Module]:
     return getattr(sys.modules[name], head)
 
 
-def _upstream_class(model_type: str, head: str) -> type[nn.Module]:
+def generated_file(head: str, folder: Path) -> Path:
+    """The generated modeling file that has `head`: the committed one, or one made in `folder` with this root."""
     import transformers
 
-    del model_type
-    return getattr(transformers, head)
-
-
-def generate_into(model_type: str, head: str, folder: Path) -> None:
-    """Generates the modeling file of a head, unless it is committed or there already."""
     from patchgen import pipeline, provenance, upstream
+    from patchgen.model_configs import config_for
 
-    kind = Path(sys.modules[_upstream_class(model_type, head).__module__].__file__).stem.removeprefix("modeling_")
-    if not (provenance.generated_root() / kind).is_dir() and not (folder / kind).is_dir():
-        provenance.write(pipeline.generate(upstream.load(kind)), folder / kind)
+    source = sys.modules[getattr(transformers, head).__module__].__file__
+    kind = Path(source).stem.removeprefix("modeling_")
+    committed = provenance.generated_root() / kind / f"modeling_{kind}.py"
+    if committed.is_file() and f"class {head}(" in committed.read_text():
+        return committed
+    target = folder / head
+    config = replace(config_for(kind), roots=(head,))
+    provenance.write(pipeline.generate(upstream.load(kind), config), target)
+    return target / f"modeling_{kind}.py"
 
 
-def compare(model_type: str, head: str, folder: str, sp: int, ep: int) -> dict:
+def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
+    import transformers
+
     attention.register()
     started = time.perf_counter()
     state = state_of(sp, ep)
-    upstream_class = _upstream_class(model_type, head)
+    upstream_class = getattr(transformers, head)
     config = small_config(upstream_class.config_class).config
     text = config.get_text_config(decoder=True)
     for one in (config, text):
@@ -118,7 +117,7 @@ def compare(model_type: str, head: str, folder: str, sp: int, ep: int) -> dict:
         if inputs is None:
             continue
         expected_loss, expected = _one_rank(yardstick, inputs, packed)
-        model = generated_class(model_type, head, folder)._from_config(
+        model = generated_class(head, file)._from_config(
             copy.deepcopy(config), attn_implementation="patchgen_eager", dtype=torch.float32
         )
         model.load_state_dict(yardstick.state_dict())
@@ -208,8 +207,8 @@ def sweep(model_types: list[str], *, sp: int = 1, ep: int = 1, world: int = 2) -
         for model_type in model_types or causal_types():
             head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
             try:
-                generate_into(model_type, head, Path(folder))
-                row = Row(**pool.run(compare, model_type, head, folder, sp, ep, timeout=120)[0])
+                file = str(generated_file(head, Path(folder)))
+                row = Row(**pool.run(compare, model_type, head, file, sp, ep, timeout=120)[0])
             except CaseFailed as failure:  # is an AssertionError, so it comes before those that generation raises
                 row = Row(model_type, reason=_last_line(str(failure)))
             except (PatchgenError, *REFUSALS) as refusal:
