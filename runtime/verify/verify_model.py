@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from patchgen.runtime import registry
@@ -21,7 +21,7 @@ def verify_model(
     directory: Path | None = None,
     head: str | None = None,
     variants: Iterable[str] | None = None,
-    fused: bool = True,
+    implementations: Collection[str] | None = None,
 ) -> Proof:
     """Proves a generated model against the upstream module that `provenance.json` names.
 
@@ -31,7 +31,7 @@ def verify_model(
             among the installed ones.
         head: the class to prove; default: the first of the heads in `provenance.json`.
         variants: names out of `small_config.VARIANTS` and "checkpointing"; default: all that the config knows.
-        fused: whether the kernels behind the seams are compared too; compiled ones take seconds.
+        implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
@@ -69,7 +69,7 @@ def verify_model(
             cases if is_first else cases[:1],
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
-            fused=fused and is_first,
+            implementations=implementations if is_first else (),
             round_trip=is_first or variant in ("tied", "untied"),
         )
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
