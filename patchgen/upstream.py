@@ -38,12 +38,20 @@ AUTO_CLASS_MAPPINGS = {
 
 
 @dataclass(frozen=True)
+class SubConfig:
+    """What upstream says of a sub-config: its class ("AutoConfig" if any will do) and the default model type."""
+
+    config_class: str
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
 class ConfigClass:
-    """A configuration class of upstream: its `model_type` and the classes of its sub-configs."""
+    """A configuration class of upstream: its `model_type` and its sub-configs."""
 
     name: str
     model_type: str | None
-    sub_configs: dict[str, str] = field(default_factory=dict)
+    sub_configs: dict[str, SubConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -303,18 +311,33 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
             elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
                 values[statement.target.id] = statement.value
         model_type = values.get("model_type")
-        sub_configs = values.get("sub_configs")
+        sub_configs: dict[str, SubConfig] = {}
+        for table in ("sub_configs", "sub_configs_defaults"):  # the second name since 5.2x
+            sub_configs |= _sub_configs(values.get(table))
         found[node.name] = ConfigClass(
             name=node.name,
             model_type=model_type.value if isinstance(model_type, ast.Constant) else None,
-            sub_configs={
-                key.value: ast.unparse(value)
-                for key, value in zip(sub_configs.keys, sub_configs.values, strict=True)
-                if isinstance(key, ast.Constant)
-            }
-            if isinstance(sub_configs, ast.Dict)
-            else {},
+            sub_configs=sub_configs,
         )
+    return found
+
+
+def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
+    """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
+    found = {}
+    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
+        if not isinstance(key, ast.Constant):
+            continue
+        if isinstance(value, ast.Call):
+            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
+            config_class = arguments.get("config_class", value.args[0] if value.args else None)
+            kind = arguments.get("model_type")
+            found[key.value] = SubConfig(
+                ast.unparse(config_class) if config_class is not None else "AutoConfig",
+                kind.value if isinstance(kind, ast.Constant) else None,
+            )
+        else:
+            found[key.value] = SubConfig(ast.unparse(value))
     return found
 
 

@@ -58,14 +58,16 @@ class MixerSP(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        operations = sequence_operations(anatomy)
-        sites = []
-        for info in anatomy.classes.values():
-            if module.has(info.name) and (Role.MIXER in info.roles or called_names(info.node) & set(operations)):
-                why = info.roles.get(Role.MIXER, "calls a sequence operation of this file")
-                if "forward" in info.methods:
-                    sites.append(Site(info.name, info.name, info.node.lineno, f"sequence mixer: {why}"))
-        return sites
+        operations = set(sequence_operations(anatomy))
+        language = _of_the_language_model(anatomy)
+        return [
+            Site(info.name, info.name, info.node.lineno, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
+            for info in anatomy.classes.values()
+            if module.has(info.name)
+            and info.name in language
+            and "forward" in info.methods
+            and (Role.MIXER in info.roles or called_names(info.node) & operations)
+        ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed | LeftAlone:
         operations = sequence_operations(anatomy)
@@ -89,6 +91,13 @@ _SIGNATURES = {
     CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
     DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
 }
+
+
+def _of_the_language_model(anatomy: Anatomy) -> set[str]:
+    """The classes below a decoder; in a file without one, all. A tower's convolutions run along another sequence."""
+    towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
+    decoders = [info.name for info in anatomy.with_role(Role.DECODER)]
+    return anatomy.reached_from(decoders, without=towers) if decoders else set(anatomy.classes)
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
