@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     2 notes
 
-#                          modular_qwen3_omni_moe.py file directly. One of our CI enforces this.
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
 #
