@@ -14,7 +14,6 @@ from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
 
-
 FILE_NAME = "verify.json"
 PROVEN = "proven"
 

@@ -114,7 +114,8 @@ def count_forwards(model: nn.Module) -> Iterator[set[str]]:
     """Collects the names of the classes whose forward runs."""
     ran: set[str] = set()
     hooks = [
-        module.register_forward_pre_hook(lambda module, _: ran.add(type(module).__name__)) for module in model.modules()
+        module.register_forward_pre_hook(lambda module, _: ran.add(type(module).__name__))
+        for module in model.modules()
     ]
     try:
         yield ran

@@ -54,7 +54,8 @@ class SmallConfig:
 
 # What a config class raises on values that do not fit together.
 REFUSALS = (
-    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError
+    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
+    ZeroDivisionError,
 )  # fmt: skip
 
 # What a variant sets, at every level of a composite config that has the field.
@@ -64,6 +65,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
     "window": {"use_sliding_window": True, "sliding_window": sizes.WINDOW},
+    "experts": {"enable_moe_block": True, "is_moe": True},
     "no_window": {"use_sliding_window": False, "sliding_window": None},
 }
 
@@ -95,6 +97,8 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
     text = base.get_text_config(decoder=True)
     if "tie_word_embeddings" in _all_fields(base):
         found.append("untied" if base.tie_word_embeddings else "tied")
+    if any(vars(text).get(switch) is False for switch in VARIANTS["experts"]):
+        found.append("experts")
     window = _field(type(text), "sliding_window")
     if window is not None:
         has_switch = _field(type(text), "use_sliding_window") is not None
@@ -147,7 +151,7 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
         declared = explicit.get(name, _declared(field))
         common = common_names.get(name, name)
         if sizes.is_special_id(name):
-            small = _small_id(declared, next_special_id)
+            small = _small_id(values[name] if declared is None else declared, next_special_id)
         elif sizes.is_dropout(name) and isinstance(declared, (int, float)) and not isinstance(declared, bool):
             small = 0.0
         else:
@@ -269,7 +273,9 @@ _LAYER_PATTERN = re.compile(
 )
 
 
-def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]) -> dict[str, object]:
+def _layers(
+    config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]
+) -> dict[str, object]:
     """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
     count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if type(values.get(count_name)) is not int:
@@ -285,7 +291,8 @@ def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Map
     found: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
         found["per_layer_config"] = {
-            new: {name: _small_value(value, name) for name, value in by_layer[old].items()} | _equal_heads(by_layer[old])
+            new: {name: _small_value(value, name) for name, value in by_layer[old].items()}
+            | _equal_heads(by_layer[old])
             for new, old in enumerate(selection.kept)
             if old in by_layer
         }
