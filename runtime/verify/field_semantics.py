@@ -75,12 +75,15 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("experts that do nothing", r"zero_expert_num", 2),
     _rule("experts", r"(num|n)_(.*_)?experts|(.*_)?num_experts", EXPERTS),
     _rule("shared expert width", r"(.*_)?shared_(experts?_)?intermediate_size", 48),
-    _rule("expert width", r"(.*_)?(moe|expert)(_.*)?_(intermediate|hidden|latent|ffn)_?size|expert_ffn_.*", 32),
+    _rule("expert width", r"(.*_)?(moe|expert)(_.*)?_(intermediate|hidden|ffn)_?size|expert_ffn_.*", 32),
+    _rule("latent expert width", r"moe_latent_size", 32),
     # indexers of sparse attention
-    _rule("indexed keys", r"(.*_)?index(er)?_(topk|budget)", WINDOW),
+    _rule("indexed keys", r"(.*_)?index(er)?_budget", WINDOW),
+    _rule("indexed keys", r"(.*_)?index(er)?_topk", 4),
     _rule("indexed blocks", r"(.*_)?index_topk_blocks", 2),
     _rule("index block", r"(.*_)?index_block_size", 4),
     _rule("compression of indexed keys", r"(.*_)?compress_ratio", 4),
+    _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
     _rule("heads of an indexer's keys", r"indexer_kv_heads", 1),
     _rule("heads of an indexer", r"indexer_n_heads", HEADS),
     # heads

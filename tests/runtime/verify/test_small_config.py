@@ -55,6 +55,7 @@ def test_every_kind_of_layer_is_there():
     deepseek_v4 = small_config("deepseek_v4").config
     assert set(deepseek_v4.layer_types) == {"compressed_sparse_attention", "heavily_compressed_attention"}
     assert set(deepseek_v4.mlp_layer_types) == {"hash_moe", "moe"}
+    assert max(deepseek_v4.compress_rates.values()) < sizes.SEQUENCE  # else nothing would be compressed
     lfm2_moe = small_config("lfm2_moe").config  # its class leaves the kinds to the checkpoint
     assert set(lfm2_moe.layer_types) == {"conv", "full_attention"}
     granite = small_config("granitemoehybrid").config  # all alike by default
@@ -85,6 +86,8 @@ def test_variants_set_what_the_config_knows():
     assert small_config("qwen3_moe", variant="window").config.sliding_window == sizes.WINDOW
     assert small_config("qwen3_moe").config.sliding_window is None
     assert set(small_config("qwen3", variant="window").config.layer_types) == {"full_attention", "sliding_attention"}
+    assert "experts" in applicable_variants("gemma4_text")
+    assert small_config("gemma4_text", variant="experts").config.num_experts == sizes.EXPERTS
     assert small_config("gemma2", variant="untied").config.tie_word_embeddings is False
     assert small_config(
         "qwen3_omni_moe", variant="router_logits"
