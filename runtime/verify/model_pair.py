@@ -84,12 +84,15 @@ def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def _class_problems(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
-    """Live modules whose class is upstream's: no pass acts on them, and every number still agrees."""
+    """Live modules whose class is upstream's, the outermost of each: no pass acts there, and all numbers agree."""
+    upstreams = {
+        path for path, module in generated.named_modules() if type(module).__module__ == upstream_class.__module__
+    }
     return [
         f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), "
         "so no pass acts on it. Let the pass local_classes build the class of the generated file."
         for path, module in generated.named_modules()
-        if type(module).__module__ == upstream_class.__module__
+        if path in upstreams and (path == "" or path.rpartition(".")[0] not in upstreams)
     ]
 
 

@@ -66,6 +66,8 @@ class Proof:
     refused: dict[str, str] = field(default_factory=dict)
     """Variants that upstream's own config class refuses, with its reason."""
     upstream_version: str = ""
+    file_sha256: str = ""
+    """Of the generated file."""
     unclassified: tuple[str, ...] = ()
     """Large config fields whose meaning no rule knew: they kept upstream's value."""
 

@@ -13,6 +13,7 @@ from patchgen.runtime import registry, seams
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED, drawable_ids, text_cases
 from patchgen.runtime.verify.model_pair import build_model, build_pair, perturb
+from patchgen.runtime.verify.proof import prove
 from patchgen.runtime.verify.seam_proof import ABSENT, FAILED, PASSED, all_eager
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import verify_model
@@ -67,6 +68,14 @@ def test_a_thinker_is_proven_from_its_own_config_with_text(tmp_path):
     assert proof.is_proven
     text = [name for name in proof.dead_parameters if "audio_tower" not in name and "visual" not in name]
     assert text == []  # the whole language model took part
+
+
+def test_upstreams_class_itself_proves_nothing():
+    upstream, config = upstream_head("llama"), small_config("llama").config
+    proof = prove(upstream, upstream, config, text_cases(config, upstream))
+    assert not proof.is_proven
+    assert len(proof.failures) == 1  # the outermost module, not each of them
+    assert "is upstream's LlamaForCausalLM" in proof.failures[0]
 
 
 def test_a_variant_that_upstream_refuses_is_reported(tmp_path):

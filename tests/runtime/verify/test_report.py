@@ -29,6 +29,19 @@ def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
     assert all(case["gradient"] == {"equal": True, "absolute": "0", "relative": "0"} for case in record["cases"])
 
 
+def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
+    folder = write_stand_in(tmp_path, "llama")
+    proof = verify_model("llama", directory=folder, variants=("base",), fused=False)
+    record = proof_record(proof) | {"transformers": ["5.9.0"]}
+    (folder / "verify.json").write_text(json.dumps(record))
+    both = json.loads(write_proof(proof, folder).read_text())["transformers"]
+    assert both == ["5.9.0", transformers.__version__]
+    proof.failures.append("something differs")
+    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == ["5.9.0"]
+    proof.file_sha256 = "of another file"
+    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == []
+
+
 def test_a_failed_proof_claims_no_release_and_prints_why(tmp_path):
     edit = ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(hidden_states) * 2")
     folder = write_stand_in(tmp_path, "llama", edits=(edit,))
