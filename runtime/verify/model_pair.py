@@ -92,8 +92,14 @@ def _class_problems(generated: nn.Module, upstream_class: type[nn.Module]) -> li
         f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), "
         "so no pass acts on it. Let the pass local_classes build the class of the generated file."
         for path, module in generated.named_modules()
-        if path in upstreams and (path == "" or path.rpartition(".")[0] not in upstreams)
+        if path in upstreams and not upstreams.intersection(_ancestors(path))
     ]
+
+
+def _ancestors(path: str) -> list[str]:
+    """The paths of the modules around the one at `path`: `a.b.c` lies in `a.b`, `a` and the model itself, ``."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names))]
 
 
 def _foreign_classes(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:

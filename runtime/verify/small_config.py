@@ -201,7 +201,7 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found = {}
-    specs = getattr(config_class, "sub_configs_defaults", {})  # not in releases before 5.12
+    specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
     for key, sub_class in config_class.sub_configs.items():
         given = dict(specs[key].init_kwargs) if key in specs else {}
         if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
