@@ -58,6 +58,8 @@ REFUSALS = (
     ZeroDivisionError,
 )  # fmt: skip
 
+MLP_KINDS = ("sparse", "dense")  # named in `mlp_layer_types`; every other kind is one of `layer_types`
+
 # What a variant sets, at every level of a composite config that has the field.
 VARIANTS: dict[str, dict[str, object]] = {
     "base": {},
@@ -339,10 +341,10 @@ def _equal_heads(values: Mapping) -> dict[str, object]:
 
 def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
     """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
-    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     source = _modeling_source(config_class)
-    return [kind for kind in ALLOWED_ATTN_LAYER_TYPES if f'"{kind}"' in source]
+    return [kind for kind in ALLOWED_LAYER_TYPES if kind not in MLP_KINDS and f'"{kind}"' in source]
 
 
 def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
