@@ -128,7 +128,9 @@ def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Seque
 
 def text_diff(before: str, after: str) -> str:
     """A plain unified diff of two texts."""
-    return "".join(difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), "before", "after"))
+    return "".join(
+        difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), "before", "after")
+    )
 
 
 def changed_lines(diff_text: str) -> int:

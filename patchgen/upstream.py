@@ -67,7 +67,9 @@ class Upstream:
     configs: dict[str, ConfigClass] = field(default_factory=dict)
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
-    siblings: dict[str, str] = field(default_factory=dict)  # for a file on disk: the modules that it imports from beside it
+    siblings: dict[str, str] = field(
+        default_factory=dict
+    )  # for a file on disk: the modules that it imports from beside it
 
     @property
     def package(self) -> str:
@@ -121,12 +123,18 @@ class Release:
             names = (name.removeprefix(prefix) for name in self._wheel.namelist() if name.startswith(prefix + under))
             yield from names
         else:
-            yield from (path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py"))
+            yield from (
+                path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py")
+            )
 
     @functools.cached_property
     def _auto_maps(self) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
-        for path in ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py", "models/auto/modeling_auto.py"):
+        for path in (
+            "models/auto/auto_mappings.py",
+            "models/auto/configuration_auto.py",
+            "models/auto/modeling_auto.py",
+        ):
             for name, mapping in _ordered_dicts(self.read(path) or ""):
                 found.setdefault(name, {}).update(mapping)
         return found
@@ -259,7 +267,9 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
     parts = source.resolve().with_suffix("").parts
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
     configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
-    configs = read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
+    configs = (
+        read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
+    )
     if inside:
         module, siblings = ".".join(parts[inside[-1] :]), {}
     else:
@@ -348,7 +358,11 @@ def _ordered_dicts(text: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield node.targets[0].id, _pairs(node.value.args)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "update" and isinstance(function.value, ast.Name):
+            if (
+                isinstance(function, ast.Attribute)
+                and function.attr == "update"
+                and isinstance(function.value, ast.Name)
+            ):
                 yield function.value.id, _pairs(node.value.args)
 
 

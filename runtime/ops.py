@@ -139,7 +139,9 @@ def causal_lm_loss(
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False) -> Tensor:
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
+) -> Tensor:
     """Root-mean-square norm of the last dimension: `x / sqrt(mean(x^2) + eps) * (offset + weight)`.
 
     Args:
@@ -189,7 +191,9 @@ def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) 
     return tensor
 
 
-def causal_conv1d(convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
+def causal_conv1d(
+    convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs
+) -> Tensor:
     """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
 
     Args:
@@ -254,4 +258,3 @@ def router_means(
         attention_mask: `[B, S]` or None: the tokens that count.
     """
     return tokens_per_expert, router_prob_per_expert
-

@@ -23,7 +23,9 @@ class MixerSP(SitePass):
 
     name = "mixer_sp"
     purpose = "Causal convolutions and delta rules run over the whole sequence, each rank with some channels or heads."
-    expects = "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
+    expects = (
+        "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
+    )
     EXAMPLES = (
         Example(
             "a short convolution",
@@ -61,7 +63,12 @@ class MixerSP(SitePass):
         operations = set(sequence_operations(anatomy))
         language = _of_the_language_model(anatomy)
         return [
-            Site(info.name, info.name, info.node.lineno, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
+            Site(
+                info.name,
+                info.name,
+                info.node.lineno,
+                f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}",
+            )
             for info in anatomy.classes.values()
             if module.has(info.name)
             and info.name in language
@@ -143,10 +150,15 @@ class _WrapCalls(cst.CSTTransformer):
         self.kinds.append(self._wanted[name])
         self._changed = True
         first = updated_node.args[0]
-        comma = first.comma if isinstance(first.comma, cst.Comma) else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+        comma = (
+            first.comma
+            if isinstance(first.comma, cst.Comma)
+            else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+        )
         function = cst.Arg(value=cst.Name(name), comma=comma)
         return updated_node.with_changes(
-            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])), args=[function, *updated_node.args]
+            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
+            args=[function, *updated_node.args],
         )
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
