@@ -34,7 +34,7 @@ def with_seam(guard: str = 'ops.serves("fused_moe")', extra: str = "") -> tuple[
 
 
 def prove_with(tmp_path, model_type, *edits, **options):
-    options.setdefault("fused", False)
+    options.setdefault("implementations", ())
     options.setdefault("variants", ("base",))
     return verify_model(model_type, directory=write_stand_in(tmp_path, model_type, edits=edits), **options)
 
@@ -63,7 +63,7 @@ def test_the_variants_of_qwen3_moe_are_those_its_config_knows(tmp_path):
 def test_a_thinker_is_proven_from_its_own_config_with_text(tmp_path):
     head = "Qwen3OmniMoeThinkerForConditionalGeneration"
     folder = write_stand_in(tmp_path, "qwen3_omni_moe", head=head)
-    proof = verify_model("qwen3_omni_moe", directory=folder, fused=False)
+    proof = verify_model("qwen3_omni_moe", directory=folder, implementations=())
     assert proof.failures == []
     assert proof.is_proven
     text = [name for name in proof.dead_parameters if "audio_tower" not in name and "visual" not in name]
@@ -150,7 +150,7 @@ FORGOTTEN = """
 import sys
 from pathlib import Path
 from patchgen.runtime.verify.verify_model import verify_model
-proof = verify_model("mixtral", directory=Path(sys.argv[1]), variants=("base",), fused=False)
+proof = verify_model("mixtral", directory=Path(sys.argv[1]), variants=("base",), implementations=())
 assert proof.cases and all(case.gradient.is_equal for case in proof.cases)  # no number shows it
 print(*proof.failures, sep="\\n")
 """
@@ -174,7 +174,7 @@ def test_a_defect_behind_a_variant_is_seen_in_that_variant_only(tmp_path):
 
 
 def test_a_seam_is_compared_and_its_calls_are_counted(tmp_path):
-    proof = prove_with(tmp_path, "qwen3_moe", *with_seam(), fused=True)
+    proof = prove_with(tmp_path, "qwen3_moe", *with_seam(), implementations=None)
     experts = next(result for result in proof.seams if (result.seam, result.implementation) == ("fused_moe", "torch"))
     assert (experts.status, experts.calls) == (PASSED, 3)  # one of the four layers is dense
     assert not experts.gradient.is_equal and experts.gradient.relative < 1e-5  # another order of additions
@@ -185,7 +185,7 @@ def test_a_seam_is_compared_and_its_calls_are_counted(tmp_path):
 
 def test_a_seam_that_is_never_called_has_not_passed(tmp_path):
     proof = prove_with(
-        tmp_path, "qwen3_moe", *with_seam(guard='ops.serves("fused_moe") and self.training is None'), fused=True
+        tmp_path, "qwen3_moe", *with_seam(guard='ops.serves("fused_moe") and self.training is None'), implementations=None
     )
     experts = next(result for result in proof.seams if result.seam == "fused_moe")
     assert (experts.status, experts.calls) == (FAILED, 0)
@@ -194,7 +194,7 @@ def test_a_seam_that_is_never_called_has_not_passed(tmp_path):
 
 
 def test_a_seam_with_wrong_arguments_fails(tmp_path):
-    proof = prove_with(tmp_path, "qwen3_moe", *with_seam(extra=", is_interleaved=True"), fused=True)
+    proof = prove_with(tmp_path, "qwen3_moe", *with_seam(extra=", is_interleaved=True"), implementations=None)
     experts = next(result for result in proof.seams if result.seam == "fused_moe")
     assert (experts.status, experts.calls) == (FAILED, 3)
     assert "beyond 1e-04" in experts.reason
