@@ -2049,7 +2049,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             audio_feature_lengths = None
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
             position_ids = self.compute_3d_position_ids(
