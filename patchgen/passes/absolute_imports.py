@@ -9,7 +9,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, format_code, transform
-from patchgen.source import Block, Module
+from patchgen.source import Module
 
 
 class AbsoluteImports(Pass):
@@ -60,9 +60,7 @@ class AbsoluteImports(Pass):
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
-            hits += [
-                Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative
-            ]
+            hits += [Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative]
         return Outcome(module, tuple(hits))
 
 
@@ -89,5 +87,3 @@ def _wrap_long_import(text: str) -> str:
         return text
     blank_lines = text[: len(text) - len(text.lstrip("\n"))]
     return blank_lines + format_code(text.lstrip("\n"))
-
-

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import Unread, read_experts
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Missed, Rewritten, Site, SitePass, Upstream, method_site
 from patchgen.source import Block, Module
 
 
@@ -33,6 +33,8 @@ class StackedExperts(SitePass):
             if isinstance(formula, Unread):
                 return Missed(formula.expected, formula.found)
             if formula.is_transposed:
-                return Upstream("stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted")
+                return Upstream(
+                    "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
+                )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
         return Missed("stacked weights", "")

@@ -10,7 +10,7 @@ Everything is compared in fp32, in training mode, with eager attention and exper
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -66,6 +66,8 @@ class Proof:
     refused: dict[str, str] = field(default_factory=dict)
     """Variants that upstream's own config class refuses, with its reason."""
     upstream_version: str = ""
+    file_sha256: str = ""
+    """Of the generated file."""
     unclassified: tuple[str, ...] = ()
     """Large config fields whose meaning no rule knew: they kept upstream's value."""
 
@@ -92,7 +94,7 @@ def prove(
     variant: str = "base",
     tolerance: float = 0.0,
     gradient_checkpointing: bool = False,
-    fused: bool = True,
+    implementations: Collection[str] | None = None,
     round_trip: bool = True,
 ) -> Proof:
     """Proves `generated_class` against `upstream_class` on one config.
@@ -103,7 +105,7 @@ def prove(
         tolerance: the relative difference that is still equal; 0.0 means bit for bit. Only a pass that declares that
             it reorders arithmetic earns more (1e-6).
         gradient_checkpointing: whether both models recompute their layers in the backward pass.
-        fused: whether the fused seams are compared.
+        implementations: names of the implementations of seams to compare; None for all, empty for none.
         round_trip: whether checkpoints are exchanged.
     """
     proof = Proof(type(config).model_type, upstream_class.__name__)
@@ -123,8 +125,8 @@ def prove(
         result, failures = _compare(case.name, variant, actual, expected, tolerance)
         proof.cases.append(result)
         proof.failures += failures
-    if fused and first is not None and not proof.failures:
-        proof.seams = prove_seams(pair.generated, *first)
+    if first is not None and not proof.failures:
+        proof.seams = prove_seams(pair.generated, *first, implementations)
         proof.failures += [
             f"seam {result.seam}={result.implementation}: {result.reason}"
             for result in proof.seams
@@ -144,13 +146,13 @@ def merge(proofs: Iterable[Proof]) -> Proof:
     return first
 
 
-def _compare(
-    name: str, variant: str, actual: Step, expected: Step, tolerance: float
-) -> tuple[CaseResult, list[str]]:
+def _compare(name: str, variant: str, actual: Step, expected: Step, tolerance: float) -> tuple[CaseResult, list[str]]:
     outputs = compare_outputs(actual, expected)
     gradients = compare_gradients(actual, expected)
     where = f"case {name}, variant {variant}"
-    failures = _failures(f"{where}: output", outputs, tolerance) + _failures(f"{where}: gradient of", gradients, tolerance)
+    failures = _failures(f"{where}: output", outputs, tolerance) + _failures(
+        f"{where}: gradient of", gradients, tolerance
+    )
     dead = expected.dead()
     if len(dead) == len(gradients):
         failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")

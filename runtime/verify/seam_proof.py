@@ -6,13 +6,12 @@ and where the code that ran contains the seam but never reached it, the seam has
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import wraps
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import seams
@@ -46,20 +45,26 @@ class SeamResult:
     reason: str = ""
 
 
-def prove_seams(model: nn.Module, case: Case, expected: Step) -> list[SeamResult]:
-    """Compares every implementation of every seam of `model` with `expected`, the step of upstream on `case`."""
-    with count_forwards(model) as ran:
+def prove_seams(
+    model: nn.Module, case: Case, expected: Step, implementations: Collection[str] | None = None
+) -> list[SeamResult]:
+    """Compares implementations of the seams of `model` (all, or those named) with `expected`, upstream's step on `case`."""
+    wanted = [
+        (seam, implementation)
+        for seam in seams.names()
+        for implementation in seams.implementations(seam)
+        if implementation != seams.EAGER and (implementations is None or implementation in implementations)
+    ]
+    if not wanted:
+        return []
+    with seams_reached(type(model).__module__) as reached:
         train_step(model, case)
-    in_source = seams_in_source(type(model).__module__, ran)
     results = []
-    for seam in seams.names():
-        for implementation in seams.implementations(seam):
-            if implementation == seams.EAGER:
-                continue
-            if seam not in in_source:
-                results.append(SeamResult(seam, implementation, ABSENT))
-            else:
-                results.append(_prove_implementation(model, case, expected, seam, implementation))
+    for seam, implementation in wanted:
+        if seam not in reached:
+            results.append(SeamResult(seam, implementation, ABSENT))
+        else:
+            results.append(_prove_implementation(model, case, expected, seam, implementation))
     return results
 
 
@@ -110,39 +115,23 @@ def _counted(seam: str, implementation: str) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def count_forwards(model: nn.Module) -> Iterator[set[str]]:
-    """Collects the names of the classes whose forward runs."""
-    ran: set[str] = set()
-    hooks = [
-        module.register_forward_pre_hook(lambda module, _: ran.add(type(module).__name__)) for module in model.modules()
-    ]
+def seams_reached(module_name: str) -> Iterator[set[str]]:
+    """Collects the seams that stand in the functions of a module that run inside the block.
+
+    A function that a small config never calls (the other of two rotary forms) has a seam that could not be reached; one
+    that ran and did not reach its seam is a defect.
+    """
+    file = sys.modules[module_name].__file__
+    reached: set[str] = set()
+
+    def on_event(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename == file and "ops" in code.co_names:
+            reached.update(name for name in code.co_names if name in known)
+
+    known = set(seams.names())
+    sys.setprofile(on_event)
     try:
-        yield ran
+        yield reached
     finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def seams_in_source(module_name: str, ran: set[str]) -> set[str]:
-    """The seams called in the source of the classes that ran, or in the functions of the module that those name."""
-    tree = ast.parse(inspect.getsource(sys.modules[module_name]))
-    definitions = {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
-    classes = {name for name, node in definitions.items() if isinstance(node, ast.ClassDef)}
-    waiting, seen = [name for name in ran if name in definitions], set()
-    while waiting:
-        name = waiting.pop()
-        seen.add(name)
-        named = {node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)}
-        bases = {base.id for base in getattr(definitions[name], "bases", ()) if isinstance(base, ast.Name)}
-        waiting += [other for other in (named - classes) | bases if other in definitions and other not in seen]
-    found = {
-        node.func.attr
-        for name in seen
-        for node in ast.walk(definitions[name])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_ops(node.func.value)
-    }
-    return found & set(seams.names())
-
-
-def _is_ops(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id == "ops"
+        sys.setprofile(None)

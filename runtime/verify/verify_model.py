@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from patchgen.runtime import registry
@@ -21,7 +22,7 @@ def verify_model(
     directory: Path | None = None,
     head: str | None = None,
     variants: Iterable[str] | None = None,
-    fused: bool = True,
+    implementations: Collection[str] | None = None,
 ) -> Proof:
     """Proves a generated model against the upstream module that `provenance.json` names.
 
@@ -31,7 +32,7 @@ def verify_model(
             among the installed ones.
         head: the class to prove; default: the first of the heads in `provenance.json`.
         variants: names out of `small_config.VARIANTS` and "checkpointing"; default: all that the config knows.
-        fused: whether the kernels behind the seams are compared too; compiled ones take seconds.
+        implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
@@ -69,7 +70,7 @@ def verify_model(
             cases if is_first else cases[:1],
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
-            fused=fused and is_first,
+            implementations=implementations if is_first else (),
             round_trip=is_first or variant in ("tied", "untied"),
         )
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
@@ -77,6 +78,7 @@ def verify_model(
     merged = merge(proofs)
     merged.refused = refused
     merged.model, merged.head = generated.name, head
+    merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version
     return merged
 
