@@ -4,7 +4,8 @@
     python -m patchgen.runtime.verify.parallel_coverage --ep 2 mixtral     # some
 
 Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared
-with upstream's own class in one process. Packed rows are compared with their documents run one by one.
+with upstream's own class in one process. With sequence parallelism a packed batch follows, compared with its documents
+run one by one. Expert parallelism alone leaves attention to upstream, which need not keep documents apart.
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
     perturb(yardstick)
     switch_dropout_off(yardstick)
     row = {"model_type": model_type}
-    for packed in (False, True):
+    for packed in (False, True) if sp > 1 else (False,):
         cases = {case.name: dict(case.batch) for case in text_cases(config, upstream_class)}
         inputs = cases.get("packed" if packed else "plain")
         if inputs is None:
             continue
         expected_loss, expected = _one_rank(yardstick, inputs, packed)
         model = generated_class(head, file)._from_config(
-            copy.deepcopy(config), attn_implementation="patchgen_eager", dtype=torch.float32
+            copy.deepcopy(config), attn_implementation="patchgen_eager" if sp > 1 else "eager", dtype=torch.float32
         )
         model.load_state_dict(yardstick.state_dict())
         switch_dropout_off(model)
