@@ -2,6 +2,7 @@
 
     apply(model, "full")        keep a layer's input, compute the layer again
     apply(model, "selective")   keep matrix products, attention and exchanges; compute the cheap rest again
+    apply(model, "offload")     compute nothing again, keep activations in host memory until the backward
     apply(model, "none")
 
 Values that reached the host in the forward, such as the sizes of an expert exchange, are remembered, so that computing
@@ -16,12 +17,12 @@ from functools import partial, wraps
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 T = TypeVar("T")
-MODES = ("full", "selective", "none")
+MODES = ("full", "selective", "offload", "none")
 
 # Outermost first: the value stores of the checkpointed regions that run now; a store under replay hands values out.
 _STORES: list[tuple[list, bool]] = []
@@ -103,6 +104,26 @@ class _Both(contextlib.AbstractContextManager):
         self.outer.__exit__(*error)
 
 
+def _in_host_memory(layer: Callable, *args):
+    """Runs a layer whose activations wait for the backward in host memory; parameters stay where FSDP2 has them."""
+    pinned = torch.cuda.is_available()
+
+    def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        owner = tensor._base if tensor._is_view() else tensor
+        if isinstance(owner, nn.Parameter) or not tensor.is_cuda:
+            return None, tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        copy.copy_(tensor, non_blocking=True)
+        return tensor.device, copy
+
+    def fetch(stored: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = stored
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(store, fetch):
+        return layer(*args)
+
+
 def hide_hooks(module: nn.Module) -> None:
     """Runs the hooks of a module inside a layer, FSDP2's on the experts, unseen by selective checkpointing.
 
@@ -147,7 +168,9 @@ def apply(model: nn.Module, mode: str) -> int:
         )
     for layer in layers:
         layer.gradient_checkpointing = mode != "none"
-        if mode != "none":
+        if mode == "offload":
+            layer._gradient_checkpointing_func = _in_host_memory
+        elif mode != "none":
             layer._gradient_checkpointing_func = partial(
                 torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode)
             )

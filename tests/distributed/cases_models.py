@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import attention, parallel
-from patchgen.runtime.parallel import batch, checkpointing, gradients, loss, sharding
+from patchgen.runtime.parallel import batch, checkpointing, collectives, gradients, loss, sharding
 
 ROWS, LENGTH, VOCABULARY = 16, 16, 61
 DOCUMENTS = (0, 3, 4, 10, 16)  # of a packed row
@@ -301,3 +301,116 @@ def compare(got: tuple, expected: tuple, tolerance: float) -> dict[str, float]:
     if failures:
         raise AssertionError(f"over {tolerance}:\n" + "\n".join(failures) + f"\nlosses {got[0]} against {expected[0]}")
     return worst
+
+
+# ----------------------------------------------------------------------------------------- other cases
+
+
+def documents_stay_apart(name: str, attention_name: str, sp: int) -> None:
+    """Changing a token of document 3 changes later outputs of document 3, and no output of another document.
+
+    The changed token is in one rank's slice, the document and its neighbours in several. Without experts nothing may
+    change by a bit; with experts other tokens share a matrix product with the changed one, so rounding may.
+    """
+    attention.register()
+    state = cases_sequence.state_of(sp=sp)
+    model = build(name, generated=True, attention_name=attention_name).eval()
+    start, end = DOCUMENTS[2], DOCUMENTS[3]
+    changed_at = start + 1
+
+    def logits(change: bool) -> Tensor:
+        whole = global_batch(0, True)
+        ids = whole["input_ids"][:1].clone()
+        if change:
+            ids[0, changed_at] = (ids[0, changed_at] + 1) % VOCABULARY
+        inputs = {"input_ids": ids, "position_ids": positions(True)[None]}
+        mine = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank)
+        with torch.no_grad(), parallel.using(state):
+            own = model(**mine).logits
+        return collectives.all_gather(own, state.sp_group, dim=1, operation="test")
+
+    before, after = logits(False), logits(True)
+    bound = 1e-5 * float(before.abs().max()) if any("expert" in key for key, _ in model.named_parameters()) else 0.0
+    differs = ((before - after).abs() > bound).any(dim=-1)[0]
+    outside = torch.ones(LENGTH, dtype=torch.bool)
+    outside[start:end] = False
+    assert not differs[outside].any(), f"outputs of other documents changed at {torch.nonzero(differs & outside)}"
+    assert differs[changed_at:end].all(), "the document itself did not change"
+    assert not differs[start:changed_at].any(), "earlier tokens of the document changed"
+
+
+def frozen_parameters_stay(name: str) -> None:
+    """With embeddings and one layer's attention frozen, the other gradients are those of the whole model."""
+    attention.register()
+    state = cases_sequence.state_of(sp=2, ep=2)
+    model = build(name, generated=True, attention_name="patchgen_eager")
+    frozen = [key for key, _ in model.named_parameters() if "embed_tokens" in key or "layers.0.self_attn" in key]
+    for key in frozen:
+        model.get_parameter(key).requires_grad_(False)
+    sharding.shard_model(model, state)
+    _one_backward(model, state)
+    assert all(model.get_parameter(key).grad is None for key in frozen)
+    own = {key: _whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    if dist.get_rank() == 0:
+        expected = reference(name, False, 1)[1]
+        assert set(own) == set(expected) - set(frozen)
+        worst = max(difference(own[key], expected[key]) for key in own)
+        assert worst < 1e-5, worst
+
+
+def half_precision_is_near(name: str, **options) -> tuple[float, float]:
+    """Loss and norm in bf16 with fp32 parameters and reduction, relative to fp32 in one process."""
+    attention.register()
+    state = cases_sequence.state_of(sp=2, ep=2)
+    model = build(name, generated=True, attention_name="patchgen_eager")
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, **options))
+    total = _one_backward(model, state)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    norm = float(gradients.norm(model.parameters()))
+    if dist.get_rank() != 0:
+        return 0.0, 0.0
+    losses, _, norms, _ = reference(name, False, 1)
+    return abs(total - losses[0]) / losses[0], abs(norm - norms[0]) / norms[0]
+
+
+def every_token_goes_to_the_same_experts(name: str) -> None:
+    """A router of zeros: the first experts get all tokens, the last rank's experts none, in model and reference."""
+    attention.register()
+    state = cases_sequence.state_of(ep=dist.get_world_size())
+
+    def even(model):
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith("mlp.gate.weight"):
+                    parameter.zero_()
+        return model
+
+    model = even(build(name, generated=True, attention_name="patchgen_eager"))
+    sharding.shard_model(model, state)
+    total = _one_backward(model, state)
+    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+    if dist.get_rank() == 0:
+        alone = even(build(name, generated=False, attention_name="eager"))
+        whole = global_batch(0, False)
+        items = (whole["labels"][:, 1:] != batch.IGNORED).sum()
+        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
+        value.backward()
+        assert abs(total - float(value.detach())) < 1e-5 * float(value.detach())
+        expected = {key: parameter.grad for key, parameter in alone.named_parameters()}
+        unused = [key for key in expected if "experts" in key and float(expected[key][-1].abs().max()) == 0]
+        assert unused, "every expert got tokens: the case does not test what it says"
+        worst = max(difference(own[key], expected[key]) for key in own)
+        assert worst < 1e-5, worst
+
+
+def _one_backward(model, state) -> float:
+    inputs = own_part(0, False, state, 0, 1)
+    items = loss.count_items([inputs], "cpu")
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    return float(total)

@@ -81,6 +81,7 @@ def test_eight_ranks_agree_with_one(name, layout, packed, eight_ranks):
 OPTIONS = {
     "checkpointing": {"checkpoint": "full"},
     "selective checkpointing": {"checkpoint": "selective"},
+    "activations in host memory": {"checkpoint": "offload"},
     "parameters kept after forward": {"reshard_after_forward": False},
     "two layers gathered ahead": {"prefetch": 2},
     "built on meta": {"meta": True},
@@ -94,3 +95,33 @@ OPTIONS = {
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
 def test_options_change_no_number(name, options, two_ranks):
     two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **options)
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "attention_name"),
+    [
+        ("qwen3", "patchgen_eager"),
+        ("qwen3", "patchgen_sdpa"),
+        ("qwen3", "patchgen_flex_attention"),
+        ("gpt_oss", "patchgen_eager"),
+        ("qwen3_next", "patchgen_sdpa"),
+        ("deepseek_v3", "patchgen_sdpa"),
+    ],
+)
+def test_documents_stay_apart(name, attention_name, sp, two_ranks):
+    two_ranks.run(cases.documents_stay_apart, name, attention_name, sp)
+
+
+def test_frozen_parameters_stay(two_ranks):
+    two_ranks.run(cases.frozen_parameters_stay, "qwen3_moe")
+
+
+def test_half_precision_is_near(two_ranks):
+    loss_error, norm_error = two_ranks.run(cases.half_precision_is_near, "qwen3_moe")[0]
+    assert loss_error < 5e-3
+    assert norm_error < 2e-2
+
+
+def test_every_token_goes_to_the_same_experts(four_ranks):
+    four_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe")
