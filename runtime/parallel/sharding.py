@@ -57,7 +57,7 @@ def shard_model(
         model: with its parameters whole, the same on every rank.
         expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
         layer_classes: class names of the layers that are gathered one at a time; by default those that transformers
-            does not split over devices (`_no_split_modules`), else those that it checkpoints.
+            does not split over devices (`_no_split_modules`), else what the model keeps in lists.
         options: see `ShardingOptions`.
 
     Raises:
@@ -133,8 +133,8 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
     """The modules of these classes, without those inside another of them."""
     names = set(layer_classes if layer_classes is not None else getattr(model, "_no_split_modules", None) or ())
     if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
-        names = {type(module).__name__ for module in model.modules() if hasattr(module, "gradient_checkpointing")}
-        names.discard(type(model).__name__)
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        names = {type(layer).__name__ for layers in lists for layer in layers}
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(f"{outer}.") for outer in found)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from patchgen.runtime import attention, ops, parallel, seams
 from patchgen.runtime.parallel import gradients, loss, report, sharding, watch
 from patchgen.runtime.parallel.expert_load import ExpertLoad
+from patchgen.runtime.parallel.selfcheck import require_sliceable
 
 
 def _model(name: str = "qwen3_moe", **layout):
@@ -159,3 +160,24 @@ def stalled_exchange_is_reported() -> str:
                 time.sleep(0.3)
             dist.barrier()
     return messages[0] if messages else ""
+
+
+def sliceable_models_pass_and_others_are_refused() -> float:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model, state = _model("qwen3_next", sp=2, ep=2)
+    worst = require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
+    scan = MambaForCausalLM._from_config(config)
+    with torch.no_grad():
+        for parameter in scan.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
+    state = cases_sequence.state_of(sp=2)
+    sharding.shard_model(scan, state)
+    try:
+        require_sliceable(scan, state, vocab_size=61)
+    except ValueError as error:
+        assert "MambaForCausalLM on slices of a sequence (sp=2) computes other logits" in str(error), error
+        return worst
+    raise AssertionError("a state-space scan over slices was accepted")

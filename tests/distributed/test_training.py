@@ -49,6 +49,10 @@ def test_the_report_refuses_a_seam_that_nothing_uses(two_ranks):
     two_ranks.run(cases.report_refuses_a_seam_that_nothing_uses)
 
 
+def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
+    assert max(two_ranks.run(cases.sliceable_models_pass_and_others_are_refused)) < 1e-5
+
+
 def test_expert_load_counts_every_slot(two_ranks):
     two_ranks.run(cases.load_is_counted_over_ranks)
 
