@@ -57,10 +57,11 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
     worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the whole sequence"))
     bar = TOLERANCE.get(own.dtype, HALF_PRECISION)
     if not worst <= bar:
+        name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"{type(model).__name__.removeprefix('FSDP')} on slices of a sequence (sp={state.sp}) computes other logits "
-            f"than on the whole: they differ by {worst:.1e} of the largest, more than {bar:.0e}. Some layer mixes "
-            "tokens without attention, or attends without transformers' attention interface. Train it with sp=1, or "
-            "generate it with the pass that serves its mixer."
+            f"{name} on slices of a sequence (sp={state.sp}) computes other logits than on the whole: they differ by "
+            f"{worst:.1e} of the largest, more than {bar:.0e}. Some layer mixes tokens without attention, or attends "
+            "without transformers' attention interface. Train it with sp=1, or generate it with the pass that serves its "
+            "mixer."
         )
     return worst
