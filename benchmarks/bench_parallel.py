@@ -152,8 +152,8 @@ def table(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
 
 
 def measure(model: nn.Module, state, tokens: int, sizes: dict, arguments: argparse.Namespace, setting) -> dict:
-    # foreach is off: it would copy all parameters of the optimizer's state at once.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=setting.device == "cuda")
+    groups = sharding.optimizer_groups(model)
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=setting.device == "cuda")
     inputs = make_batch(tokens, state, sizes, min(arguments.document, tokens * state.sp), 0, setting.device)
     items = loss.count_items([inputs], setting.device)
     train_step(model, inputs, optimizer, state, items)

@@ -61,7 +61,7 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
         raise ValueError(
             f"{name} on slices of a sequence (sp={state.sp}) computes other logits than on the whole: they differ by "
             f"{worst:.1e} of the largest, more than {bar:.0e}. Some layer mixes tokens without attention, or attends "
-            "without transformers' attention interface. Train it with sp=1, or generate it with the pass that serves its "
-            "mixer."
+            "without transformers' attention interface. Train it with sp=1, or generate it with the pass that serves "
+            "its mixer."
         )
     return worst

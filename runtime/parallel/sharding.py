@@ -189,6 +189,19 @@ def set_prefetch(layers: Sequence[nn.Module], experts: Sequence[nn.Module], ahea
         layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
 
 
+def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The trained parameters for an optimizer, one group per mesh.
+
+    torch's foreach and fused optimizers update a group in one call, and DTensors of one call must share their mesh.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return [{"params": members} for members in groups.values()]
+
+
 # -------------------------------------------------------------------------------------------- whole tensors
 
 
