@@ -36,6 +36,7 @@ def _exchange(rows, receive_sizes, send_sizes, group, operation):
         return functional.wait_tensor(received)
 
 
+@torch.compiler.disable  # a compiled layer stops here: progress is noted on the host, and sizes may come from there
 def all_to_all(
     rows: Tensor,
     group: dist.ProcessGroup,

@@ -63,6 +63,7 @@ class Exchange:
     expert_Q1: Tensor
 
 
+@torch.compiler.disable
 def fused_moe(
     state: ParallelState,
     hidden_states: Tensor,

@@ -97,6 +97,13 @@ def test_options_change_no_number(name, options, two_ranks):
     two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_compiled_layers_change_no_number(name, two_ranks):
+    layout = {"sp": 2} if name in DENSE else {"sp": 2, "ep": 2}
+    two_ranks.run(cases.agrees, name, compile_layers=True, attention_name="patchgen_sdpa", packed=True, **layout)
+
+
 @pytest.mark.parametrize("sp", [1, 2])
 @pytest.mark.parametrize(
     ("name", "attention_name"),
