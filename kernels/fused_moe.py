@@ -18,7 +18,14 @@ from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
 from patchgen.kernels.moe_reference import reference
 from patchgen.kernels.moe_torch import fused_moe_torch
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"reference": reference, "torch": fused_moe_torch}
+
+def _triton(*arguments) -> Tensor:
+    from patchgen.kernels.moe_triton import fused_moe_triton  # loads Triton
+
+    return fused_moe_triton(*arguments)
+
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {"reference": reference, "torch": fused_moe_torch, "triton": _triton}
 
 
 def fused_moe(
