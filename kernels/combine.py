@@ -28,7 +28,7 @@ def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Ten
         plan.row_of_slot,
         plan.row_start,
         out,
-        plan.row_start.numel() - 1,
+        plan.num_experts,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK_H=block,
@@ -39,7 +39,15 @@ def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Ten
 
 @triton.jit
 def _combine(
-    rows, weights, row_of_slot, row_start, out, num_experts, H: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr
+    rows,
+    weights,
+    row_of_slot,
+    row_start,
+    out,
+    num_experts,
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -49,7 +57,9 @@ def _combine(
     for k in tl.static_range(TOP_K):
         row = tl.load(row_of_slot + token * TOP_K + k)
         # What is left out lies past the last valid row, where nothing was written.
-        value = tl.load(rows + row.to(tl.int64) * H + column, mask=inside & (row < num_valid), other=0.0).to(tl.float32)
+        value = tl.load(rows + row.to(tl.int64) * H + column, mask=inside & (row < num_valid), other=0.0).to(
+            tl.float32
+        )
         if weights is not None:
             weight = tl.load(weights + token * TOP_K + k).to(tl.float32)
             value *= tl.where(row < num_valid, weight, 0.0)
@@ -88,7 +98,7 @@ def router_gradient(
         out,
         num_rows,
         partial.shape[0],
-        plan.row_start.numel() - 1,
+        plan.num_experts,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK=block,

@@ -14,11 +14,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, rows_of_tile, tile_at
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
 from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs
 
 
-def grouped_gemm(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, k_is_last: bool, is_padded: bool) -> Tensor:
+def grouped_gemm(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, k_is_last: bool, is_padded: bool
+) -> Tensor:
     """`[R, N]`, compact; rows that are left out are not written.
 
     Args:
@@ -29,15 +31,17 @@ def grouped_gemm(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, 
     weight = weight.contiguous()
     inner = rows.shape[1]
     out_size = weight.shape[1 if k_is_last else 2]
-    out = torch.empty(plan.slot_of_row.numel(), out_size, dtype=rows.dtype, device=rows.device)
+    out = torch.empty(plan.row_of_slot.numel(), out_size, dtype=rows.dtype, device=rows.device)
     blocks = ROWS
     _grouped_gemm[(num_programs(rows, blocks.per_sm),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, blocks.k]),
         TensorDescriptor.from_tensor(weight, [1, blocks.n, blocks.k] if k_is_last else [1, blocks.k, blocks.n]),
         bias,
         out,
-        *plan[2:],
-        plan.row_start.numel() - 1,
+        plan.tile_start,
+        plan.tiles,
+        plan.num_experts,
+        plan.tiles.shape[1],
         K=inner,
         N=out_size,
         K_IS_LAST=k_is_last,
@@ -49,6 +53,7 @@ def grouped_gemm(rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, 
         FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.max_registers,
     )
     return out
 
@@ -59,10 +64,10 @@ def _grouped_gemm(
     weight,
     bias,
     out,
-    row_start,
     tile_start,
-    tile_expert,
+    tiles,
     num_experts,
+    num_tiles,
     K: tl.constexpr,
     N: tl.constexpr,
     K_IS_LAST: tl.constexpr,
@@ -76,8 +81,7 @@ def _grouped_gemm(
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m, n = tile_at(index, num_m, num_n, GROUP)
-        expert, first, end = rows_of_tile(m, row_start, tile_start, tile_expert, BLOCK_M)
+        m, n, expert, first, end = describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP)
         source = m * BLOCK_M if IS_PADDED else first
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, K, BLOCK_K):

@@ -28,7 +28,7 @@ def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int,
         padded: `[P, B]`.
         tokens_first: `[E, A, B]` is wanted; else `[E, B, A]`.
     """
-    num_experts = plan.row_start.numel() - 1
+    num_experts = plan.num_experts
     gathered_size, padded_size = tokens.shape[1], padded.shape[1]
     shape = (gathered_size, padded_size) if tokens_first else (padded_size, gathered_size)
     out = torch.empty(num_experts, *shape, dtype=tokens.dtype, device=tokens.device)
@@ -37,7 +37,7 @@ def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int,
         tokens,
         TensorDescriptor.from_tensor(padded, [blocks.k, blocks.n]),
         out,
-        plan.slot_of_row,
+        plan.slot_of_padded,
         plan.row_start,
         plan.tile_start,
         num_experts,
@@ -53,6 +53,7 @@ def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int,
         FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.max_registers,
     )
     return out
 
@@ -62,7 +63,7 @@ def _grouped_gemm_weights(
     tokens,
     padded,
     out,
-    slot_of_row,
+    slot_of_padded,
     row_start,
     tile_start,
     num_experts,
@@ -88,8 +89,7 @@ def _grouped_gemm_weights(
         a_tile = group * GROUP + (within % (GROUP * num_b)) % size
         b_tile = (within % (GROUP * num_b)) // size
 
-        first = tl.load(row_start + expert)
-        end = tl.load(row_start + expert + 1)
+        num_rows = tl.load(row_start + expert + 1) - tl.load(row_start + expert)
         source = tl.load(tile_start + expert) * TILE_ROWS
         a_column = a_tile * BLOCK_A + tl.arange(0, BLOCK_A)
         if A % BLOCK_A == 0:
@@ -97,9 +97,8 @@ def _grouped_gemm_weights(
         else:  # columns past the end are computed and not stored; they read column 0, in whole 16-byte pieces
             read_column = tl.max_contiguous(tl.multiple_of(tl.where(a_column < A, a_column, 0), 8), 8)
         acc = tl.zeros([BLOCK_A, BLOCK_B], dtype=tl.float32)
-        for start in range(0, end - first, BLOCK_R):
-            row = tl.minimum(first + start + tl.arange(0, BLOCK_R), end - 1)
-            token = tl.load(slot_of_row + row) // TOP_K
+        for start in range(0, num_rows, BLOCK_R):
+            token = tl.load(slot_of_padded + source + start + tl.arange(0, BLOCK_R)) // TOP_K
             left = tl.load(tokens + token.to(tl.int64)[:, None] * A + read_column[None, :])
             right = padded.load([source + start, b_tile * BLOCK_B])
             acc = multiply(left.T, right, acc)

@@ -1,6 +1,6 @@
 """The gradients of the experts' biases: column sums over each expert's rows, in a fixed order and fp32.
 
-    T tokens   P padded rows   E experts   N columns
+T tokens   P padded rows   E experts   N columns
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def sum_token_rows(tokens: Tensor, weights: Tensor, plan: Plan, dtype: torch.dty
 
 
 def _launch(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int, dtype: torch.dtype) -> Tensor:
-    num_experts, size = plan.row_start.numel() - 1, rows.shape[1]
+    num_experts, size = plan.num_experts, rows.shape[1]
     out = torch.empty(num_experts, size, dtype=dtype, device=rows.device)
     _expert_sums[(num_experts, triton.cdiv(size, _BLOCK_N))](
         rows,
         weights,
-        plan.slot_of_row,
+        plan.slot_of_padded,
         plan.row_start,
         plan.tile_start,
         out,
@@ -50,7 +50,7 @@ def _launch(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int, dtype:
 def _expert_sums(
     rows,
     weights,
-    slot_of_row,
+    slot_of_padded,
     row_start,
     tile_start,
     out,
@@ -69,11 +69,12 @@ def _expert_sums(
         offset = start + tl.arange(0, BLOCK_R)
         valid = offset < count
         mask = valid[:, None] & (column < N)[None, :]
+        padded = tl.load(tile_start + expert) * TILE_ROWS + offset
         if weights is None:
-            source = (tl.load(tile_start + expert) * TILE_ROWS + offset).to(tl.int64)[:, None]
+            source = padded.to(tl.int64)[:, None]
             value = tl.load(rows + source * N + column[None, :], mask=mask, other=0.0).to(tl.float32)
         else:
-            slot = tl.load(slot_of_row + first + offset, mask=valid, other=0)
+            slot = tl.load(slot_of_padded + padded, mask=valid, other=0)
             weight = tl.load(weights + slot, mask=valid, other=0.0).to(tl.float32)
             source = (slot // TOP_K).to(tl.int64)[:, None]
             value = tl.load(rows + source * N + column[None, :], mask=mask, other=0.0).to(tl.float32)

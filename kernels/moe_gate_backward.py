@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, rows_of_tile, tile_at
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_BACKWARD, multiply, num_programs
 from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward, gate_constants
 
@@ -44,7 +44,7 @@ def gate_backward_gemm(
     """
     down_proj = down_proj.contiguous()
     hidden_size, inner, width = grad_out.shape[1], down_proj.shape[1 if is_transposed else 2], kept.shape[1]
-    padded = plan.tile_expert.numel() * BLOCK_M
+    padded = plan.num_padded
     new = {"dtype": grad_out.dtype, "device": grad_out.device}
     grad_kept = torch.empty(padded, width, **new)
     weighted = torch.empty(padded, inner, **new)
@@ -60,10 +60,12 @@ def gate_backward_gemm(
         grad_kept,
         weighted,
         partial,
-        plan.slot_of_row,
-        *plan[2:],
+        plan.slot_of_padded,
+        plan.tile_start,
+        plan.tiles,
         kept.shape[0],
-        plan.row_start.numel() - 1,
+        plan.num_experts,
+        plan.tiles.shape[1],
         H=hidden_size,
         INNER=inner,
         WIDTH=width,
@@ -79,6 +81,7 @@ def gate_backward_gemm(
         FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.max_registers,
         **gate_constants(activation),
     )
     return grad_kept, weighted, partial
@@ -93,12 +96,12 @@ def _gate_backward_gemm(
     grad_kept,
     weighted,
     partial,
-    slot_of_row,
-    row_start,
+    slot_of_padded,
     tile_start,
-    tile_expert,
+    tiles,
     num_rows,
     num_experts,
+    num_tiles,
     H: tl.constexpr,
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -120,11 +123,16 @@ def _gate_backward_gemm(
 ):
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m, n = tile_at(index, num_m, num_n, GROUP)
-        expert, first, end = rows_of_tile(m, row_start, tile_start, tile_expert, BLOCK_M)
+    start = tl.program_id(0)
+    m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
+    slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        # The next tile's numbers travel while this tile is computed.
+        next_m, next_n, next_expert, next_first, next_end = describe_tile(
+            index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
+        )
+        next_slot = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, BLOCK_M))
         row = first + tl.arange(0, BLOCK_M)
-        slot = tl.load(slot_of_row + tl.minimum(row, end - 1))
         pointers = grad_out + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, H, BLOCK_K):
@@ -140,9 +148,12 @@ def _gate_backward_gemm(
         valid = row < end
         # A weight of zero makes the padding rows zero in everything that is stored.
         routing = tl.where(valid, tl.load(top_k_weights + slot).to(tl.float32), 0.0)[:, None]
-        target_row = (m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        target_row = (m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        source = kept + row.to(tl.int64)[:, None] * WIDTH
         sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-        # The epilogue holds four values per column: done in pieces they stay in registers.
+        # The epilogue holds four values per column: done in pieces they stay in registers. The next piece is read before
+        # the last one is stored, because loads do not pass stores.
+        SPAN: tl.constexpr = BLOCK_N // PIECES
         pieces = _halves(acc, BLOCK_M, BLOCK_N)
         if PIECES >= 4:
             pieces = _halves(pieces[0], BLOCK_M, BLOCK_N // 2) + _halves(pieces[1], BLOCK_M, BLOCK_N // 2)
@@ -150,30 +161,48 @@ def _gate_backward_gemm(
             left = _halves(pieces[0], BLOCK_M, BLOCK_N // 4) + _halves(pieces[1], BLOCK_M, BLOCK_N // 4)
             right = _halves(pieces[2], BLOCK_M, BLOCK_N // 4) + _halves(pieces[3], BLOCK_M, BLOCK_N // 4)
             pieces = left + right
+        read = _read_kept(source, valid, n * BLOCK_N, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
         for piece in tl.static_range(PIECES):
-            sums += _gate_gradient(
-                pieces[piece],
-                n * BLOCK_N + piece * (BLOCK_N // PIECES),
-                row,
-                valid,
-                routing,
-                target_row,
-                kept,
-                grad_kept,
-                weighted,
+            first_column = n * BLOCK_N + piece * SPAN
+            gate, up = read
+            if piece + 1 < PIECES:
+                read = _read_kept(source, valid, first_column + SPAN, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
+            grad = pieces[piece]
+            if IS_GATED:
+                value, by_gate, by_up = gate_backward(
+                    gate.to(tl.float32),
+                    up.to(tl.float32),
+                    GATE_KIND,
+                    GATE_ALPHA,
+                    GATE_LIMIT,
+                    GATE_SHIFT,
+                    GATE_LIMIT_AFTER,
+                )
+            else:
+                value, by_gate = activate_with_derivative(gate.to(tl.float32), GATE_KIND, GATE_ALPHA)
+                by_up = value
+            column = first_column + tl.arange(0, SPAN)
+            inside = (column < INNER)[None, :]
+            _store_gradient(
+                grad_kept + target_row * WIDTH,
+                routing * grad * by_gate,
+                routing * grad * by_up,
+                first_column,
                 INNER,
                 WIDTH,
                 IS_GATED,
                 IS_INTERLEAVED,
                 BLOCK_M,
-                BLOCK_N // PIECES,
-                GATE_KIND,
-                GATE_ALPHA,
-                GATE_LIMIT,
-                GATE_SHIFT,
-                GATE_LIMIT_AFTER,
+                SPAN,
             )
+            tl.store(
+                weighted + target_row * INNER + column[None, :],
+                (routing * value).to(kept.dtype.element_ty),
+                mask=inside,
+            )
+            sums += tl.sum(tl.where(inside, grad * value, 0.0), 1)
         tl.store(partial + n * num_rows + row, sums, mask=valid)
+        m, n, expert, first, end, slot = next_m, next_n, next_expert, next_first, next_end, next_slot
 
 
 @triton.jit
@@ -183,59 +212,53 @@ def _halves(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _gate_gradient(
-    grad,
-    first_column,
-    row,
+def _read_kept(
+    source,
     valid,
-    routing,
-    target_row,
-    kept,
-    grad_kept,
-    weighted,
+    first_column,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    SPAN: tl.constexpr,
+):
+    """Gate and up of `SPAN` columns; twice the projection itself where there is no gate."""
+    column = first_column + tl.arange(0, SPAN)
+    mask = valid[:, None] & (column < INNER)[None, :]
+    if IS_GATED and IS_INTERLEAVED:
+        both = 2 * first_column + tl.arange(0, 2 * SPAN)
+        pairs = tl.load(source + both[None, :], mask=valid[:, None] & (both < WIDTH)[None, :], other=0.0)
+        gate, up = pairs.reshape(source.shape[0], SPAN, 2).split()
+    else:
+        gate = tl.load(source + column[None, :], mask=mask, other=0.0)
+        up = gate
+        if IS_GATED:
+            up = tl.load(source + INNER + column[None, :], mask=mask, other=0.0)
+    return gate, up
+
+
+@triton.jit
+def _store_gradient(
+    target,
+    grad_gate,
+    grad_up,
+    first_column,
     INNER: tl.constexpr,
     WIDTH: tl.constexpr,
     IS_GATED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     SPAN: tl.constexpr,
-    GATE_KIND: tl.constexpr,
-    GATE_ALPHA: tl.constexpr,
-    GATE_LIMIT: tl.constexpr,
-    GATE_SHIFT: tl.constexpr,
-    GATE_LIMIT_AFTER: tl.constexpr,
 ):
-    """Stores dh and s for the columns of `grad [BLOCK_M, SPAN]`; returns the row sums of `grad * a`."""
-    dtype: tl.constexpr = kept.dtype.element_ty
+    """Writes the gradient of `SPAN` columns in the layout of the projection."""
     column = first_column + tl.arange(0, SPAN)
-    inside = column < INNER
-    mask = valid[:, None] & inside[None, :]
-    source = kept + row.to(tl.int64)[:, None] * WIDTH
-    target = grad_kept + target_row[:, None] * WIDTH
-    if not IS_GATED:
-        projected = tl.load(source + column[None, :], mask=mask, other=0.0).to(tl.float32)
-        value, slope = activate_with_derivative(projected, GATE_KIND, GATE_ALPHA)
-        tl.store(target + column[None, :], (routing * grad * slope).to(dtype), mask=inside[None, :])
+    mask = (column < INNER)[None, :]
+    dtype: tl.constexpr = target.dtype.element_ty
+    if IS_GATED and IS_INTERLEAVED:
+        both = 2 * first_column + tl.arange(0, 2 * SPAN)
+        grads = tl.join(grad_gate.to(dtype), grad_up.to(dtype)).reshape(BLOCK_M, 2 * SPAN)
+        tl.store(target + both[None, :], grads, mask=(both < WIDTH)[None, :])
     else:
-        if IS_INTERLEAVED:
-            both = 2 * first_column + tl.arange(0, 2 * SPAN)
-            pairs = tl.load(source + both[None, :], mask=valid[:, None] & (both < WIDTH)[None, :], other=0.0)
-            gate, up = pairs.reshape(BLOCK_M, SPAN, 2).split()
-        else:
-            gate = tl.load(source + column[None, :], mask=mask, other=0.0)
-            up = tl.load(source + INNER + column[None, :], mask=mask, other=0.0)
-        value, by_gate, by_up = gate_backward(
-            gate.to(tl.float32), up.to(tl.float32), GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER
-        )
-        grad_gate = (routing * grad * by_gate).to(dtype)
-        grad_up = (routing * grad * by_up).to(dtype)
-        if IS_INTERLEAVED:
-            grads = tl.join(grad_gate, grad_up).reshape(BLOCK_M, 2 * SPAN)
-            tl.store(target + both[None, :], grads, mask=(both < WIDTH)[None, :])
-        else:
-            tl.store(target + column[None, :], grad_gate, mask=inside[None, :])
-            tl.store(target + INNER + column[None, :], grad_up, mask=inside[None, :])
-    tl.store(
-        weighted + target_row[:, None] * INNER + column[None, :], (routing * value).to(dtype), mask=inside[None, :]
-    )
-    return tl.sum(tl.where(mask, grad * value, 0.0), 1)
+        tl.store(target + column[None, :], grad_gate.to(dtype), mask=mask)
+        if IS_GATED:
+            tl.store(target + INNER + column[None, :], grad_up.to(dtype), mask=mask)

@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, rows_of_tile, tile_at
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_UP, multiply, num_programs
 from patchgen.kernels.triton_gate import activate, gate_constants, gate_forward
 
@@ -42,7 +42,7 @@ def gate_up(
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
     """
-    num_rows, hidden_size = plan.slot_of_row.numel(), hidden_states.shape[1]
+    num_rows, hidden_size = plan.row_of_slot.numel(), hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
     inner = width // 2 if activation.is_gated else width
     new = {"dtype": hidden_states.dtype, "device": hidden_states.device}
@@ -57,9 +57,11 @@ def gate_up(
         bias,
         kept,
         gated,
-        *plan[:1],
-        *plan[2:],
-        plan.row_start.numel() - 1,
+        plan.slot_of_padded,
+        plan.tile_start,
+        plan.tiles,
+        plan.num_experts,
+        plan.tiles.shape[1],
         H=hidden_size,
         WIDTH=width,
         TOP_K=top_k,
@@ -74,12 +76,15 @@ def gate_up(
         FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
+        maxnreg=blocks.max_registers,
         **gate_constants(activation),
     )
     return kept, gated
 
 
-def _weight_descriptor(weight: Tensor, halves: int, is_transposed: bool, block_n: int, block_k: int) -> TensorDescriptor:
+def _weight_descriptor(
+    weight: Tensor, halves: int, is_transposed: bool, block_n: int, block_k: int
+) -> TensorDescriptor:
     weight = weight.contiguous()
     if is_transposed:
         num_experts, hidden_size, width = weight.shape
@@ -97,11 +102,11 @@ def _gate_up(
     bias,
     kept,
     gated,
-    slot_of_row,
-    row_start,
+    slot_of_padded,
     tile_start,
-    tile_expert,
+    tiles,
     num_experts,
+    num_tiles,
     H: tl.constexpr,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -123,13 +128,18 @@ def _gate_up(
     SPAN: tl.constexpr = BLOCK_N // HALVES  # columns of the weight that follow each other in a tile
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (WIDTH // HALVES + SPAN - 1) // SPAN
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m, n = tile_at(index, num_m, num_n, GROUP)
-        expert, first, end = rows_of_tile(m, row_start, tile_start, tile_expert, BLOCK_M)
+    start = tl.program_id(0)
+    m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
+    slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        # The next tile's numbers travel while this tile is computed.
+        next_m, next_n, next_expert, next_first, next_end = describe_tile(
+            index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
+        )
+        next_slot = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, BLOCK_M))
         row = first + tl.arange(0, BLOCK_M)
         # Rows past the end repeat the last one: they are computed and not stored.
-        token = tl.load(slot_of_row + tl.minimum(row, end - 1)) // TOP_K
-        pointers = x + token.to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+        pointers = x + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, H, BLOCK_K):
             if H % BLOCK_K == 0:
@@ -151,7 +161,9 @@ def _gate_up(
             inside = column < WIDTH // 2
             if bias is not None:
                 gate += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+                up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=inside, other=0.0).to(tl.float32)[
+                    None, :
+                ]
             mask = valid & inside[None, :]
             gate = gate.to(x.dtype.element_ty)
             up = up.to(x.dtype.element_ty)
@@ -187,5 +199,8 @@ def _gate_up(
             else:
                 out = activate(projected.to(tl.float32), GATE_KIND, GATE_ALPHA)
                 tl.store(
-                    gated + wide_row * WIDTH + column[None, :], out.to(x.dtype.element_ty), mask=valid & inside[None, :]
+                    gated + wide_row * WIDTH + column[None, :],
+                    out.to(x.dtype.element_ty),
+                    mask=valid & inside[None, :],
                 )
+        m, n, expert, first, end, slot = next_m, next_n, next_expert, next_first, next_end, next_slot

@@ -33,18 +33,27 @@ class Plan(NamedTuple):
     """The routing of one call, all int32, all on the device.
 
     Attributes:
-        slot_of_row: `[R]`, the flat slot `token * K + k` of each row.
-        row_of_slot: `[R]`, its inverse. Rows at or past `row_start[E]` are left out.
-        row_start: `[E + 1]`, the first row of each expert.
+        row_of_slot: `[R]`, the compact row of each slot `token * K + k`. Rows at or past `row_start[E]` are left out.
+        slot_of_padded: `[M * BLOCK_M]`, the slot of each padded row; padding rows repeat the last row of their expert.
+        row_start: `[E + 1]`, the first compact row of each expert.
         tile_start: `[E + 1]`, the first tile of each expert; the last entry is the number of tiles.
-        tile_expert: `[M]`, the expert of each tile.
+        tiles: `[3, M]`, for each tile its expert, its first compact row and the end of its expert's rows.
     """
 
-    slot_of_row: Tensor
     row_of_slot: Tensor
+    slot_of_padded: Tensor
     row_start: Tensor
     tile_start: Tensor
-    tile_expert: Tensor
+    tiles: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.row_start.numel() - 1
+
+    @property
+    def num_padded(self) -> int:
+        """Rows of a padded tensor, for any routing."""
+        return self.slot_of_padded.numel()
 
 
 def max_tiles(num_rows: int, num_experts: int) -> int:
@@ -58,15 +67,22 @@ def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
     # One-byte keys sort in one radix pass; the sort is stable, so the rows of an expert are in token order.
     keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
     sorted_keys, order = torch.sort(keys, stable=True)
-    slot_of_row = torch.empty(num_rows, dtype=torch.int32, device=device)
-    row_of_slot = torch.empty_like(slot_of_row)
-    row_start = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    tile_start = torch.empty_like(row_start)
-    tile_expert = torch.empty(max_tiles(num_rows, num_experts), dtype=torch.int32, device=device)
+    num_tiles = max_tiles(num_rows, num_experts)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    plan = Plan(
+        row_of_slot=numbers(num_rows),
+        slot_of_padded=numbers(num_tiles * BLOCK_M),
+        row_start=numbers(num_experts + 1),
+        tile_start=numbers(num_experts + 1),
+        tiles=numbers(3, num_tiles),
+    )
     _plan_experts[(1,)](
         sorted_keys,
-        row_start,
-        tile_start,
+        plan.row_start,
+        plan.tile_start,
         num_rows,
         num_experts,
         STEPS=num_rows.bit_length(),
@@ -74,20 +90,18 @@ def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
         BLOCK_M=BLOCK_M,
         num_warps=4,
     )
-    _plan_rows[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+    _plan_rows[(triton.cdiv(num_tiles * BLOCK_M, _ROWS_PER_PROGRAM),)](
         order,
-        slot_of_row,
-        row_of_slot,
-        tile_start,
-        tile_expert,
+        *plan,
         num_rows,
         num_experts,
-        tile_expert.numel(),
+        num_tiles,
         STEPS=num_experts.bit_length(),
         BLOCK_R=_ROWS_PER_PROGRAM,
+        BLOCK_M=BLOCK_M,
         num_warps=4,
     )
-    return Plan(slot_of_row, row_of_slot, row_start, tile_start, tile_expert)
+    return plan
 
 
 @triton.jit
@@ -126,30 +140,44 @@ def _first_row_not_below(sorted_keys, key, num_rows, STEPS: tl.constexpr):
 @triton.jit
 def _plan_rows(
     order,
-    slot_of_row,
     row_of_slot,
+    slot_of_padded,
+    row_start,
     tile_start,
-    tile_expert,
+    tiles,
     num_rows,
     num_experts,
     num_tiles,
     STEPS: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    slot = tl.load(order + row, mask=row < num_rows, other=0).to(tl.int32)
-    tl.store(slot_of_row + row, slot, mask=row < num_rows)
-    tl.store(row_of_slot + slot, row, mask=row < num_rows)
-    # There are at most as many tiles as rows. The expert of tile `row` is the last one that starts at or before it.
-    low = tl.zeros_like(row)
+    # Compact rows, of which there are no more than padded ones.
+    index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(order + index, mask=index < num_rows, other=0).to(tl.int32)
+    tl.store(row_of_slot + slot, index, mask=index < num_rows)
+
+    # Padded rows: the expert of a tile is the last one that starts at or before it.
+    tile = index // BLOCK_M
+    low = tl.zeros_like(tile)
     high = low + num_experts
     for _ in range(STEPS):
         middle = (low + high) // 2
         starts = tl.load(tile_start + middle + 1, mask=middle < num_experts, other=0)
-        passed = (low < high) & (starts <= row)
-        high = tl.where((low < high) & (starts > row), middle, high)
+        passed = (low < high) & (starts <= tile)
+        high = tl.where((low < high) & (starts > tile), middle, high)
         low = tl.where(passed, middle + 1, low)
-    tl.store(tile_expert + row, low, mask=row < num_tiles)
+    used = tile < tl.load(tile_start + num_experts)
+    end = tl.load(row_start + low + 1, mask=used, other=0)
+    row = (
+        tl.load(row_start + low, mask=used, other=0) + index - tl.load(tile_start + low, mask=used, other=0) * BLOCK_M
+    )
+    slot = tl.load(order + tl.minimum(row, end - 1), mask=used, other=0).to(tl.int32)
+    tl.store(slot_of_padded + index, slot, mask=tile < num_tiles)
+    first = used & (index % BLOCK_M == 0)
+    tl.store(tiles + tile, low, mask=first)
+    tl.store(tiles + num_tiles + tile, row, mask=first)
+    tl.store(tiles + 2 * num_tiles + tile, end, mask=first)
 
 
 @triton.jit
@@ -158,14 +186,16 @@ def tile_at(index, num_m, num_n, GROUP: tl.constexpr):
     per_group = GROUP * num_n
     group = index // per_group
     first_m = group * GROUP
-    size = tl.minimum(num_m - first_m, GROUP)
+    size = tl.maximum(tl.minimum(num_m - first_m, GROUP), 1)
     within = index - group * per_group
     return first_m + within % size, within // size
 
 
 @triton.jit
-def rows_of_tile(m, row_start, tile_start, tile_expert, BLOCK_M: tl.constexpr):
-    """`(expert, first row, end row)` of tile `m`: compact rows from the first on, valid below the end."""
-    expert = tl.load(tile_expert + m)
-    first = tl.load(row_start + expert) + (m - tl.load(tile_start + expert)) * BLOCK_M
-    return expert, first, tl.load(row_start + expert + 1)
+def describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP: tl.constexpr):
+    """`(m, n, expert, first row, end row)` of tile number `index`; past the last tile, of the last one.
+
+    Nothing here waits on another load, so a kernel can ask for its next tile while it computes one.
+    """
+    m, n = tile_at(tl.maximum(tl.minimum(index, num_m * num_n - 1), 0), num_m, num_n, GROUP)
+    return m, n, tl.load(tiles + m), tl.load(tiles + num_tiles + m), tl.load(tiles + 2 * num_tiles + m)

@@ -35,11 +35,18 @@ class Blocks(NamedTuple):
     per_sm: int = 1
     pieces: int = 1
 
+    @property
+    def max_registers(self) -> int | None:
+        """Per thread, so that `per_sm` programs fit a multiprocessor's 64 Ki registers; None: the compiler's choice."""
+        return None if self.per_sm == 1 else 2**16 // (self.per_sm * self.warps * 32)
 
-GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=8)
-ROWS = Blocks(n=256, k=64, warps=8, stages=4, group=8)
-GATE_BACKWARD = Blocks(n=128, k=64, warps=8, stages=4, group=8, pieces=4)
-WEIGHTS = Blocks(n=256, k=64, warps=8, stages=6, group=8)
+
+GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=4)
+ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=4, flatten=True)
+GATE_BACKWARD = Blocks(n=256, k=64, warps=8, stages=4, group=8, pieces=8)
+# The row numbers and the rows they name are loaded one after the other, which takes two stages of the pipeline per
+# buffer in flight and one more: seven stages are four buffers.
+WEIGHTS = Blocks(n=256, k=64, warps=8, stages=7, group=8)
 
 _PROGRAMS_OF_INTERPRETER = 3
 

@@ -24,7 +24,7 @@ from patchgen.kernels.moe_bias import sum_padded_rows, sum_token_rows
 from patchgen.kernels.moe_gate_backward import gate_backward_gemm
 from patchgen.kernels.moe_gate_up import gate_up
 from patchgen.kernels.moe_options import MoeOptions
-from patchgen.kernels.moe_plan import Plan, make_plan, max_tiles
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, make_plan, max_tiles
 
 _MAX_EXPERTS = 2**14
 
@@ -158,17 +158,19 @@ def _(
     num_rows, num_experts = top_k_index.numel(), down_proj.shape[0]
     width = gate_up_proj.shape[2 if is_transposed else 1]
 
-    def numbers(size: int) -> Tensor:
-        return hidden_states.new_empty(size, dtype=torch.int32)
+    num_tiles = max_tiles(num_rows, num_experts)
+
+    def numbers(*shape: int) -> Tensor:
+        return hidden_states.new_empty(shape, dtype=torch.int32)
 
     return (
         torch.empty_like(hidden_states),
         hidden_states.new_empty(num_rows if keep else 0, width),
         numbers(num_rows),
-        numbers(num_rows),
+        numbers(num_tiles * BLOCK_M),
         numbers(num_experts + 1),
         numbers(num_experts + 1),
-        numbers(max_tiles(num_rows, num_experts)),
+        numbers(3, num_tiles),
     )
 
 
@@ -183,11 +185,11 @@ def _moe_backward(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     kept: Tensor,
-    slot_of_row: Tensor,
     row_of_slot: Tensor,
+    slot_of_padded: Tensor,
     row_start: Tensor,
     tile_start: Tensor,
-    tile_expert: Tensor,
+    tiles: Tensor,
     is_transposed: bool,
     is_interleaved: bool,
     kind: str,
@@ -200,7 +202,7 @@ def _moe_backward(
 ) -> list[Tensor]:
     """The gradients in the order of the inputs (`wanted` too): x, weights, gate_up, down and the biases; empty if not."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
-    plan = Plan(slot_of_row, row_of_slot, row_start, tile_start, tile_expert)
+    plan = Plan(row_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
     want_x, want_weights, want_gate_up, want_down, want_gate_up_bias, want_down_bias = wanted
     # An operator's outputs may not share memory, so what is not wanted is an empty tensor each.
@@ -240,11 +242,11 @@ def _(
     gate_up_bias,
     down_bias,
     kept,
-    slot_of_row,
     row_of_slot,
+    slot_of_padded,
     row_start,
     tile_start,
-    tile_expert,
+    tiles,
     is_transposed,
     is_interleaved,
     kind,
@@ -272,9 +274,12 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], kept, *plan)
     *ctx.options, ctx.keep = inputs[_NUM_TENSORS:]
     ctx.mark_non_differentiable(kept, *plan)
+    ctx.set_materialize_grads(False)  # else each call fills a gradient of zeros for `kept`
 
 
 def _backward(ctx, grad_out, *_unused):
+    if grad_out is None:
+        return (None,) * (_NUM_TENSORS + len(ctx.options) + 1)
     if not ctx.keep:
         raise RuntimeError("fused_moe ran without keeping what its backward needs: call it with gradients enabled.")
     needed = ctx.needs_input_grad
