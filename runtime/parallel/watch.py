@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -75,11 +76,9 @@ class Watch:
 
     def __enter__(self) -> Watch:
         for path, module in self.model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(_note(path or type(self.model).__name__)))
-            if any(True for _ in module.parameters(recurse=False)):
-                self._handles.append(
-                    module.register_full_backward_pre_hook(_note(f"{path or type(self.model).__name__} (backward)"))
-                )
+            label = path or type(self.model).__name__
+            self._handles.append(module.register_forward_pre_hook(_note(label)))
+            self._handles.append(module.register_forward_hook(_note_backward(f"{label} (backward)")))
         _PROGRESS.changed = time.monotonic()
         self._thread.start()
         return self
@@ -106,6 +105,17 @@ def _note(label: str) -> Callable:
     def hook(*_) -> None:
         _PROGRESS.module = label
         _PROGRESS.changed = time.monotonic()
+
+    return hook
+
+
+def _note_backward(label: str) -> Callable:
+    """Notes the module when the gradient of its output arrives; changes nothing in the graph, unlike module hooks."""
+
+    def hook(_module: nn.Module, _args: tuple, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(lambda _gradient: _note(label)())
 
     return hook
 

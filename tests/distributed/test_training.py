@@ -7,6 +7,7 @@ import sys
 
 import cases_training as cases
 import pytest
+import torch
 
 from patchgen.runtime.parallel import watch
 
@@ -61,6 +62,16 @@ def test_a_stall_names_rank_module_and_operation(two_ranks):
     message, other = two_ranks.run(cases.stalled_exchange_is_reported)
     assert "rank 0: module 0, operation exchange q, k and v of TestAttention" in message
     assert other == ""
+
+
+def test_the_watch_knows_the_module_of_the_backward():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    seen = []
+    with watch.Watch(model, timeout=60.0):
+        out = model(torch.ones(1, 2))
+        model[0].weight.register_hook(lambda _: seen.append(watch.describe()))
+        out.sum().backward()
+    assert seen == ["rank 0: module 0 (backward), operation its forward or backward (no exchange of ours)"]
 
 
 def test_a_stall_ends_the_process():
