@@ -9,6 +9,7 @@ Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)`
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -273,6 +274,10 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
     """`torch.nn.attention.varlen.varlen_attn`: flash-attention 2 that ships with torch."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # Later releases of torch want grouped heads announced; earlier ones take them as they are.
+    grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    announced = {"enable_gqa": True} if grouped else {}
+
     def call(q_TND, k_TND, v_TND, documents):
         return varlen_attn(
             q_TND,
@@ -284,7 +289,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
             documents.longest,
             scale=attention.scaling,
             window_size=_window(attention),
-            enable_gqa=k_TND.shape[1] != q_TND.shape[1],
+            **announced,
         )
 
     return _flattened(call, q, k, v, attention, pad_values=True)

@@ -189,6 +189,17 @@ def set_prefetch(layers: Sequence[nn.Module], experts: Sequence[nn.Module], ahea
         layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
 
 
+def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = False) -> None:
+    """Says, before a backward, whether it belongs to the last micro-batch of the step.
+
+    Args:
+        is_last: replicas (HSDP) add up their gradients in this backward only.
+        keep_whole: shards, too, are reduced in the last backward only: less communication, whole gradients in memory.
+    """
+    model.set_requires_all_reduce(is_last)
+    model.set_requires_gradient_sync(is_last or not keep_whole)
+
+
 def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     """The trained parameters for an optimizer, one group per mesh.
 

@@ -221,6 +221,7 @@ def agrees(
     tolerance: float = 1e-5,
     expert_capacity: int | None = None,
     meta: bool = False,
+    reduce_last: str = "",
     **options: object,
 ) -> dict[str, float]:
     """Trains three steps on all ranks and compares with `reference`; returns the largest relative differences."""
@@ -244,6 +245,9 @@ def agrees(
         total = torch.zeros(())
         with parallel.using(state):
             for inputs in micro:
+                if reduce_last:
+                    last = inputs is micro[-1]
+                    sharding.reduce_gradients(model, is_last=last, keep_whole=reduce_last == "shards too")
                 with loss.step(items, micro_batches):
                     share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
                     share.backward()

@@ -97,6 +97,11 @@ def test_options_change_no_number(name, options, two_ranks):
     two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **options)
 
 
+@pytest.mark.parametrize("reduce_last", ["replicas", "shards too"])
+def test_gradients_may_be_reduced_in_the_last_micro_batch_only(reduce_last, four_ranks):
+    four_ranks.run(cases.agrees, "qwen3_moe", dp_replicate=2, ep=2, micro_batches=4, reduce_last=reduce_last)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
 def test_compiled_layers_change_no_number(name, two_ranks):
