@@ -20,6 +20,7 @@ results differ by nothing. No atomics: every gather has a gather as its backward
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -220,10 +221,21 @@ def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
     """`(T, H)`: the sum over k of the rows of a token's slots, in fp32 and in slot order."""
     if rows.shape[0] == 0:
         return rows.new_zeros(route.left_out_TK.shape[0], rows.shape[1])
+    # One kernel on a GPU: as separate steps it would write K rows per token in fp32.
+    function = _compiled_sum() if rows.is_cuda else _sum_of_slots
+    return function(rows, route.row_of_slot_TK, route.left_out_TK)
+
+
+def _sum_of_slots(rows: Tensor, row_of_slot_TK: Tensor, left_out_TK: Tensor) -> Tensor:
     # Slots left out sort past the last row that was sent.
-    per_slot = rows[route.row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
-    wide = per_slot.to(torch.promote_types(rows.dtype, torch.float32))
-    return wide.masked_fill(route.left_out_TK.unsqueeze(-1), 0).sum(dim=1).to(rows.dtype)
+    per_slot_TKH = rows[row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
+    wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.where(left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
+
+
+@functools.cache
+def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(_sum_of_slots, dynamic=True)
 
 
 class _Gather(torch.autograd.Function):
