@@ -90,7 +90,7 @@ def accept_names() -> None:
 
     @wraps(original)
     def check(self, attn_implementation, *args, **kwargs):
-        if attn_implementation not in BACKENDS:
+        if not isinstance(attn_implementation, str) or attn_implementation not in BACKENDS:
             return original(self, attn_implementation, *args, **kwargs)
         reason = BACKENDS[attn_implementation].unavailable()
         if reason is not None:
