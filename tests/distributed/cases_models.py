@@ -418,3 +418,35 @@ def _one_backward(model, state) -> float:
     total = share.detach().clone()
     dist.all_reduce(total)
     return float(total)
+
+
+def padded_rows_agree(name: str, sp: int) -> None:
+    """Rows padded left and right, over slices, against upstream's eager attention on the same mask."""
+    attention.register()
+    state = cases_sequence.state_of(sp=sp)
+    whole = global_batch(0, False)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, -9:] = 0
+    mask[2, :1] = 0
+    # What stands before the first token of a row is padding: it sees nothing, so nobody may ask it for that token.
+    counts = mask.bool() & torch.cat([torch.zeros(ROWS, 1, dtype=torch.bool), mask[:, :-1].bool()], dim=1)
+    whole["labels"] = whole["labels"].masked_fill(~counts, batch.IGNORED)
+    whole |= {"attention_mask": mask, "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+    model = sharding.shard_model(build(name, generated=True, attention_name="patchgen_sdpa"), state)
+    rows = torch.arange(ROWS).chunk(state.config.num_batches)[state.batch_index]
+    inputs = batch.slice_batch({k: v[rows] for k, v in whole.items()}, sp=state.sp, sp_rank=state.sp_rank)
+    items = loss.count_items([inputs], "cpu")
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+    if dist.get_rank() == 0:
+        alone = build(name, generated=False, attention_name="eager")
+        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
+        value.backward()
+        assert abs(float(total) - float(value.detach())) < 1e-5 * float(value.detach()), (total, value)
+        found = {key: difference(own[key], parameter.grad) for key, parameter in alone.named_parameters()}
+        assert max(found.values()) < 1e-5, {key: error for key, error in found.items() if error > 1e-5}

@@ -137,3 +137,9 @@ def test_half_precision_is_near(two_ranks):
 
 def test_every_token_goes_to_the_same_experts(four_ranks):
     four_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe")
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next"])
+def test_padded_rows(name, sp, two_ranks):
+    two_ranks.run(cases.padded_rows_agree, name, sp)
