@@ -8,7 +8,10 @@ initialisation, and only a log line says so.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
 
 def register_checkpoint_mapping(*names: str) -> None:
@@ -22,3 +25,43 @@ def register_checkpoint_mapping(*names: str) -> None:
         mapping = get_checkpoint_conversion_mapping(name)
         if mapping is not None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+
+
+def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str, str, str]]) -> None:
+    """Registers how the experts of a generated file lie on disk: one by one, as lists of modules are written.
+
+        mlp.experts.0.gate_proj.weight [I, H]  \\
+        mlp.experts.0.up_proj.weight   [I, H]   >  mlp.experts.gate_up_proj [E, 2I, H]
+        ...                                    /
+        mlp.experts.0.down_proj.weight [H, I]  ->  mlp.experts.down_proj [E, H, I]
+
+    Biases likewise, to `gate_up_proj_bias` and `down_proj_bias`. transformers applies this on load and undoes it on
+    save. A class of the same name that holds lists (upstream's own) is not disturbed: transformers keeps the keys that
+    a model has as they are.
+
+    Args:
+        class_names: the model classes of the generated file.
+        experts: attribute of the list -> its experts' (gate, up, down) projections.
+    """
+    for name in class_names:
+        register_checkpoint_conversion_mapping(name, stacked_experts_conversion(experts), overwrite=True)
+
+
+def stacked_experts_conversion(experts: Mapping[str, tuple[str, str, str]]) -> list[WeightConverter]:
+    """The converters of `register_stacked_experts`."""
+    converters = []
+    for attribute, (gate, up, down) in experts.items():
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            converters += [
+                WeightConverter(
+                    source_patterns=[rf"\.{attribute}.*.{gate}.{kind}", rf"\.{attribute}.*.{up}.{kind}"],
+                    target_patterns=rf"\.{attribute}.gate_up_proj{suffix}",
+                    operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+                ),
+                WeightConverter(
+                    source_patterns=rf"\.{attribute}.*.{down}.{kind}",
+                    target_patterns=rf"\.{attribute}.down_proj{suffix}",
+                    operations=[MergeModulelist(dim=0)],
+                ),
+            ]
+    return converters

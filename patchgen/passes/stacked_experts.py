@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import ast
+import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 
-from patchgen.anatomy import Anatomy, Role
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy.classes import own_attribute
+from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
 from patchgen.anatomy.experts import Unread, read_experts
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
+from patchgen.errors import PassMismatch
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import (
+    append_method,
+    edit_function,
+    format_code,
+    function_body,
+    insert_at_start,
+    replace_statement,
+    statements,
+    with_body,
+)
 from patchgen.source import Block, Module
+from patchgen.templates import render
+
+BLOCK_ENDINGS = (
+    "SparseMoeBlock",
+    "SparseMoEBlock",
+    "MoeBlock",
+    "MoEBlock",
+    "MoELayer",
+    "MoeLayer",
+    "MoE",
+    "Moe",
+    "MOE",
+)
 
 
 class StackedExperts(SitePass):
-    """Stacks are what one grouped kernel and one sharded dimension need; upstream has them in most files by now."""
+    """Stacks are what one grouped kernel and one sharded dimension need; a list of modules gives neither."""
 
     name = "stacked_experts"
-    purpose = "Experts are stacked weights; lists of expert modules become stacks."
+    purpose = (
+        "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
+    )
     expects = "one hit per list of experts; experts that upstream stacks are upstream's"
     EXAMPLES = ()
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        roles = (Role.EXPERTS, Role.EXPERT_LIST)
-        return [
-            method_site(anatomy, info.name, "forward", f"{role}: {info.roles[role]}")
-            for role in roles
-            for info in anatomy.with_role(role, module)
+        stacked = [
+            method_site(anatomy, info.name, "forward", f"{Role.EXPERTS}: {info.roles[Role.EXPERTS]}")
+            for info in anatomy.with_role(Role.EXPERTS, module)
         ]
+        lists = [
+            Site(info.name, info.name, info.node.lineno, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
+            for info in anatomy.with_role(Role.EXPERT_LIST, module)
+        ]
+        return [*stacked, *lists]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
         info = anatomy.classes[site.block]
@@ -33,6 +70,167 @@ class StackedExperts(SitePass):
             if isinstance(formula, Unread):
                 return Missed(formula.expected, formula.found)
             if formula.is_transposed:
-                return Upstream("stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted")
+                return Upstream(
+                    "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
+                )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
-        return Missed("stacked weights", "")
+        found = read_expert_list(anatomy, info)
+        if isinstance(found, Unread):
+            return Missed(found.expected, found.found)
+        experts, loop = found
+        others = _other_users(anatomy, info, experts.attribute)
+        if others:
+            return Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
+        dtype = _dtype_inside(loop)
+        if isinstance(dtype, Missed):
+            return dtype
+        name = stacked_name(anatomy, info.name)
+        text = render(
+            "stacked_experts.jinja", name=name, block=info.name, experts=experts, dtype=dtype, mark=self.mark
+        )
+        stacked = Block(text="\n\n" + format_code(text.lstrip("\n")))
+        before = block.text
+        block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
+        block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
+        if _uses(block.node, experts.attribute) != 2:  # built once, called once
+            return Missed(f"no use of self.{experts.attribute} but its loop", before)
+        return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        """Rewrites the blocks, then what belongs to the new parameters: initialisation and checkpoint conversion."""
+        outcome = super().apply(module, anatomy)
+        rewritten = [anatomy.classes[hit.site] for hit in outcome.hits]
+        if not rewritten:
+            return outcome
+        lists = [read_expert_list(anatomy, info)[0] for info in rewritten]
+        names = tuple(stacked_name(anatomy, info.name) for info in rewritten)
+        module, hits = self._with_init(outcome.module, anatomy, names, lists)
+        module = self._with_conversion(module, anatomy, lists)
+        return replace(outcome, module=_with_imports(module), hits=(*outcome.hits, *hits), added=names)
+
+    def _build(self, init: cst.FunctionDef, experts: ExpertList, name: str) -> cst.FunctionDef:
+        code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
+        body = function_body(init)
+        new = replace_statement(body[experts.position], statements(code, 2, self.mark))
+        return with_body(init, [*body[: experts.position], *new, *body[experts.position + 1 :]])
+
+    def _call(self, method: cst.FunctionDef, experts: ExpertList, loop: ExpertLoop) -> cst.FunctionDef:
+        routing = f"{loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}"
+        cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
+        code = f"{loop.accumulator} = self.{experts.attribute}({routing}){cast}"
+        first, *rest = statements(code, 2, self.mark)
+        first = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *first.leading_lines])
+        body = []
+        for position, statement in enumerate(function_body(method)):
+            if position == loop.position:
+                body += [first, *rest]
+            elif position not in loop.superseded:
+                body.append(statement)
+        return with_body(method, body)
+
+    def _with_init(
+        self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
+    ) -> tuple[Module, list[Hit]]:
+        """Every `_init_weights` gives the stacks what it gives to linear layers."""
+        hits = []
+        has_bias = any(experts.bias == BIAS for experts in lists)
+        for info in initialising_classes(anatomy, module):
+            rule = read_linear_init(info)
+            if isinstance(rule, Unread):
+                site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
+                raise PassMismatch(self._miss_message([(site, Missed(rule.expected, rule.found))]))
+            block = module.block(info.name)
+            module = module.swap(block, self._initialised(block, info, rule, names, has_bias))
+            hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
+        return module, hits
+
+    def _initialised(
+        self, block: Block, info: ClassInfo, rule: LinearInit, names: Sequence[str], has_bias: bool
+    ) -> Block:
+        method = info.methods.get(METHOD)
+        argument = method.args.args[1].arg if method is not None else "module"
+        kinds = names[0] if len(names) == 1 else f"({', '.join(names)})"
+        code = f"if isinstance({argument}, {kinds}):\n"
+        for weight in ("gate_up_proj", "down_proj"):
+            code += f"    nn.init.{rule.writer}({argument}.{weight}, {rule.arguments})\n"
+        for bias in ("gate_up_proj_bias", "down_proj_bias") if has_bias else ():
+            code += f"    nn.init.zeros_({argument}.{bias})\n"
+        if method is not None:
+            return edit_function(block, METHOD, lambda node: insert_at_start(node, statements(code, 2, self.mark)))
+        inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"
+        return append_method(block, inherited + textwrap.indent(code, "    "), self.mark)
+
+    def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
+        """One call that tells transformers how the experts lie on disk."""
+        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        projections: dict[str, tuple[str, str, str]] = {}
+        for experts in lists:
+            own = (experts.gate, experts.up, experts.down)
+            if projections.setdefault(experts.attribute, own) != own:
+                raise PassMismatch(
+                    f"The pass '{self.name}' found two lists of experts under the name '{experts.attribute}' with "
+                    f"projections {projections[experts.attribute]} and {own}; checkpoint keys cannot tell them apart. "
+                    "Rename one with a hand edit in the model's config."
+                )
+        arguments = ", ".join([*(f'"{name}"' for name in models), f"experts={projections!r}"])
+        call = format_code(f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
+        blocks = list(module.blocks)
+        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
+        blocks.insert(position, Block(text="\n\n" + call))
+        return module.with_blocks(blocks)
+
+
+def stacked_name(anatomy: Anatomy, block: str) -> str:
+    """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
+    lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
+    short = {name: _without_ending(name) + "StackedExperts" for name in lists}
+    wanted = short[block]
+    if wanted in anatomy.classes or list(short.values()).count(wanted) > 1:
+        wanted = f"{block}StackedExperts"
+    while wanted in anatomy.classes or wanted in anatomy.functions:
+        wanted += "_"
+    return wanted
+
+
+def _without_ending(name: str) -> str:
+    return next((name.removesuffix(ending) for ending in BLOCK_ENDINGS if name.endswith(ending)), name)
+
+
+def _dtype_inside(loop: ExpertLoop) -> str | Missed | None:
+    """The accumulator's dtype in the names of the new class."""
+    if loop.dtype is None:
+        return None
+    if loop.dtype == f"{loop.top_k_weights}.dtype":
+        return "top_k_weights.dtype"
+    if loop.dtype.startswith("torch."):
+        return loop.dtype
+    return Missed(
+        "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
+    )
+
+
+def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
+    """The subclasses that use the list themselves."""
+    return [
+        other.name
+        for other in anatomy.classes.values()
+        if other is not info
+        and any(parent is info for parent in anatomy.lineage(other.name))
+        and _uses(other.node, attribute)
+    ]
+
+
+def _uses(node: ast.AST, attribute: str) -> int:
+    return sum(own_attribute(child) == attribute for child in ast.walk(node))
+
+
+def _with_imports(module: Module) -> Module:
+    """`torch` and `nn`, which the new class is written with, where the file does not import them."""
+    bound = {name for block in module for name in block.binds}
+    lines = [
+        line for name, line in (("torch", "import torch\n"), ("nn", "from torch import nn\n")) if name not in bound
+    ]
+    blocks = list(module.blocks)
+    imports = [i for i, block in enumerate(blocks) if block.is_import]
+    position = imports[-1] + 1 if imports else 0
+    return module.with_blocks([*blocks[:position], *(Block(text=line) for line in lines), *blocks[position:]])
