@@ -8,10 +8,18 @@ initialisation, and only a log line says so.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+from transformers.models.auto import modeling_auto
 
 
 def register_checkpoint_mapping(*names: str) -> None:
@@ -36,15 +44,35 @@ def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str,
         mlp.experts.0.down_proj.weight [H, I]  ->  mlp.experts.down_proj [E, H, I]
 
     Biases likewise, to `gate_up_proj_bias` and `down_proj_bias`. transformers applies this on load and undoes it on
-    save. A class of the same name that holds lists (upstream's own) is not disturbed: transformers keeps the keys that
-    a model has as they are.
+    save. transformers looks conversions up by class name, whoever defines the class. Another class of that name that
+    holds lists (the source of the generated file) is not disturbed: keys that a model has are left as they are. One of
+    transformers' own whose conversion also renames modules would be; that is warned of.
 
     Args:
         class_names: the model classes of the generated file.
         experts: attribute of the list -> its experts' (gate, up, down) projections.
     """
     for name in class_names:
+        displaced = [entry for entry in _native_conversion(name) if isinstance(entry, WeightRenaming)]
+        if displaced:
+            renamed = ", ".join(pattern for entry in displaced for pattern in entry.source_patterns)
+            warnings.warn(
+                f"From here on, transformers' own {name} does not rename {renamed} when it loads a checkpoint: this "
+                f"process has a generated class of that name, made from a file with other module names. Use "
+                f"transformers' {name} in another process.",
+                stacklevel=3,
+            )
         register_checkpoint_conversion_mapping(name, stacked_experts_conversion(experts), overwrite=True)
+
+
+def _native_conversion(class_name: str) -> list[WeightTransform]:
+    """What transformers applies to its own class of that name; empty if it has none or converts nothing."""
+    mappings = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
+    types = [kind for mapping in mappings for kind, served in mapping.items() if served == class_name]
+    if not types:
+        return []
+    found = (get_checkpoint_conversion_mapping(name) for name in (class_name, *types))
+    return next((mapping for mapping in found if mapping is not None), [])
 
 
 def stacked_experts_conversion(experts: Mapping[str, tuple[str, str, str]]) -> list[WeightConverter]:

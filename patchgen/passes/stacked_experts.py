@@ -50,7 +50,130 @@ class StackedExperts(SitePass):
         "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
     )
     expects = "one hit per list of experts; experts that upstream stacks are upstream's"
-    EXAMPLES = ()
+    EXAMPLES = (
+        Example(
+            "a list of modules becomes two stacks, its loop one call",
+            before=(
+                "import torch\n"
+                "from torch import nn\n"
+                "\n"
+                "\n"
+                "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, x):\n"
+                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+                "\n"
+                "\n"
+                "class ExampleMoE(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])\n"
+                "\n"
+                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
+                "        routed = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, "
+                "0)\n"
+                "        for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():\n"
+                "            idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))\n"
+                "            current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])\n"
+                "            current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, "
+                "idx, None]\n"
+                "            routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))\n"
+                "        return routed\n"
+                "\n"
+                "\n"
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def _init_weights(self, module):\n"
+                "        std = self.config.initializer_range\n"
+                "        if isinstance(module, nn.Linear):\n"
+                "            module.weight.data.normal_(mean=0.0, std=std)\n"
+            ),
+            after=(
+                "import torch\n"
+                "from torch import nn\n"
+                "\n"
+                "\n"
+                "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, x):\n"
+                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+                "\n"
+                "\n"
+                "# patchgen: stacked_experts\n"
+                "class ExampleStackedExperts(nn.Module):\n"
+                '    """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""\n'
+                "\n"
+                "    def __init__(self, expert, num_experts):\n"
+                "        super().__init__()\n"
+                "        self.num_experts = num_experts\n"
+                "        intermediate_size, hidden_size = expert.gate_proj.weight.shape\n"
+                '        like = {"dtype": expert.gate_proj.weight.dtype, "device": '
+                "expert.gate_proj.weight.device}\n"
+                "        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, "
+                "hidden_size, **like))\n"
+                "        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, "
+                "**like))\n"
+                "        self.act_fn = expert.act_fn\n"
+                "\n"
+                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
+                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = nn.functional.one_hot(top_k_index, "
+                "num_classes=self.num_experts).permute(2, 1, 0)\n"
+                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
+                "            expert_idx = expert_idx[0]\n"
+                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
+                "            current_state = hidden_states[token_idx]\n"
+                "            gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])\n"
+                "            gate, up = gate_up.chunk(2, dim=-1)\n"
+                "            current_state = self.act_fn(gate) * up\n"
+                "            current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])\n"
+                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
+                "            final_hidden_states.index_add_(0, token_idx, "
+                "current_state.to(final_hidden_states.dtype))\n"
+                "        return final_hidden_states\n"
+                "\n"
+                "\n"
+                "class ExampleMoE(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        # patchgen: stacked_experts\n"
+                "        self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)\n"
+                "\n"
+                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
+                "        # patchgen: stacked_experts\n"
+                "        routed = self.experts(hidden_states, selected_experts, routing_weights)\n"
+                "        return routed\n"
+                "\n"
+                "\n"
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def _init_weights(self, module):\n"
+                "        # patchgen: stacked_experts\n"
+                "        if isinstance(module, ExampleStackedExperts):\n"
+                "            nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)\n"
+                "            nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)\n"
+                "        std = self.config.initializer_range\n"
+                "        if isinstance(module, nn.Linear):\n"
+                "            module.weight.data.normal_(mean=0.0, std=std)\n"
+                "\n"
+                "\n"
+                "# patchgen: stacked_experts\n"
+                'ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", '
+                '"down_proj")})\n'
+            ),
+        ),
+    )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         stacked = [
@@ -119,11 +242,11 @@ class StackedExperts(SitePass):
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
         code = f"{loop.accumulator} = self.{experts.attribute}({routing}){cast}"
         first, *rest = statements(code, 2, self.mark)
-        first = first.with_changes(leading_lines=[cst.EmptyLine(indent=False), *first.leading_lines])
-        body = []
+        body: list[cst.BaseStatement] = []
         for position, statement in enumerate(function_body(method)):
             if position == loop.position:
-                body += [first, *rest]
+                space = [cst.EmptyLine(indent=False)] if body else []
+                body += [first.with_changes(leading_lines=[*space, *first.leading_lines]), *rest]
             elif position not in loop.superseded:
                 body.append(statement)
         return with_body(method, body)
@@ -163,6 +286,8 @@ class StackedExperts(SitePass):
     def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
         """One call that tells transformers how the experts lie on disk."""
         models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        if not models:
+            return module  # nothing in the file loads or saves a checkpoint
         projections: dict[str, tuple[str, str, str]] = {}
         for experts in lists:
             own = (experts.gate, experts.up, experts.down)
