@@ -58,8 +58,8 @@ def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str,
             renamed = ", ".join(pattern for entry in displaced for pattern in entry.source_patterns)
             warnings.warn(
                 f"From here on, transformers' own {name} does not rename {renamed} when it loads a checkpoint: this "
-                f"process has a generated class of that name, made from a file with other module names. Use "
-                f"transformers' {name} in another process.",
+                f"process has a generated class of that name, made from another file, whose checkpoints need no "
+                f"renaming. Use transformers' {name} in another process.",
                 stacklevel=3,
             )
         register_checkpoint_conversion_mapping(name, stacked_experts_conversion(experts), overwrite=True)

@@ -39,7 +39,7 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, Exp
     """Reads the list of experts that a class builds, and the loop of its method that runs them."""
     try:
         experts = _read_list(anatomy, info)
-        return experts, read_loop(info, experts.attribute)
+        return experts, read_loop(info, experts.attribute, experts.num_experts)
     except Unreadable as error:
         return Unread(error.expected, error.found)
 

@@ -44,7 +44,12 @@ class _Mask:
     line: int  # position of the one_hot
 
 
-def read_loop(info: ClassInfo, attribute: str) -> ExpertLoop:
+def read_loop(info: ClassInfo, attribute: str, num_experts: str) -> ExpertLoop:
+    """Reads the one loop of the class over `self.<attribute>`, a list of `num_experts` (source) modules.
+
+    Raises:
+        Unreadable: with the code that was in the way.
+    """
     users = [
         m
         for m in info.methods.values()
@@ -64,7 +69,7 @@ def read_loop(info: ClassInfo, attribute: str) -> ExpertLoop:
         )
     position = loops[0]
     setup = _Setup(method.body[:position])
-    routed = _LoopBody(attribute, setup).read(method.body[position])
+    routed = _LoopBody(attribute, setup, _counts(info, attribute, num_experts)).read(method.body[position])
     if routed.accumulator not in setup.zeros:
         raise Unreadable(f"{routed.accumulator} = torch.zeros(...) before the loop", method.body[position])
     born, dtype = setup.zeros[routed.accumulator]
@@ -113,6 +118,18 @@ def _superseded(
         if not needed:
             return tuple(sorted({*gone, *zeros}))
         gone = {i: name for i, name in gone.items() if i not in needed}
+
+
+def _counts(info: ClassInfo, attribute: str, num_experts: str) -> set[str]:
+    """The expressions that stand for the number of experts: of the list, and the attributes that hold the same."""
+    counts = {f"len(self.{attribute})", num_experts}
+    own = num_experts.removeprefix("self.")
+    if own in info.attributes and own != num_experts:
+        counts.add(ast.unparse(info.attributes[own]))
+    counts |= {f"self.{name}" for name, value in info.attributes.items() if ast.unparse(value) in counts}
+    return counts | {
+        f"self.{count}" for count in counts if count.startswith("config.") and "config" in info.attributes
+    }
 
 
 class _Setup:
@@ -216,8 +233,9 @@ class _Term:
 class _LoopBody:
     """Executes the body of the loop for one expert."""
 
-    def __init__(self, attribute: str, setup: _Setup) -> None:
+    def __init__(self, attribute: str, setup: _Setup, counts: set[str]) -> None:
         self.attribute, self.setup = attribute, setup
+        self.counts = counts  # the ways to write the number of experts
         self.values: dict[str, _Term] = {}
         self.mask: _Mask | None = None  # the one that chose the tokens
         self.result: _Routed | None = None
@@ -233,7 +251,7 @@ class _LoopBody:
 
     def _header(self, loop: ast.For) -> None:
         target, source = loop.target, loop.iter
-        if isinstance(target, ast.Name) and (is_range(source) or self.setup.is_hits(source)):
+        if isinstance(target, ast.Name) and (self._is_every_expert(source) or self.setup.is_hits(source)):
             self.values[target.id] = _Term("number")
             return
         if isinstance(source, ast.Call) and dotted(source.func) == "enumerate" and isinstance(target, ast.Tuple):
@@ -249,6 +267,9 @@ class _LoopBody:
             "a loop over the experts that were hit, or over all of them",
             f"for {ast.unparse(target)} in {ast.unparse(source)}",
         )
+
+    def _is_every_expert(self, source: ast.expr) -> bool:
+        return is_range(source) and ast.unparse(source.args[0]) in self.counts
 
     def _block(self, body: Sequence[ast.stmt]) -> None:
         for position, statement in enumerate(body):

@@ -265,6 +265,7 @@ REFUSED = {
         "for _ in range(self.num_experts)])",
         "for _ in range(self.num_experts)] + [nn.Identity()])",
     ),
+    "a part of the experts": ("for number in hit:", "for number in range(self.top_k):"),
     "a use beside the loop": ("return total", "return total + self.experts[0](hidden_states)"),
     "an expert that does more": ("product = self.w2(product)", "product = self.w2(product) + x"),
 }
