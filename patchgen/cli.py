@@ -140,7 +140,9 @@ def upgrade(
 def verify(
     models: Models = None,
     every: Annotated[bool, typer.Option("--all", help="every committed model")] = False,
-    directory: Annotated[Path | None, typer.Option("--directory", help="a generated model outside generated_models/")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="a generated model outside generated_models/")
+    ] = None,
     head: Annotated[str | None, typer.Option("--head", help="the class to prove, instead of the first head")] = None,
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.

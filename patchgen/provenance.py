@@ -113,7 +113,9 @@ def write(generated: Generated, directory: Path, *, force: bool = False) -> list
             path = directory / name
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 continue
-            with tempfile.NamedTemporaryFile("w", dir=directory, suffix=".tmp", delete=False, encoding="utf-8") as file:
+            with tempfile.NamedTemporaryFile(
+                "w", dir=directory, suffix=".tmp", delete=False, encoding="utf-8"
+            ) as file:
                 file.write(text)
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)

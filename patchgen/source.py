@@ -50,7 +50,9 @@ class Block:
     @property
     def is_docstring(self) -> bool:
         node = self.node
-        return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
 
     @property
     def cst(self) -> cst.Module:
@@ -127,9 +129,7 @@ def parse(text: str, path: str = "<source>") -> Module:
     for start, end in spans:
         blocks.append(Block(text="".join(lines[cursor:end]), line=start))
         cursor = end
-    return Module(
-        header="".join(lines[:header_end]), blocks=tuple(blocks), footer="".join(lines[cursor:]), path=path
-    )
+    return Module(header="".join(lines[:header_end]), blocks=tuple(blocks), footer="".join(lines[cursor:]), path=path)
 
 
 def bound_names(statement: ast.stmt) -> list[str]:
@@ -139,7 +139,9 @@ def bound_names(statement: ast.stmt) -> list[str]:
         return [statement.name]
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
-    for node in ast.walk(statement) if not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With) else ():
+    for node in (
+        ast.walk(statement) if not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With) else ()
+    ):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.append(node.id)
     if names or not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):

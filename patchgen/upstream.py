@@ -38,12 +38,20 @@ AUTO_CLASS_MAPPINGS = {
 
 
 @dataclass(frozen=True)
+class SubConfig:
+    """What upstream says of a sub-config: its class ("AutoConfig" if any will do) and the default model type."""
+
+    config_class: str
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
 class ConfigClass:
-    """A configuration class of upstream: its `model_type` and the classes of its sub-configs."""
+    """A configuration class of upstream: its `model_type` and its sub-configs."""
 
     name: str
     model_type: str | None
-    sub_configs: dict[str, str] = field(default_factory=dict)
+    sub_configs: dict[str, SubConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,9 @@ class Upstream:
     configs: dict[str, ConfigClass] = field(default_factory=dict)
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
-    siblings: dict[str, str] = field(default_factory=dict)  # for a file on disk: the modules that it imports from beside it
+    siblings: dict[str, str] = field(
+        default_factory=dict
+    )  # for a file on disk: the modules that it imports from beside it
 
     @property
     def package(self) -> str:
@@ -113,12 +123,18 @@ class Release:
             names = (name.removeprefix(prefix) for name in self._wheel.namelist() if name.startswith(prefix + under))
             yield from names
         else:
-            yield from (path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py"))
+            yield from (
+                path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py")
+            )
 
     @functools.cached_property
     def _auto_maps(self) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
-        for path in ("models/auto/auto_mappings.py", "models/auto/configuration_auto.py", "models/auto/modeling_auto.py"):
+        for path in (
+            "models/auto/auto_mappings.py",
+            "models/auto/configuration_auto.py",
+            "models/auto/modeling_auto.py",
+        ):
             for name, mapping in _ordered_dicts(self.read(path) or ""):
                 found.setdefault(name, {}).update(mapping)
         return found
@@ -251,7 +267,9 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
     parts = source.resolve().with_suffix("").parts
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
     configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
-    configs = read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
+    configs = (
+        read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
+    )
     if inside:
         module, siblings = ".".join(parts[inside[-1] :]), {}
     else:
@@ -303,18 +321,33 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
             elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
                 values[statement.target.id] = statement.value
         model_type = values.get("model_type")
-        sub_configs = values.get("sub_configs")
+        sub_configs: dict[str, SubConfig] = {}
+        for table in ("sub_configs", "sub_configs_defaults"):  # the second name since 5.2x
+            sub_configs |= _sub_configs(values.get(table))
         found[node.name] = ConfigClass(
             name=node.name,
             model_type=model_type.value if isinstance(model_type, ast.Constant) else None,
-            sub_configs={
-                key.value: ast.unparse(value)
-                for key, value in zip(sub_configs.keys, sub_configs.values, strict=True)
-                if isinstance(key, ast.Constant)
-            }
-            if isinstance(sub_configs, ast.Dict)
-            else {},
+            sub_configs=sub_configs,
         )
+    return found
+
+
+def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
+    """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
+    found = {}
+    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
+        if not isinstance(key, ast.Constant):
+            continue
+        if isinstance(value, ast.Call):
+            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
+            config_class = arguments.get("config_class", value.args[0] if value.args else None)
+            kind = arguments.get("model_type")
+            found[key.value] = SubConfig(
+                ast.unparse(config_class) if config_class is not None else "AutoConfig",
+                kind.value if isinstance(kind, ast.Constant) else None,
+            )
+        else:
+            found[key.value] = SubConfig(ast.unparse(value))
     return found
 
 
@@ -325,7 +358,11 @@ def _ordered_dicts(text: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield node.targets[0].id, _pairs(node.value.args)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             function = node.value.func
-            if isinstance(function, ast.Attribute) and function.attr == "update" and isinstance(function.value, ast.Name):
+            if (
+                isinstance(function, ast.Attribute)
+                and function.attr == "update"
+                and isinstance(function.value, ast.Name)
+            ):
                 yield function.value.id, _pairs(node.value.args)
 
 

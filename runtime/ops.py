@@ -140,7 +140,9 @@ def causal_lm_loss(
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False) -> Tensor:
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
+) -> Tensor:
     """Root-mean-square norm of the last dimension: `x / sqrt(mean(x^2) + eps) * (offset + weight)`.
 
     Args:
@@ -190,7 +192,9 @@ def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) 
     return tensor
 
 
-def causal_conv1d(convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
+def causal_conv1d(
+    convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs
+) -> Tensor:
     """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
 
     Args:
@@ -212,17 +216,29 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     return rule(query, key, value, *args, **kwargs)
 
 
-def mrope_position_ids(position_ids: Tensor | None) -> Tensor | None:
+def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | None:
     """Multimodal position ids as upstream wants them: `(B, 3, S)` from the collator becomes `(3, B, S)`.
 
-    Ids whose first dimension is already 3 or 4 are returned as they are, unless only the second reading is possible.
+    Args:
+        position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
+            or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
+        batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
+            exactly as many samples as rows has no such sign and is read as upstream's.
+
+    Raises:
+        ValueError: neither layout fits the batch.
     """
     if position_ids is None or position_ids.ndim != 3:
         return position_ids
     first, second = position_ids.shape[:2]
-    if second in (3, 4) and first not in (3, 4):
+    if first in (3, 4) and second in (1, batch.shape[0]):
+        return position_ids
+    if first == batch.shape[0] and second in (3, 4):
         return position_ids.transpose(0, 1).contiguous()
-    return position_ids
+    raise ValueError(
+        f"Position ids of shape {tuple(position_ids.shape)} fit no batch of {batch.shape[0]}: expected "
+        f"(3 or 4, {batch.shape[0]}, length), or ({batch.shape[0]}, 3 or 4, length) as collated."
+    )
 
 
 # ------------------------------------------------------------------------------------------ router loss
@@ -255,4 +271,3 @@ def router_means(
         attention_mask: `[B, S]` or None: the tokens that count.
     """
     return tokens_per_expert, router_prob_per_expert
-

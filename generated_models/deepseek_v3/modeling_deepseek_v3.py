@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     -
 
-#                          modular_deepseek_v3.py file directly. One of our CI enforces this.
 from patchgen.runtime import ops
 
 ops.require_transformers(__file__, made_from="5.23.0")

@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     -
 
-#                          modular_gpt_oss.py file directly. One of our CI enforces this.
 # Copyright 2025 The HuggingFace Team. All rights reserved.
 #
 # Licensed under the Apache License, Version 2.0 (the "License");

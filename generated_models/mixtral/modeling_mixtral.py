@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     -
 
-#                          modular_mixtral.py file directly. One of our CI enforces this.
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.
 #
 # This code is based on EleutherAI's GPT-NeoX library and the GPT-NeoX

@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     -
 
-#                          modular_qwen3_next.py file directly. One of our CI enforces this.
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
 # Licensed under the Apache License, Version 2.0 (the "License");

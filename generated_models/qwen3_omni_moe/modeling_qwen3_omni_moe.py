@@ -22,7 +22,6 @@
 # checkpoint_mapping 1 hit
 # host_sync_lint     2 notes
 
-#                          modular_qwen3_omni_moe.py file directly. One of our CI enforces this.
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
 #
@@ -2050,7 +2049,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             audio_feature_lengths = None
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
             position_ids = self.compute_3d_position_ids(

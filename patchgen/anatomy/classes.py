@@ -111,7 +111,9 @@ def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator
         if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) or statement.value is None:
             continue
         attribute = next((name for name, _ in _self_assignments(statement)), None)
-        in_list = any(dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in calls(statement))
+        in_list = any(
+            dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in calls(statement)
+        )
         for call in calls(statement.value):
             name = dotted(call.func)
             head, _, method = name.rpartition(".")

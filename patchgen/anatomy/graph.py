@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, describe, dotted
 from patchgen.source import Block, Module
-from patchgen.upstream import Upstream
+from patchgen.upstream import SubConfig, Upstream
 
 
 @dataclass
@@ -86,30 +86,45 @@ class Anatomy:
         return self.upstream.configs[config].model_type if config else None
 
     def target_of(self, build: Build) -> str | None:
-        """The class that a construction builds: stated in the source, or what the Auto class would choose.
+        """The class that a construction builds: stated in the source, or what the Auto class would choose by default.
 
-        Returns a name that need not be of this file; None when it cannot be told.
+        Returns a name that need not be of this file; "AutoConfig" where upstream leaves the choice to the config of a
+        checkpoint; None when the source does not tell.
         """
         if build.target is not None or build.auto_class is None:
             return build.target
-        config_class = self._config_class_of_expression(build.owner, build.config or "")
-        if config_class is None:
+        sub_config = self._sub_config_of(build.owner, build.config or "")
+        if sub_config is None:
             return None
-        known = self.upstream.configs.get(config_class)
-        chosen = self.upstream.auto_model(build.auto_class, known.model_type if known else None)
+        known = self.upstream.configs.get(sub_config.config_class)
+        model_type = sub_config.model_type or (known.model_type if known else None)
+        chosen = self.upstream.auto_model(build.auto_class, model_type)
         if chosen is not None:
             return chosen
         # No auto map to ask (a file on disk): the one model class of this file that is written for that config.
-        candidates = [
-            name for name in self.classes if self.is_model(name) and self._own_config(name) == config_class
-        ]
-        return candidates[0] if len(candidates) == 1 else None
+        written_for = [n for n in self.classes if self.is_model(n) and self._own_config(n) == sub_config.config_class]
+        if len(written_for) == 1:
+            return written_for[0]
+        return sub_config.config_class if sub_config.config_class == "AutoConfig" else None
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel."""
         return self.inherits(name, "PreTrainedModel") or any(
             base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases
         )
+
+    def reached_from(self, roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
+        """The classes that these name, directly or through others, not through those in `without`."""
+        reached: set[str] = set()
+        pending = list(roots)
+        while pending:
+            name = pending.pop()
+            if name in reached or name in without or name not in self.classes:
+                continue
+            reached.add(name)
+            pending += references(self.classes[name].node)
+            pending += [target for build in self.builds(name) if (target := self.target_of(build))]
+        return reached
 
     def _own_config(self, name: str) -> str | None:
         info = self.classes[name]
@@ -119,14 +134,15 @@ class Anatomy:
                 return ast.unparse(arg.annotation).strip("\"'")
         return info.annotations.get("config")
 
-    def _config_class_of_expression(self, owner: str, expression: str) -> str | None:
-        """The class of `config.text_config`: the owner's config class, then its `sub_configs`."""
-        parts = [part for part in expression.split(".") if part not in ("self",)]
+    def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
+        """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
+        parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        current = self.config_of(owner)
+        own = self.config_of(owner) or self._own_config(owner)
+        current = SubConfig(own) if own else None
         for part in parts[1:]:
-            known = self.upstream.configs.get(current or "")
+            known = self.upstream.configs.get(current.config_class) if current else None
             current = known.sub_configs.get(part) if known else None
         return current
 

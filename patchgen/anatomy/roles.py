@@ -100,7 +100,9 @@ def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
     if forward is None:
         return None
     names = called_names(forward)
-    projections = [a for a in info.attributes if a.startswith(("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value"))]
+    projections = [
+        a for a in info.attributes if a.startswith(("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value"))
+    ]
     if "softmax" in names and names & {"matmul", "bmm", "baddbmm", "einsum"} and projections:
         return "hand-written softmax(q k) v"
     return None
@@ -155,7 +157,9 @@ def _experts(anatomy: Anatomy, info: ClassInfo) -> str | None:
     selected = {
         node.value.attr
         for node in ast.walk(forward)
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute) and isinstance(node.slice, ast.Name)
+        if isinstance(node, ast.Subscript)
+        and isinstance(node.value, ast.Attribute)
+        and isinstance(node.slice, ast.Name)
     }
     if len(parameter_names(forward)) < 3 or len(set(first)) > 1 or not set(stacks) <= selected:
         return None
@@ -260,7 +264,9 @@ def _head(anatomy: Anatomy, info: ClassInfo) -> str | None:
     generates = anatomy.inherits(info.name, "GenerationMixin")
     if generates:
         return "generates and takes labels"
-    to_vocabulary = any("vocab" in ast.unparse(value) and "Linear" in dotted(value) for value in info.attributes.values())
+    to_vocabulary = any(
+        "vocab" in ast.unparse(value) and "Linear" in dotted(value) for value in info.attributes.values()
+    )
     return "projects to the vocabulary and computes a loss" if computes_loss and to_vocabulary else None
 
 
@@ -282,9 +288,7 @@ def _audio(anatomy: Anatomy, info: ClassInfo) -> str | None:
     return _tower(anatomy, info, AUDIO_INPUTS, ("conv1", "conv2d1"))
 
 
-def _tower(
-    anatomy: Anatomy, info: ClassInfo, inputs: tuple[str, ...], embeddings: tuple[str, ...]
-) -> str | None:
+def _tower(anatomy: Anatomy, info: ClassInfo, inputs: tuple[str, ...], embeddings: tuple[str, ...]) -> str | None:
     if not anatomy.is_model(info.name) or "forward" not in info.methods or Role.DECODER in info.roles:
         return None
     params = parameter_names(info.methods["forward"])

@@ -34,21 +34,31 @@ def generate(
         raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
     root = output or provenance.generated_root()
     several = len(names) > 1
-    for name in track(names, console=console, description="generating", disable=not several or not console.is_terminal):
+    for name in track(
+        names, console=console, description="generating", disable=not several or not console.is_terminal
+    ):
         start = time.perf_counter()
         generated = pipeline.generate(upstream.load(name, version, source))
         changed = [] if dry_run else provenance.write(generated, root / name, force=force)
         seconds = time.perf_counter() - start
         if several:
             state = "dry run" if dry_run else f"{len(changed)} files changed"
-            console.print(f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s")
+            console.print(
+                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
+            )
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
     table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
-    for column, justify in (("pass", "left"), ("hits", "right"), ("upstream", "right"), ("lines", "right"), ("ms", "right")):
+    for column, justify in (
+        ("pass", "left"),
+        ("hits", "right"),
+        ("upstream", "right"),
+        ("lines", "right"),
+        ("ms", "right"),
+    ):
         table.add_column(column, justify=justify)
     for step in generated.steps:
         hits, served = len(step.outcome.hits), len(step.outcome.upstream)
@@ -129,7 +139,9 @@ def _is_current(name: str) -> bool:
 
 def _show_stale(path: Path, present: str, wanted: str) -> None:
     old, new = present.splitlines(), wanted.splitlines()
-    line = next((i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1)
+    line = next(
+        (i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1
+    )
     console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
     lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
     for text in lines[:40]:
@@ -151,7 +163,9 @@ def list_models() -> None:
     for name in committed():
         directory = provenance.generated_root() / name
         record = provenance.read(directory)
-        hits = ", ".join(p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports"))
+        hits = ", ".join(
+            p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
+        )
         lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
         proof = directory / "verify.json"
         state = json.loads(proof.read_text())["status"] if proof.is_file() else "not proven"

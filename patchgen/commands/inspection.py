@@ -58,7 +58,9 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
         generated = pipeline.generate(upstream.load(subject, version, path))
     except UpstreamNotFound as error:
         nearest = difflib.get_close_matches(subject, [kind.name for kind in PASSES], n=3)
-        raise UpstreamNotFound(f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}")
+        raise UpstreamNotFound(
+            f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}"
+        )
     _explain_model(generated)
 
 
@@ -90,7 +92,9 @@ def _explain_model(generated: Generated) -> None:
             if step.before.has(block) and step.outcome.module.has(block):
                 changes = emit.text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
                 for line in changes.splitlines()[3:]:
-                    console.print("    " + line, style={"+": "green", "-": "red"}.get(line[:1]), markup=False, soft_wrap=True)
+                    console.print(
+                        "    " + line, style={"+": "green", "-": "red"}.get(line[:1]), markup=False, soft_wrap=True
+                    )
         for hit in step.outcome.upstream:
             console.print(f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim")
         for note in step.outcome.notes:
@@ -125,7 +129,9 @@ def inspect(subject: str, version: str | None) -> None:
     for step in steps:
         console.print(f"  {step.name:20}{emit.summary(step.outcome)}")
     console.rule("draft config", align="left")
-    console.print(Syntax(_draft(origin.model, default_roots(module, anatomy), steps), "python", background_color="default"))
+    console.print(
+        Syntax(_draft(origin.model, default_roots(module, anatomy), steps), "python", background_color="default")
+    )
 
 
 def _draft(model: str, roots: tuple[str, ...], steps: list[pipeline.Step]) -> str:

@@ -25,4 +25,3 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
         if not proof.is_proven:
             failed.append(name)
     return 1 if failed else 0
-

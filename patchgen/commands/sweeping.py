@@ -40,7 +40,13 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], *, fresh
     key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
     rows = {} if fresh else _previous(path, key)
     todo = [kind for kind in wanted if kind not in rows]
-    columns = (TextColumn("sweeping"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    columns = (
+        TextColumn("sweeping"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
         for row in _run(todo, release.version, jobs):
@@ -108,7 +114,7 @@ def examine(model_type: str, version: str) -> dict:
         provenance.write(generated, Path(folder), force=True)
         try:
             outcome = _prove(model_type, Path(folder))
-        except Exception as error:  # noqa: BLE001 - upstream code and its configs raise anything; the row reports it
+        except Exception as error:
             outcome = {"status": GENERATED, "reason": _phrase(error)}
     return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
 

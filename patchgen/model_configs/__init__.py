@@ -53,7 +53,9 @@ def config_for(model: str) -> ModelConfig:
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"{module_name.replace('.', '/')}.py must define CONFIG = ModelConfig(...).")
     if config.model != model:
-        raise ConfigError(f"{module_name.replace('.', '/')}.py is for '{model}', but its CONFIG says '{config.model}'.")
+        raise ConfigError(
+            f"{module_name.replace('.', '/')}.py is for '{model}', but its CONFIG says '{config.model}'."
+        )
     return config
 
 

@@ -62,9 +62,7 @@ class AbsoluteImports(Pass):
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
-            hits += [
-                Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative
-            ]
+            hits += [Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative]
         return Outcome(module, tuple(hits))
 
 
@@ -97,5 +95,3 @@ def _wrap_long_import(text: str) -> str:
         return text
     blank_lines = text[: len(text) - len(text.lstrip("\n"))]
     return blank_lines + format_code(text.lstrip("\n"))
-
-

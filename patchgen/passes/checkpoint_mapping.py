@@ -19,12 +19,7 @@ class CheckpointMapping(Pass):
     EXAMPLES = (
         Example(
             "one call for the model types and classes of the file",
-            before=(
-                "class ExampleForCausalLM(PreTrainedModel):\n"
-                "    pass\n"
-                "\n\n"
-                '__all__ = ["ExampleForCausalLM"]\n'
-            ),
+            before=('class ExampleForCausalLM(PreTrainedModel):\n    pass\n\n\n__all__ = ["ExampleForCausalLM"]\n'),
             after=(
                 "class ExampleForCausalLM(PreTrainedModel):\n"
                 "    pass\n"

@@ -245,7 +245,9 @@ def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.Base
 
 def _needs_logits(node: cst.BaseStatement, logits: str) -> bool:
     """Whether a statement computes with the logits; handing them on in a result does not count."""
-    handed_on = len(m.findall(node, m.Arg(value=m.Name(logits)))) + len(m.findall(node, m.Element(value=m.Name(logits))))
+    handed_on = len(m.findall(node, m.Arg(value=m.Name(logits)))) + len(
+        m.findall(node, m.Element(value=m.Name(logits)))
+    )
 
     class Counter(cst.CSTVisitor):
         uses = 0

@@ -32,9 +32,14 @@ _SQUARES = """
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
 """
 NORM_FORMS = (
-    NormForm(form_of(f"def forward(self, hidden_states):{_SQUARES}    return self.weight * hidden_states.to(input_dtype)"), ""),
     NormForm(
-        form_of(f"def forward(self, hidden_states):{_SQUARES}    return (self.weight * hidden_states).to(input_dtype)"),
+        form_of(f"def forward(self, hidden_states):{_SQUARES}    return self.weight * hidden_states.to(input_dtype)"),
+        "",
+    ),
+    NormForm(
+        form_of(
+            f"def forward(self, hidden_states):{_SQUARES}    return (self.weight * hidden_states).to(input_dtype)"
+        ),
         "in_fp32=True",
     ),
     NormForm(

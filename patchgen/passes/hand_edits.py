@@ -96,9 +96,7 @@ class HandEdits(Pass):
     name = "hand_edits"
     purpose = "Applies the hand edits of the model's config."
     expects = "every edit's target, exactly once"
-    EXAMPLES = (
-        Example("without edits, nothing", before="class A:\n    pass\n", after="class A:\n    pass\n"),
-    )
+    EXAMPLES = (Example("without edits, nothing", before="class A:\n    pass\n", after="class A:\n    pass\n"),)
 
     def __init__(self, edits: tuple[Edit, ...] = ()) -> None:
         self.edits = edits
@@ -109,7 +107,11 @@ class HandEdits(Pass):
             if not edit.reason.strip():
                 raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
             module = self._apply(edit, module)
-            line = anatomy.classes[edit.target.split(".")[0]].node.lineno if edit.target.split(".")[0] in anatomy.classes else 0
+            line = (
+                anatomy.classes[edit.target.split(".")[0]].node.lineno
+                if edit.target.split(".")[0] in anatomy.classes
+                else 0
+            )
             hits.append(Hit(edit.target, line, f"{_verb(edit)}: {edit.reason}"))
         return Outcome(module, tuple(hits))
 
@@ -154,7 +156,11 @@ class HandEdits(Pass):
         tree = block.cst
         node = next(n for n in tree.body if isinstance(n, cst.ClassDef))
         members = list(node.body.body)
-        at = [i for i, member in enumerate(members) if isinstance(member, cst.FunctionDef) and member.name.value == method]
+        at = [
+            i
+            for i, member in enumerate(members)
+            if isinstance(member, cst.FunctionDef) and member.name.value == method
+        ]
         if isinstance(edit, AddMethod):
             if at:
                 raise PassMismatch(f"add_method: {edit.target} exists upstream; use override_method.")
@@ -242,7 +248,9 @@ def same_structure(pattern: ast.AST, node: ast.AST) -> bool:
         if isinstance(left, list):
             if not isinstance(right, list) or len(left) != len(right):
                 return False
-            if not all(same_structure(a, b) if isinstance(a, ast.AST) else a == b for a, b in zip(left, right, strict=True)):
+            if not all(
+                same_structure(a, b) if isinstance(a, ast.AST) else a == b for a, b in zip(left, right, strict=True)
+            ):
                 return False
         elif isinstance(left, ast.AST):
             if not isinstance(right, ast.AST) or not same_structure(left, right):

@@ -47,7 +47,9 @@ class HostSyncLint(Pass):
                 f"The pass '{self.name}' found host syncs in the training path:\n{listed}\n"
                 "  ways out rewrite the site with a pass or a hand edit, or allow it in the model's config with a reason."
             )
-        allowed = tuple(Hit(where, 0, f"{what}: {self.allow[where]}") for where, what in findings if where in self.allow)
+        allowed = tuple(
+            Hit(where, 0, f"{what}: {self.allow[where]}") for where, what in findings if where in self.allow
+        )
         return Outcome(module, upstream=allowed, notes=tuple(f"{where}: {what}" for where, what in open_findings))
 
 

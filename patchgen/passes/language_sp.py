@@ -105,7 +105,9 @@ class LanguageSP(SitePass):
             embeddings = None if anchor is None else _embeddings(forward, body[:anchor])
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                miss.append(Missed(f"`if {POSITIONS} is None:` after the embeddings, with {POSITIONS} a parameter", closest))
+                miss.append(
+                    Missed(f"`if {POSITIONS} is None:` after the embeddings, with {POSITIONS} a parameter", closest)
+                )
                 return forward
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))

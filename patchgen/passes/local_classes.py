@@ -50,21 +50,23 @@ class LocalClasses(SitePass):
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         sites = []
         for owner in anatomy.classes:
-            if module.has(owner):
-                for build in _auto_builds(anatomy, owner):
-                    target = anatomy.target_of(build)
-                    if target in anatomy.classes:
-                        site = method_site(anatomy, owner, "__init__", f"{build.auto_class} builds {target}")
-                        if site not in sites:
-                            sites.append(site)
+            if not module.has(owner):
+                continue
+            builds = [build for build in _auto_builds(anatomy, owner) if not _is_elsewhere(anatomy, build)]
+            if builds:
+                what = ", ".join(f"{b.auto_class}.from_config({b.config})" for b in builds)
+                sites.append(method_site(anatomy, owner, "__init__", f"builds by {what}"))
         return sites
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        wanted = {}
-        for build in _auto_builds(anatomy, site.block):
-            target = anatomy.target_of(build)
-            if target in anatomy.classes:
-                wanted[build.auto_class, build.config] = target
+        builds = [build for build in _auto_builds(anatomy, site.block) if not _is_elsewhere(anatomy, build)]
+        untold = [build for build in builds if anatomy.target_of(build) is None]
+        if untold:
+            return Missed(
+                f"a config class of upstream's configuration file behind {untold[0].config}",
+                f"self.{untold[0].attribute} = {untold[0].auto_class}.from_config({untold[0].config})",
+            )
+        wanted = {(build.auto_class, build.config): anatomy.target_of(build) for build in builds}
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
         if rewriter.hits < len(wanted):
@@ -72,16 +74,23 @@ class LocalClasses(SitePass):
         return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        notes = []
-        for owner in anatomy.classes:
-            for build in _auto_builds(anatomy, owner) if module.has(owner) else ():
-                target = anatomy.target_of(build)
-                if target not in anatomy.classes:
-                    notes.append(
-                        f"{owner}.{build.attribute or '?'}: {build.auto_class}.from_config({build.config}) builds "
-                        f"{target or 'a class that the source does not name'}, which is not in this file"
-                    )
-        return notes
+        return [
+            f"{owner}.{build.attribute or '?'}: {build.auto_class}.from_config({build.config}) builds "
+            f"{_elsewhere(anatomy.target_of(build))}"
+            for owner in anatomy.classes
+            for build in (_auto_builds(anatomy, owner) if module.has(owner) else ())
+            if _is_elsewhere(anatomy, build)
+        ]
+
+
+def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
+    """Whether the class is known to be of another file, or left to the checkpoint's config."""
+    target = anatomy.target_of(build)
+    return target is not None and target not in anatomy.classes
+
+
+def _elsewhere(target: str | None) -> str:
+    return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
 
 
 def _auto_builds(anatomy: Anatomy, owner: str) -> list[Build]:

@@ -23,7 +23,9 @@ class MixerSP(SitePass):
 
     name = "mixer_sp"
     purpose = "Causal convolutions and delta rules run over the whole sequence, each rank with some channels or heads."
-    expects = "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
+    expects = (
+        "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
+    )
     EXAMPLES = (
         Example(
             "a short convolution",
@@ -58,14 +60,21 @@ class MixerSP(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        operations = sequence_operations(anatomy)
-        sites = []
-        for info in anatomy.classes.values():
-            if module.has(info.name) and (Role.MIXER in info.roles or called_names(info.node) & set(operations)):
-                why = info.roles.get(Role.MIXER, "calls a sequence operation of this file")
-                if "forward" in info.methods:
-                    sites.append(Site(info.name, info.name, info.node.lineno, f"sequence mixer: {why}"))
-        return sites
+        operations = set(sequence_operations(anatomy))
+        language = _of_the_language_model(anatomy)
+        return [
+            Site(
+                info.name,
+                info.name,
+                info.node.lineno,
+                f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}",
+            )
+            for info in anatomy.classes.values()
+            if module.has(info.name)
+            and info.name in language
+            and "forward" in info.methods
+            and (Role.MIXER in info.roles or called_names(info.node) & operations)
+        ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed | LeftAlone:
         operations = sequence_operations(anatomy)
@@ -89,6 +98,13 @@ _SIGNATURES = {
     CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
     DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
 }
+
+
+def _of_the_language_model(anatomy: Anatomy) -> set[str]:
+    """The classes below a decoder; in a file without one, all. A tower's convolutions run along another sequence."""
+    towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
+    decoders = [info.name for info in anatomy.with_role(Role.DECODER)]
+    return anatomy.reached_from(decoders, without=towers) if decoders else set(anatomy.classes)
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -134,10 +150,15 @@ class _WrapCalls(cst.CSTTransformer):
         self.kinds.append(self._wanted[name])
         self._changed = True
         first = updated_node.args[0]
-        comma = first.comma if isinstance(first.comma, cst.Comma) else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+        comma = (
+            first.comma
+            if isinstance(first.comma, cst.Comma)
+            else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+        )
         function = cst.Arg(value=cst.Name(name), comma=comma)
         return updated_node.with_changes(
-            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])), args=[function, *updated_node.args]
+            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
+            args=[function, *updated_node.args],
         )
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:

@@ -84,7 +84,9 @@ class Prune(Pass):
         blocks = [_without_mentions(block, gone) for block in kept]
         if blocks and not module.header:
             blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
-        hits = tuple(Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions)
+        hits = tuple(
+            Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions
+        )
         return Outcome(module.with_blocks(blocks), hits)
 
 
@@ -156,7 +158,9 @@ class _DropMentions(cst.CSTTransformer):
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
         del original_node
-        if not m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))], value=m.List() | m.Tuple())):
+        if not m.matches(
+            updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))], value=m.List() | m.Tuple())
+        ):
             return updated_node
         elements = [
             element
@@ -188,7 +192,9 @@ class _DropMentions(cst.CSTTransformer):
             return updated_node
         kinds = updated_node.args[1].value
         if isinstance(kinds, cst.Tuple):
-            elements = [e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)]
+            elements = [
+                e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)
+            ]
             if len(elements) == len(kinds.elements):
                 return updated_node
             if len(elements) == 1:

@@ -50,7 +50,12 @@ class RouterLoss(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(name, name, node.lineno, "a function of router logits and an attention mask that the heads add to the loss")
+            Site(
+                name,
+                name,
+                node.lineno,
+                "a function of router logits and an attention mask that the heads add to the loss",
+            )
             for name, node in anatomy.functions.items()
             if module.has(name) and {LOGITS, MASK} <= set(parameter_names(node))
         ]

@@ -98,7 +98,12 @@ def _class_attribute(node: ast.ClassDef, name: str) -> list[ast.stmt]:
         statement
         for statement in node.body
         if isinstance(statement, ast.Assign | ast.AnnAssign)
-        and name in [t.id for t in getattr(statement, "targets", [getattr(statement, "target", None)]) if isinstance(t, ast.Name)]
+        and name
+        in [
+            t.id
+            for t in getattr(statement, "targets", [getattr(statement, "target", None)])
+            if isinstance(t, ast.Name)
+        ]
     ]
 
 

@@ -1,7 +1,7 @@
 """For how many text types of transformers a small config exists that upstream's own class trains on.
 
-    python -m patchgen.runtime.verify.coverage                 # every causal type, one line each: ok or the reason
-    python -m patchgen.runtime.verify.coverage mixtral mamba2  # some
+python -m patchgen.runtime.verify.coverage                 # every causal type, one line each: ok or the reason
+python -m patchgen.runtime.verify.coverage mixtral mamba2  # some
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from patchgen.runtime.verify.small_config import SmallConfigError, small_config
 
 # What upstream's classes raise on a config or an input that they do not serve.
 REFUSALS = (
-    SmallConfigError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError
+    SmallConfigError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
+    ImportError,
 )  # fmt: skip
 
 
@@ -66,7 +67,7 @@ def _is_moe(model: torch.nn.Module) -> bool:
     """Whether a live module holds or routes to several experts."""
     for module in model.modules():
         name = type(module).__name__
-        if "Experts" in name or "SparseMoe" in name or "MoE" in name or "Moe" in name and "Block" in name:
+        if "Experts" in name or "SparseMoe" in name or "MoE" in name or ("Moe" in name and "Block" in name):
             return True
     return False
 
@@ -82,7 +83,10 @@ def main(model_types: list[str]) -> int:
         found.append(row)
         kind = "moe  " if row.is_moe else "dense"
         detail = f" (unclassified: {', '.join(row.unclassified)})" if row.unclassified else ""
-        print(f"failed  {row.model_type}: {row.reason}" if row.reason else f"ok {kind} {row.model_type}{detail}", flush=True)
+        print(
+            f"failed  {row.model_type}: {row.reason}" if row.reason else f"ok {kind} {row.model_type}{detail}",
+            flush=True,
+        )
     ok = [row for row in found if not row.reason]
     print(f"{len(found)} types, {len(ok)} ok, of which {sum(row.is_moe for row in ok)} with experts")
     return 1 if model_types and len(ok) < len(found) else 0

@@ -64,7 +64,9 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("period of layer kinds", r".*(_interval|_period|_step|_pattern|every_n_layers|layer_group_size)", 2),
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
-    _rule("layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS),
+    _rule(
+        "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
+    ),
     # experts
     _rule("experts per token", r".*(per_tok|per_token)|(moe_)?top_?k(_experts)?|moe_k|num_selected_experts", TOP_K),
     _rule("expert groups kept", r"topk_group", 1),
@@ -73,12 +75,15 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("experts that do nothing", r"zero_expert_num", 2),
     _rule("experts", r"(num|n)_(.*_)?experts|(.*_)?num_experts", EXPERTS),
     _rule("shared expert width", r"(.*_)?shared_(experts?_)?intermediate_size", 48),
-    _rule("expert width", r"(.*_)?(moe|expert)(_.*)?_(intermediate|hidden|latent|ffn)_?size|expert_ffn_.*", 32),
+    _rule("expert width", r"(.*_)?(moe|expert)(_.*)?_(intermediate|hidden|ffn)_?size|expert_ffn_.*", 32),
+    _rule("latent expert width", r"moe_latent_size", 32),
     # indexers of sparse attention
-    _rule("indexed keys", r"(.*_)?index(er)?_(topk|budget)", WINDOW),
+    _rule("indexed keys", r"(.*_)?index(er)?_budget", WINDOW),
+    _rule("indexed keys", r"(.*_)?index(er)?_topk", 4),
     _rule("indexed blocks", r"(.*_)?index_topk_blocks", 2),
     _rule("index block", r"(.*_)?index_block_size", 4),
     _rule("compression of indexed keys", r"(.*_)?compress_ratio", 4),
+    _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
     _rule("heads of an indexer's keys", r"indexer_kv_heads", 1),
     _rule("heads of an indexer", r"indexer_n_heads", HEADS),
     # heads
@@ -95,15 +100,28 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("window", r"(.*_)?(sliding_window|window(_size|_len)?|attention_chunk_size|local_attention)", WINDOW),
     _rule("window", r"sliding_window_size|rel_extent|attention_window_size|keep_window_size", WINDOW),
     _rule("chunk of a scan", r"(.*_)?chunk_size|block_size|max_inference_chunksize|(.*_)?chunk_length", WINDOW),
-    _rule("positions", r"(.*_)?(max_(.*_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length)", POSITIONS),
+    _rule(
+        "positions",
+        r"(.*_)?(max_(.*_)?positions?(_embeddings)?|n_positions|n_ctx|max_seq_len|context_length)",
+        POSITIONS,
+    ),
+    _rule("position where attention scales", r"floor_scale|log_scaling_n_floor", WINDOW),
     _rule("positions", r"(.*_)?max_position_embeddings|n_window(_infer)?|mem_len", POSITIONS),
     # towers
     _rule("image", r"(.*_)?image_size", IMAGE),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
     # widths
-    _rule("width of a feed-forward layer", r"(.*_)?(intermediate_size(_.*)?|ffn_(hidden_size|dim)|ffn_.*|dff|dim_ff|d_inner|n_inner|d_ff|feed_forward_size|inner_dim)", 96),
+    _rule(
+        "width of a feed-forward layer",
+        r"(.*_)?(intermediate_size(_.*)?|ffn_(hidden_size|dim)|ffn_.*|dff|dim_ff|d_inner|n_inner|d_ff|feed_forward_size|inner_dim)",
+        96,
+    ),
     _rule("input width of a later part", r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim)", HIDDEN),
-    _rule("model width", r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|dim_model_base|residual_channels)", HIDDEN),
+    _rule(
+        "model width",
+        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|dim_model_base|residual_channels)",
+        HIDDEN,
+    ),
     _rule("centroids", r"num_centroids|.*codebook_size", 16),
     _rule("centroids kept", r"centroid_.*top_k", 4),
     _rule("other width", r"(.*_)?(dim|size|rank|channels|num_buckets)", 32),
@@ -114,7 +132,8 @@ INTEGER_RULES: tuple[Rule, ...] = (
 REQUIRED = frozenset(
     {
         "experts", "experts per token", "shared experts", "expert groups", "expert groups kept", "expert width",
-        "head size", "indexed keys", "compression of indexed keys", "heads of an indexer's keys", "heads of an indexer",
+        "head size", "indexed keys", "compression of indexed keys", "heads of an indexer's keys",
+        "heads of an indexer",
     }
 )  # fmt: skip
 

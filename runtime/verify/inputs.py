@@ -76,15 +76,16 @@ def drawable_ids(config: PreTrainedConfig) -> list[int]:
     """The ids of the vocabulary that no field of the config, or of a sub-config, gives a special meaning."""
     text = config.get_text_config(decoder=True)
     vocab = min(vars(text).get(type(text).attribute_map.get("vocab_size", "vocab_size")) or sizes.VOCAB, sizes.VOCAB)
-    special = set(_special_ids(config))
+    special = set(special_ids(config))
     return [token for token in range(1, vocab - sizes.NUM_RESERVED_IDS) if token not in special]
 
 
-def _special_ids(config: PreTrainedConfig) -> list[int]:
+def special_ids(config: PreTrainedConfig) -> list[int]:
+    """The ids that fields of the config and of its sub-configs give a special meaning."""
     found = []
     for name, value in vars(config).items():
         if dataclasses.is_dataclass(value):
-            found += _special_ids(value)
+            found += special_ids(value)
         elif sizes.is_special_id(name) and value is not None:
             found += value if isinstance(value, (list, tuple)) else [value]
     return found

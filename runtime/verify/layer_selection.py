@@ -14,6 +14,7 @@ Read side by side these lists give each layer one column, its kind. The first la
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ def _is_index_list(name: str, value: object, num_layers: int) -> bool:
     if not isinstance(value, (list, tuple)) or not value or not INDEX_LIST_NAME.match(name):
         return False
     numbers = all(type(number) is int and 0 <= number < num_layers for number in value)
-    return numbers and all(a < b for a, b in zip(value, value[1:], strict=False))
+    return numbers and all(a < b for a, b in itertools.pairwise(value))
 
 
 def _is_per_layer(name: str, value: object, num_layers: int) -> bool:

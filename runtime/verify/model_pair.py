@@ -31,10 +31,12 @@ class ModelPair:
 def build_pair(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> ModelPair:
-    """Builds both models in fp32 with eager attention and experts, and copies upstream's perturbed weights strictly."""
+    """Builds both models in fp32 with eager attention and experts; both hold upstream's perturbed weights."""
     pair = ModelPair(build_model(upstream_class, config), build_model(generated_class, config))
     pair.problems += _class_problems(pair.generated, upstream_class)
-    pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters())
+    pair.problems += _tensor_problems(
+        "parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters()
+    )
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
     pair.foreign = _foreign_classes(pair.generated, upstream_class)
     if pair.problems:
@@ -74,7 +76,7 @@ def perturb(model: nn.Module, seed: int = SEED) -> None:
 
 
 def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """A model in fp32 and training mode, with eager attention and experts, its init seeded; `config` stays as it is."""
+    """A model in fp32 and training mode, with eager attention and experts and a seeded init; `config` stays."""
     torch.manual_seed(SEED)
     return model_class._from_config(
         copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
@@ -82,13 +84,22 @@ def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def _class_problems(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
-    """Live modules whose class is upstream's: no pass acts on them, and every number still agrees."""
+    """Live modules whose class is upstream's, the outermost of each: no pass acts there, and all numbers agree."""
+    upstreams = {
+        path for path, module in generated.named_modules() if type(module).__module__ == upstream_class.__module__
+    }
     return [
-        f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), so "
-        "no pass acts on it. Let the pass local_classes build the class of the generated file."
+        f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), "
+        "so no pass acts on it. Let the pass local_classes build the class of the generated file."
         for path, module in generated.named_modules()
-        if type(module).__module__ == upstream_class.__module__
+        if path in upstreams and not upstreams.intersection(_ancestors(path))
     ]
+
+
+def _ancestors(path: str) -> list[str]:
+    """The paths of the modules around the one at `path`: `a.b.c` lies in `a.b`, `a` and the model itself, ``."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names))]
 
 
 def _foreign_classes(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
@@ -104,7 +115,9 @@ def _foreign_classes(generated: nn.Module, upstream_class: type[nn.Module]) -> l
 def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
     expected = dict(upstream)
     problems = [f"The generated model lacks {kind} '{name}'." for name in expected if name not in generated]
-    problems += [f"The generated model has {kind} '{name}', upstream has not." for name in generated if name not in expected]
+    problems += [
+        f"The generated model has {kind} '{name}', upstream has not." for name in generated if name not in expected
+    ]
     for name in expected.keys() & generated.keys():
         ours, theirs = generated[name], expected[name]
         if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):

@@ -66,6 +66,8 @@ class Proof:
     refused: dict[str, str] = field(default_factory=dict)
     """Variants that upstream's own config class refuses, with its reason."""
     upstream_version: str = ""
+    file_sha256: str = ""
+    """Of the generated file."""
     unclassified: tuple[str, ...] = ()
     """Large config fields whose meaning no rule knew: they kept upstream's value."""
 
@@ -144,13 +146,13 @@ def merge(proofs: Iterable[Proof]) -> Proof:
     return first
 
 
-def _compare(
-    name: str, variant: str, actual: Step, expected: Step, tolerance: float
-) -> tuple[CaseResult, list[str]]:
+def _compare(name: str, variant: str, actual: Step, expected: Step, tolerance: float) -> tuple[CaseResult, list[str]]:
     outputs = compare_outputs(actual, expected)
     gradients = compare_gradients(actual, expected)
     where = f"case {name}, variant {variant}"
-    failures = _failures(f"{where}: output", outputs, tolerance) + _failures(f"{where}: gradient of", gradients, tolerance)
+    failures = _failures(f"{where}: output", outputs, tolerance) + _failures(
+        f"{where}: gradient of", gradients, tolerance
+    )
     dead = expected.dead()
     if len(dead) == len(gradients):
         failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
-
 
 FILE_NAME = "verify.json"
 PROVEN = "proven"
@@ -55,11 +55,17 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
 def write_proof(proof: Proof, directory: Path) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
-    Its content follows from the proof alone: no times, no paths. The releases that an earlier run proved the same
-    file with stay in the list only while upstream's version is that of the record; a failed proof lists none.
+    Its content follows from the proof alone: no times, no paths. Other releases that the same generated file, byte
+    for byte, was proven with stay listed; the installed one is listed if this proof holds.
     """
     path = directory / FILE_NAME
-    path.write_text(json.dumps(proof_record(proof), indent=2) + "\n")
+    record = proof_record(proof)
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if before.get("sha256") == proof.file_sha256:
+            others = set(before["transformers"]) - {transformers.__version__}
+            record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
+    path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
 
@@ -70,6 +76,7 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "head": proof.head,
         "status": PROVEN if proof.is_proven else "failed",
         "upstream": proof.upstream_version,
+        "sha256": proof.file_sha256,
         "transformers": [transformers.__version__] if proof.is_proven else [],
         "torch": torch.__version__.partition("+")[0],
         "config": _plain(proof.overrides),

@@ -32,7 +32,9 @@ def round_trip_problems(pair: ModelPair) -> list[str]:
         pair.upstream.save_pretrained(theirs)
         problems = _key_problems(_saved_keys(ours), _saved_keys(theirs))
         problems += _load_problems(type(pair.upstream), ours, pair.generated, "saved by generated, loaded by upstream")
-        problems += _load_problems(type(pair.generated), theirs, pair.upstream, "saved by upstream, loaded by generated")
+        problems += _load_problems(
+            type(pair.generated), theirs, pair.upstream, "saved by upstream, loaded by generated"
+        )
     return problems
 
 
@@ -86,7 +88,9 @@ def _load_problems(
     ]
     actual = loaded.state_dict()
     changed = [
-        name for name, tensor in saved.state_dict().items() if name not in actual or not torch.equal(tensor, actual[name])
+        name
+        for name, tensor in saved.state_dict().items()
+        if name not in actual or not torch.equal(tensor, actual[name])
     ]
     if changed:
         problems.append(f"{direction}: other values in {_some(changed)}.")

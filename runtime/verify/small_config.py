@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,8 +54,11 @@ class SmallConfig:
 
 # What a config class raises on values that do not fit together.
 REFUSALS = (
-    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ZeroDivisionError
+    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
+    ZeroDivisionError,
 )  # fmt: skip
+
+MLP_KINDS = ("sparse", "dense")  # named in `mlp_layer_types`; every other kind is one of `layer_types`
 
 # What a variant sets, at every level of a composite config that has the field.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -64,6 +67,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "tied": {"tie_word_embeddings": True},
     "untied": {"tie_word_embeddings": False},
     "window": {"use_sliding_window": True, "sliding_window": sizes.WINDOW},
+    "experts": {"enable_moe_block": True, "is_moe": True},
     "no_window": {"use_sliding_window": False, "sliding_window": None},
 }
 
@@ -95,6 +99,8 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
     text = base.get_text_config(decoder=True)
     if "tie_word_embeddings" in _all_fields(base):
         found.append("untied" if base.tie_word_embeddings else "tied")
+    if any(vars(text).get(switch) is False for switch in VARIANTS["experts"]):
+        found.append("experts")
     window = _field(type(text), "sliding_window")
     if window is not None:
         has_switch = _field(type(text), "use_sliding_window") is not None
@@ -145,20 +151,17 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
         if name in overrides:
             continue
         declared = explicit.get(name, _declared(field))
-        common = common_names.get(name, name)
-        if sizes.is_special_id(name):
-            small = _small_id(declared, next_special_id)
-        elif sizes.is_dropout(name) and isinstance(declared, (int, float)) and not isinstance(declared, bool):
-            small = 0.0
-        else:
-            small = _small_value(declared, common, name)
-            if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
-                unclassified.append(name)
+        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict)):
+            declared = values[name]  # derived by the class, but not from other fields
+        names = common_names.get(name, name), name
+        small = _small_value(declared, names, next_special_id)
+        if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
+            unclassified.append(name)
         if small != declared or name in explicit:
             overrides[name] = small
-        elif name not in explicit and declared is None and values[name] is None:
-            rule = sizes.rule_for(common, name)
-            if rule is not None and rule.meaning in sizes.REQUIRED and "latent" not in name:
+        elif declared is None and values[name] is None:
+            rule = sizes.rule_for(*names)
+            if rule is not None and rule.meaning in sizes.REQUIRED:
                 overrides[name] = rule.small(sys.maxsize)
     for name in _undeclared_ids(config_class):
         if not hasattr(prototype, name):
@@ -200,7 +203,7 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     found = {}
-    specs = getattr(config_class, "sub_configs_defaults", {})  # not in releases before 5.12
+    specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
     for key, sub_class in config_class.sub_configs.items():
         given = dict(specs[key].init_kwargs) if key in specs else {}
         if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
@@ -216,22 +219,34 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
 # ------------------------------------------------------------------------------------------------ one value
 
 
-def _small_value(declared: object, *names: str) -> object:
+NO_IDS: Iterator[int] = iter(())
+
+
+def _small_value(declared: object, names: tuple[str, ...], special_ids: Iterator[int] = NO_IDS) -> object:
+    """The small form of a field; `names` are its common name and its own, `special_ids` the ids not yet given away."""
+    if sizes.is_special_id(names[-1]):
+        return _small_id(declared, special_ids)
+    if isinstance(declared, bool):
+        return declared
+    if sizes.is_dropout(names[-1]) and isinstance(declared, (int, float)):
+        return 0.0
     rule = sizes.rule_for(*names)
-    if rule is None or isinstance(declared, bool):
+    if rule is None:
         return declared
     if isinstance(declared, int):
         return rule.small(declared)
     if isinstance(declared, (list, tuple)) and all(type(item) is int for item in declared):
         return type(declared)(rule.small(item) for item in declared)
+    if isinstance(declared, dict) and declared and all(type(item) is int for item in declared.values()):
+        return {key: rule.small(item) for key, item in declared.items()}
     return declared
 
 
-def _small_id(declared: object, next_special_id) -> object:
+def _small_id(declared: object, special_ids: Iterator[int]) -> object:
     if isinstance(declared, (list, tuple)):
-        return type(declared)(_small_id(item, next_special_id) for item in declared)
+        return type(declared)(_small_id(item, special_ids) for item in declared)
     if type(declared) is int and declared >= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
-        return next(next_special_id)
+        return next(special_ids)
     return declared
 
 
@@ -263,13 +278,14 @@ def _split(total: int, shares: list[int]) -> list[int]:
 
 # ----------------------------------------------------------------------------------------- layers, relations
 
-_LAYER_COUNT = re.compile(r"(num_hidden_layers|num_layers|n_layers?|decoder_layers|num_decoder_layers|depth)$")
 _LAYER_PATTERN = re.compile(
     r".*(_interval|_period|_step|_pattern|every_n_layers|group_size|first_k_dense_replace|num_dense_layers)$"
 )
 
 
-def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]) -> dict[str, object]:
+def _layers(
+    config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]
+) -> dict[str, object]:
     """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
     count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     if type(values.get(count_name)) is not int:
@@ -285,12 +301,13 @@ def _layers(config_class: type[PreTrainedConfig], values: Mapping, by_layer: Map
     found: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
         found["per_layer_config"] = {
-            new: {name: _small_value(value, name) for name, value in by_layer[old].items()} | _equal_heads(by_layer[old])
+            new: {name: _small_value(value, (name,)) for name, value in by_layer[old].items()}
+            | _equal_heads(by_layer[old])
             for new, old in enumerate(selection.kept)
             if old in by_layer
         }
     for name, per_layer in selection.overrides.items():
-        found[name] = type(values[name])(_small_value(list(per_layer), name))
+        found[name] = type(values[name])(_small_value(list(per_layer), (name,)))
     return found
 
 
@@ -319,15 +336,15 @@ def _equal_heads(values: Mapping) -> dict[str, object]:
     """Multi-head attention stays multi-head: as many key/value heads as heads where the full config says so."""
     if "num_key_value_heads" not in values or values["num_key_value_heads"] != values.get("num_attention_heads"):
         return {}
-    return {"num_key_value_heads": _small_value(values["num_attention_heads"], "num_attention_heads")}
+    return {"num_key_value_heads": _small_value(values["num_attention_heads"], ("num_attention_heads",))}
 
 
 def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
     """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
-    from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
     source = _modeling_source(config_class)
-    return [kind for kind in ALLOWED_ATTN_LAYER_TYPES if f'"{kind}"' in source]
+    return [kind for kind in ALLOWED_LAYER_TYPES if kind not in MLP_KINDS and f'"{kind}"' in source]
 
 
 def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -77,6 +78,7 @@ def verify_model(
     merged = merge(proofs)
     merged.refused = refused
     merged.model, merged.head = generated.name, head
+    merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version
     return merged
 

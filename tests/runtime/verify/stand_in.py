@@ -20,13 +20,19 @@ def upstream_head(model_type: str) -> type:
 
 
 def write_stand_in(
-    directory: Path, model_type: str, *, head: str | None = None, edits: tuple[tuple[str, str], ...] = ()
+    directory: Path,
+    model_type: str,
+    *,
+    head: str | None = None,
+    edits: tuple[tuple[str, str], ...] = (),
+    has_checkpoint_mapping: bool = True,
 ) -> Path:
     """Writes `modeling_<model>.py` and `provenance.json` into `directory / model`, and returns that folder.
 
     Args:
         head: name of the head class; default: the causal head of `model_type`.
         edits: (old, new) pairs, each found exactly once in the source: a planted defect.
+        has_checkpoint_mapping: whether the file registers upstream's checkpoint conversions, as generated files do.
     """
     head_class = upstream_head(model_type) if head is None else None
     module_name = head_class.__module__ if head_class else f"transformers.models.{model_type}.modeling_{model_type}"
@@ -39,15 +45,19 @@ def write_stand_in(
     names = [
         name
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, transformers.PreTrainedModel) and value.__module__ == module_name
+        if inspect.isclass(value)
+        and issubclass(value, transformers.PreTrainedModel)
+        and value.__module__ == module_name
     ]
     model = module_name.rpartition(".modeling_")[2]
     folder = directory / model
     folder.mkdir(parents=True)
     config_classes = [getattr(module, name).config_class for name in names]
     model_types = sorted({config.model_type for config in config_classes if isinstance(config, type)})
-    mapping = f"\nfrom patchgen.runtime import ops\n\nops.register_checkpoint_mapping(*{model_types + names})\n"
-    (folder / f"modeling_{model}.py").write_text(source + mapping)
+    footer = "\nfrom patchgen.runtime import ops\n"
+    if has_checkpoint_mapping:
+        footer += f"\nops.register_checkpoint_mapping(*{model_types + names})\n"
+    (folder / f"modeling_{model}.py").write_text(source + footer)
     provenance = {
         "model": model,
         "upstream": {"version": transformers.__version__, "module": module_name, "sha256": ""},
