@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,33 +12,20 @@ from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import own_attribute
 from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
 from patchgen.anatomy.experts import Unread, read_experts
-from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
+from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
+from patchgen.expert_stacks import initialised, stacked_name, with_torch
 from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, method_site
 from patchgen.rewrite import (
-    append_method,
     edit_function,
     format_code,
     function_body,
-    insert_at_start,
     replace_statement,
     statements,
     with_body,
 )
 from patchgen.source import Block, Module
 from patchgen.templates import render
-
-BLOCK_ENDINGS = (
-    "SparseMoeBlock",
-    "SparseMoEBlock",
-    "MoeBlock",
-    "MoEBlock",
-    "MoELayer",
-    "MoeLayer",
-    "MoE",
-    "Moe",
-    "MOE",
-)
 
 
 class StackedExperts(SitePass):
@@ -212,11 +198,10 @@ class StackedExperts(SitePass):
             "stacked_experts.jinja", name=name, block=info.name, experts=experts, dtype=dtype, mark=self.mark
         )
         stacked = Block(text="\n\n" + format_code(text.lstrip("\n")))
-        before = block.text
         block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
         block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
         if _uses(block.node, experts.attribute) != 2:  # built once, called once
-            return Missed(f"no use of self.{experts.attribute} but its loop", before)
+            return Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -229,7 +214,7 @@ class StackedExperts(SitePass):
         names = tuple(stacked_name(anatomy, info.name) for info in rewritten)
         module, hits = self._with_init(outcome.module, anatomy, names, lists)
         module = self._with_conversion(module, anatomy, lists)
-        return replace(outcome, module=_with_imports(module), hits=(*outcome.hits, *hits), added=names)
+        return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
     def _build(self, init: cst.FunctionDef, experts: ExpertList, name: str) -> cst.FunctionDef:
         code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
@@ -256,32 +241,16 @@ class StackedExperts(SitePass):
     ) -> tuple[Module, list[Hit]]:
         """Every `_init_weights` gives the stacks what it gives to linear layers."""
         hits = []
-        has_bias = any(experts.bias == BIAS for experts in lists)
+        has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
             rule = read_linear_init(info)
             if isinstance(rule, Unread):
                 site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
                 raise PassMismatch(self._miss_message([(site, Missed(rule.expected, rule.found))]))
             block = module.block(info.name)
-            module = module.swap(block, self._initialised(block, info, rule, names, has_bias))
+            module = module.swap(block, initialised(block, info, rule, has_bias, self.mark))
             hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
         return module, hits
-
-    def _initialised(
-        self, block: Block, info: ClassInfo, rule: LinearInit, names: Sequence[str], has_bias: bool
-    ) -> Block:
-        method = info.methods.get(METHOD)
-        argument = method.args.args[1].arg if method is not None else "module"
-        kinds = names[0] if len(names) == 1 else f"({', '.join(names)})"
-        code = f"if isinstance({argument}, {kinds}):\n"
-        for weight in ("gate_up_proj", "down_proj"):
-            code += f"    nn.init.{rule.writer}({argument}.{weight}, {rule.arguments})\n"
-        for bias in ("gate_up_proj_bias", "down_proj_bias") if has_bias else ():
-            code += f"    nn.init.zeros_({argument}.{bias})\n"
-        if method is not None:
-            return edit_function(block, METHOD, lambda node: insert_at_start(node, statements(code, 2, self.mark)))
-        inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"
-        return append_method(block, inherited + textwrap.indent(code, "    "), self.mark)
 
     def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
         """One call that tells transformers how the experts lie on disk."""
@@ -305,30 +274,12 @@ class StackedExperts(SitePass):
         return module.with_blocks(blocks)
 
 
-def stacked_name(anatomy: Anatomy, block: str) -> str:
-    """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
-    lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
-    short = {name: _without_ending(name) + "StackedExperts" for name in lists}
-    wanted = short[block]
-    if wanted in anatomy.classes or list(short.values()).count(wanted) > 1:
-        wanted = f"{block}StackedExperts"
-    while wanted in anatomy.classes or wanted in anatomy.functions:
-        wanted += "_"
-    return wanted
-
-
-def _without_ending(name: str) -> str:
-    return next((name.removesuffix(ending) for ending in BLOCK_ENDINGS if name.endswith(ending)), name)
-
-
 def _dtype_inside(loop: ExpertLoop) -> str | Missed | None:
     """The accumulator's dtype in the names of the new class."""
-    if loop.dtype is None:
-        return None
+    if loop.dtype is None or loop.dtype.startswith("torch."):
+        return loop.dtype
     if loop.dtype == f"{loop.top_k_weights}.dtype":
         return "top_k_weights.dtype"
-    if loop.dtype.startswith("torch."):
-        return loop.dtype
     return Missed(
         "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
     )
@@ -347,15 +298,3 @@ def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]
 
 def _uses(node: ast.AST, attribute: str) -> int:
     return sum(own_attribute(child) == attribute for child in ast.walk(node))
-
-
-def _with_imports(module: Module) -> Module:
-    """`torch` and `nn`, which the new class is written with, where the file does not import them."""
-    bound = {name for block in module for name in block.binds}
-    lines = [
-        line for name, line in (("torch", "import torch\n"), ("nn", "from torch import nn\n")) if name not in bound
-    ]
-    blocks = list(module.blocks)
-    imports = [i for i, block in enumerate(blocks) if block.is_import]
-    position = imports[-1] + 1 if imports else 0
-    return module.with_blocks([*blocks[:position], *(Block(text=line) for line in lines), *blocks[position:]])

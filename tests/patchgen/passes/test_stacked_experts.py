@@ -205,6 +205,12 @@ def test_biases_are_stacked_too():
     assert "self.gate_up_proj_bias[expert_idx]" in stacks and "self.down_proj_bias[expert_idx]" in stacks
 
 
+def test_a_file_that_imports_torch_otherwise_gets_what_the_new_class_is_written_with():
+    text = EXPERT.replace("from torch import nn\n", "import torch.nn as tnn\n").replace("nn.", "tnn.")
+    text += (HIT_LOOP + ROUTE + MODEL).replace("nn.", "tnn.")
+    assert "\nfrom torch import nn\n" in stack(text).module.text
+
+
 def test_bias_that_a_config_decides_is_refused_when_it_is_there():
     text = (EXPERT + HIT_LOOP + ROUTE + MODEL).replace(
         "bias=False)\n        self.w", "bias=config.bias)\n        self.w"
