@@ -51,10 +51,12 @@ class _Term:
     up: _Term | None = None  # for everything after the gate: the first projection
 
 
-class _Unreadable(Exception):
-    def __init__(self, expected: str, node: ast.AST) -> None:
+class Unreadable(Exception):
+    """What was expected, and the code that stands there."""
+
+    def __init__(self, expected: str, node: ast.AST | str) -> None:
         super().__init__(expected)
-        self.expected, self.found = expected, ast.unparse(node)
+        self.expected, self.found = expected, node if isinstance(node, str) else ast.unparse(node)
 
 
 def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
@@ -67,7 +69,7 @@ def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
         return Unread("a loop over the experts that were hit", ast.unparse(forward)[:400])
     try:
         result = _Reader(*names).read(loop)
-    except _Unreadable as error:
+    except Unreadable as error:
         return Unread(error.expected, error.found)
     if result is None:
         return Unread("an index_add_ of the weighted expert output", ast.unparse(loop)[:600])
@@ -104,7 +106,7 @@ class _Reader:
     def _weighted(self, node: ast.expr) -> _Term:
         term = self._value(node)
         if term is None or term.kind != "weighted":
-            raise _Unreadable("the expert output times its routing weight", node)
+            raise Unreadable("the expert output times its routing weight", node)
         return term.up
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -126,7 +128,7 @@ class _Reader:
             return None
         source = self._value(node.func.value)
         if source is None or source.kind != "projected":
-            raise _Unreadable("a chunk of the first projection into gate and up", node)
+            raise Unreadable("a chunk of the first projection into gate and up", node)
         return _Term("gate", up=source), _Term("up", up=source)
 
     def _value(self, node: ast.expr) -> _Term | None:
@@ -145,12 +147,12 @@ class _Reader:
         if isinstance(node.op, ast.MatMult) and left is not None:
             weight = _expert_slice(node.right)
             if weight is None:
-                raise _Unreadable("a product with one expert's weight, self.<weight>[expert]", node)
+                raise Unreadable("a product with one expert's weight, self.<weight>[expert]", node)
             return self._project(left, weight, transposed=True, node=node)
         if isinstance(node.op, ast.Add) and left is not None:
             bias = _expert_slice(node.right)
             if bias is None or left.kind not in ("projected", "output"):
-                raise _Unreadable("a bias added to a projection, self.<bias>[expert]", node)
+                raise Unreadable("a bias added to a projection, self.<bias>[expert]", node)
             return _Term(**{**left.__dict__, "bias": bias})
         if isinstance(node.op, ast.Mult):
             right = self._value(node.right)
@@ -160,7 +162,7 @@ class _Reader:
                 activated = left if left.kind == "activated" else right
                 return _Term("gated", function=activated.function, up=left.up)
             if left is not None or right is not None:
-                raise _Unreadable("activation(gate) * up, or the output times its routing weight", node)
+                raise Unreadable("activation(gate) * up, or the output times its routing weight", node)
         return None
 
     def _call(self, node: ast.Call) -> _Term | None:
@@ -171,7 +173,7 @@ class _Reader:
         if method == "linear" and len(node.args) >= 2:
             inner, weight = self._value(node.args[0]), _expert_slice(node.args[1])
             if inner is None or weight is None:
-                raise _Unreadable("linear(rows, self.<weight>[expert])", node)
+                raise Unreadable("linear(rows, self.<weight>[expert])", node)
             term = self._project(inner, weight, transposed=False, node=node)
             bias = _expert_slice(node.args[2]) if len(node.args) > 2 else None
             return _Term(**{**term.__dict__, "bias": bias})
@@ -189,16 +191,16 @@ class _Reader:
             return _Term(kind, function=attribute, up=inner)
         if inner.kind == "output" and inner.norm is None:
             return _Term(**{**inner.__dict__, "norm": attribute})
-        raise _Unreadable("an activation, a gate or a norm of the output", node)
+        raise Unreadable("an activation, a gate or a norm of the output", node)
 
     def _project(self, inner: _Term, weight: str, *, transposed: bool, node: ast.AST) -> _Term:
         if inner.kind == "token":
             return _Term("projected", weight=weight, transposed=transposed)
         if inner.kind in ("gated", "applied", "ungated"):
             if inner.up.transposed != transposed:
-                raise _Unreadable("both weights in the same layout", node)
+                raise Unreadable("both weights in the same layout", node)
             return _Term("output", weight=weight, transposed=transposed, up=inner)
-        raise _Unreadable("a projection of the tokens or of the gated values", node)
+        raise Unreadable("a projection of the tokens or of the gated values", node)
 
 
 def _expert_slice(node: ast.expr) -> str | None:
