@@ -120,14 +120,14 @@ class SitePass(Pass):
         """Rewrites one site in its block."""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Signs that the file has sites of this pass, independent of `sites`."""
+        """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
         del module, anatomy
         return ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         sites = list(self.sites(module, anatomy))
         signs = list(self.evidence(module, anatomy))
-        if not sites and signs:
+        if signs:
             raise PassMismatch(self._no_site_message(signs))
         hits, upstream, misses, notes = [], [], [], []
         for site in sites:
@@ -175,7 +175,7 @@ class SitePass(Pass):
     def _no_site_message(self, signs: Sequence[str]) -> str:
         listed = "\n".join(f"  sign     {sign}" for sign in signs[:5])
         return (
-            f"The pass '{self.name}' found no site, though the file should have one. It expects {self.expects}.\n"
+            f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}.\n"
             f"{listed}\n{self._way_out()}"
         )
 

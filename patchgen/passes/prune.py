@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Sequence
 
 import libcst as cst
@@ -10,7 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.graph import references
-from patchgen.errors import ConfigError
+from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Block, Module
 
@@ -69,9 +70,12 @@ class Prune(Pass):
         defined = {name for block in module if not block.is_import for name in block.binds}
         unknown = [root for root in roots if root not in defined]
         if unknown:
-            raise ConfigError(
-                f"The root(s) {', '.join(unknown)} are not in {anatomy.upstream.path}. "
-                f"Its model classes: {', '.join(n for n in anatomy.classes if anatomy.is_model(n))}."
+            models = [name for name in anatomy.classes if anatomy.is_model(name)]
+            nearest = [n for root in unknown for n in difflib.get_close_matches(root, models, n=3, cutoff=0.2)]
+            raise PassMismatch(
+                f"The pass '{self.name}' misses the root(s) {', '.join(unknown)} in {anatomy.upstream.path}. "
+                f"Nearest model classes: {', '.join(nearest) or 'none'}.\n"
+                "  ways out correct `roots` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
         kept, dropped = [], []

@@ -185,7 +185,10 @@ def test_a_seam_is_compared_and_its_calls_are_counted(tmp_path):
 
 def test_a_seam_that_is_never_called_has_not_passed(tmp_path):
     proof = prove_with(
-        tmp_path, "qwen3_moe", *with_seam(guard='ops.serves("fused_moe") and self.training is None'), implementations=None
+        tmp_path,
+        "qwen3_moe",
+        *with_seam(guard='ops.serves("fused_moe") and self.training is None'),
+        implementations=None,
     )
     experts = next(result for result in proof.seams if result.seam == "fused_moe")
     assert (experts.status, experts.calls) == (FAILED, 0)
