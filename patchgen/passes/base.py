@@ -152,8 +152,10 @@ class SitePass(Pass):
 
     def is_done(self, block: Block, site: Site) -> bool:
         """Whether this very site of a block that carries the pass's mark was rewritten (a block may hold several)."""
+        if "." not in site.name:  # the class or function is the site
+            return True
         member = site.name.rpartition(".")[2]
-        start = block.text.find(f"def {member}(") if "." in site.name else 0
+        start = block.text.find(f"def {member}(")
         end = block.text.find("\n    def ", start + 1)
         return f"# {self.mark}" in block.text[max(start, 0) : end if end > 0 else None]
 

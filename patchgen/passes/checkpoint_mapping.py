@@ -11,7 +11,7 @@ from patchgen.source import Block, Module
 
 class CheckpointMapping(Pass):
     """transformers takes a class outside of `transformers.*` for custom code and skips its conversion: a generated
-    Mixtral would load with its experts left at random initialisation."""
+    mixture of experts would load with its experts left at random initialisation."""
 
     name = "checkpoint_mapping"
     purpose = "Upstream's checkpoint conversions apply to the generated classes too."
