@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode, dotted, parameter_names
 
+RESHAPES = ("to", "type", "type_as", "view", "reshape", "contiguous")  # leave every number as it is
+
 
 @dataclass(frozen=True)
 class ExpertsFormula:
@@ -68,6 +70,7 @@ def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
     if loop is None:
         return Unread("a loop over the experts that were hit", ast.unparse(forward)[:400])
     try:
+        _check_around(forward, loop, names)
         result = _Reader(*names).read(loop)
     except Unreadable as error:
         return Unread(error.expected, error.found)
@@ -88,20 +91,42 @@ def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
     )
 
 
+def _check_around(forward: FunctionNode, loop: ast.For, names: list[str]) -> None:
+    """Nothing but the loop may compute: the seam replaces all of the forward."""
+    for statement in forward.body[: forward.body.index(loop)]:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+                raise Unreadable(f"`{node.id}` as it comes, up to the loop over the experts", statement)
+    *between, last = forward.body[forward.body.index(loop) + 1 :] or [loop]
+    value = last.value if isinstance(last, ast.Return) else None
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in RESHAPES:
+        value = value.func.value
+    if between or not isinstance(value, ast.Name):
+        raise Unreadable("the sum over the experts returned as it is, below the loop", last)
+
+
 class _Reader:
     def __init__(self, hidden: str, index: str, weights: str) -> None:
         self.hidden, self.index, self.weights = hidden, index, weights
         self.values: dict[str, _Term] = {}
 
     def read(self, loop: ast.For) -> _Term | None:
+        result = None
         for statement in loop.body:
-            if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(call, ast.Call) and dotted(call.func).endswith("index_add_") and result is None:
+                if len(call.args) != 3 or call.keywords:
+                    raise Unreadable("index_add_(0, rows, weighted output)", statement)
+                result = self._weighted(call.args[2])
+            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1 and result is None:
                 self._assign(statement.targets[0], statement.value)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-                call = statement.value
-                if dotted(call.func).endswith("index_add_") and len(call.args) == 3:
-                    return self._weighted(call.args[2])
-        return None
+            elif self._touches(statement):
+                raise Unreadable("plain assignments from one value to the next, then one index_add_", statement)
+        return result
+
+    def _touches(self, statement: ast.stmt) -> bool:
+        """Whether a statement of another kind reads or writes a value on the way."""
+        return any(isinstance(node, ast.Name) and node.id in self.values for node in ast.walk(statement))
 
     def _weighted(self, node: ast.expr) -> _Term:
         term = self._value(node)
@@ -175,7 +200,10 @@ class _Reader:
             if inner is None or weight is None:
                 raise Unreadable("linear(rows, self.<weight>[expert])", node)
             term = self._project(inner, weight, transposed=False, node=node)
-            bias = _expert_slice(node.args[2]) if len(node.args) > 2 else None
+            given = [*node.args[2:], *(keyword.value for keyword in node.keywords)]
+            bias = _expert_slice(given[0]) if given else None
+            if len(given) > 1 or (given and bias is None):
+                raise Unreadable("linear(rows, self.<weight>[expert], self.<bias>[expert])", node)
             return _Term(**{**term.__dict__, "bias": bias})
         if name.startswith("self.") and len(node.args) == 1:
             return self._own_call(name.removeprefix("self."), self._value(node.args[0]), node)

@@ -7,6 +7,8 @@ import ast
 import libcst as cst
 
 from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import calls, dotted
+from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import LINE_LENGTH, format_code, transform
 from patchgen.source import Module
@@ -56,6 +58,13 @@ class AbsoluteImports(Pass):
                 for node in ast.walk(statement)
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
+            beyond = next((node for node in relative if node.level > len(package)), None)
+            dynamic = next((call for call in calls(ast.parse(block.text)) if _is_dynamic(call)), None)
+            if beyond is not None or dynamic is not None:
+                raise PassMismatch(
+                    f"The pass '{self.name}' cannot name what `{ast.unparse(beyond or dynamic)}` (upstream line "
+                    f"{block.line} or below) imports: it starts from {anatomy.upstream.package}. It expects {self.expects}."
+                )
             if not relative:
                 continue
             rewritten = transform(block, _MakeAbsolute(package, neighbours))
@@ -69,6 +78,12 @@ class AbsoluteImports(Pass):
 def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
     """Whether this imports from a module that is copied along with the generated file."""
     return node.level == 1 and bool(node.module) and node.module.split(".")[0] in neighbours
+
+
+def _is_dynamic(call: ast.Call) -> bool:
+    """`import_module(".name", package)`: a relative import that is no import statement."""
+    name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    return dotted(call.func).endswith("import_module") and isinstance(name, str) and name.startswith(".")
 
 
 class _MakeAbsolute(cst.CSTTransformer):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import read_experts
-from patchgen.passes.base import Example, Rewritten, Site, SitePass
+from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.roles import unread_heads
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -43,11 +44,18 @@ class ParallelPlan(SitePass):
             for info in anatomy.with_role(Role.HEAD, module)
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        del site
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return unread_heads(module, anatomy)
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        below = anatomy.reached_from([site.block])
         experts = {}
         for info in anatomy.with_role(Role.EXPERTS):
+            if info.name not in below:
+                continue
             formula = read_experts(info.methods["forward"])
+            if isinstance(formula, Unread):
+                return Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
