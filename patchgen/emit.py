@@ -39,13 +39,11 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
 
 
 def exported_names(module: Module) -> list[str]:
-    """The strings of `__all__`."""
-    for block in module:
-        if "__all__" in block.binds and isinstance(block.node, ast.Assign):
-            value = block.node.value
-            if isinstance(value, ast.List | ast.Tuple):
-                return [e.value for e in value.elts if isinstance(e, ast.Constant)]
-    return []
+    """The strings of `__all__`, those of later additions included."""
+    statements = [s for block in module if "__all__" in block.binds for s in block.statements]
+    values = [s.value for s in statements if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+    lists = [value for value in values if isinstance(value, ast.List | ast.Tuple)]
+    return [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
 
 
 def check_stands_alone(module: Module) -> None:

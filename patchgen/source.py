@@ -108,14 +108,15 @@ def parse(text: str, path: str = "<source>") -> Module:
     Raises:
         SourceSyntaxError: with file, line and column.
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     if text and not text.endswith("\n"):
         text += "\n"
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
+        line = error.lineno or text[: text.find("\0")].count("\n") + 1  # for a null byte Python names no line
         raise SourceSyntaxError(
-            f"{path}:{error.lineno}:{error.offset}: this is not valid Python: {error.msg}.\n    {(error.text or '').rstrip()}"
+            f"{path}:{line}:{error.offset or 1}: this is not valid Python: {error.msg}.\n    {(error.text or '').rstrip()}"
         ) from error
 
     lines = [line + "\n" for line in text.split("\n")][:-1]
@@ -164,8 +165,7 @@ def _header_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
     for field in ("test", "target", "iter"):
         if hasattr(statement, field):
             yield getattr(statement, field)
-    for item in getattr(statement, "items", []):
-        yield item
+    yield from getattr(statement, "items", [])
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:

@@ -158,6 +158,12 @@ class Release:
                 return directory
         return None
 
+    def defines(self, class_name: str, besides: str) -> bool:
+        """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
+        definition = f"\nclass {class_name}("
+        paths = (path for path in self.all_modeling_files if not besides.endswith(path))
+        return any(definition in (self.read(path) or "") for path in paths)
+
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
-from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping
+from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 
@@ -32,6 +32,7 @@ __all__ = [
     "mrope_position_ids",
     "parallel_plan",
     "register_checkpoint_mapping",
+    "register_stacked_experts",
     "require_transformers",
     "rms_norm",
     "rotary",

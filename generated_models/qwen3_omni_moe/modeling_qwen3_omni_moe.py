@@ -17,7 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           -
 # position_ids       1 hit
-# fused_ops          4 hits
+# fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
 # host_sync_lint     2 notes
@@ -2398,13 +2398,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:
-        return ops.parallel_plan(
-            self,
-            experts={
-                "Qwen3OmniMoeThinkerTextExperts": ("gate_up_proj", "down_proj"),
-                "Qwen3OmniMoeTalkerTextExperts": ("gate_up_proj", "down_proj"),
-            },
-        )
+        return ops.parallel_plan(self, experts={"Qwen3OmniMoeThinkerTextExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping

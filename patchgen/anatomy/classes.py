@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,6 +20,8 @@ class Build:
     auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ... when the construction goes through one
     in_list: bool = False
     line: int = 0
+    method: str = "__init__"
+    code: str = ""  # the call as source, for constructions through an Auto class
 
 
 @dataclass
@@ -32,7 +34,8 @@ class ClassInfo:
     methods: dict[str, FunctionNode] = field(default_factory=dict)
     attributes: dict[str, ast.expr] = field(default_factory=dict)  # assigned to self in __init__
     annotations: dict[str, str] = field(default_factory=dict)  # class-level annotations
-    builds: list[Build] = field(default_factory=list)
+    builds: list[Build] = field(default_factory=list)  # of classes of this file, in __init__
+    auto_builds: list[Build] = field(default_factory=list)  # through Auto classes, in any method
     roles: dict[str, str] = field(default_factory=dict)  # role -> why
 
 
@@ -51,6 +54,70 @@ def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
                 info.attributes.setdefault(attribute, value)
         info.builds = list(_builds(node.name, init, local_classes))
     return info
+
+
+def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
+    """What a class constructs through Auto classes, in any of its methods.
+
+    Args:
+        info: the class.
+        imported: local name -> imported name of the file, so that an alias of an Auto class is known for one.
+    """
+    found = []
+    for method in info.methods.values():
+        aliases = {
+            statement.targets[0].id: statement.value
+            for statement in ast.walk(method)
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        }
+        attributes = {
+            id(call): attribute
+            for statement in ast.walk(method)
+            for attribute, value in _self_assignments(statement)
+            for call in calls(value)
+        }
+        for call in calls(method):
+            head, _, constructor = dotted(call.func).rpartition(".")
+            last = head.rpartition(".")[2]
+            auto_class = imported.get(last, last)
+            if constructor not in CONSTRUCTORS or not auto_class.startswith("Auto"):
+                continue
+            config = config_argument(call)
+            if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
+                config = aliases.get(config.id, config)
+            found.append(
+                Build(
+                    info.name,
+                    attributes.get(id(call)),
+                    None,
+                    ast.unparse(config) if config is not None else None,
+                    auto_class=auto_class,
+                    line=call.lineno,
+                    method=method.name,
+                    code=ast.unparse(call),
+                )
+            )
+    return found
+
+
+def imported_names(nodes: Iterable[ast.stmt]) -> dict[str, str]:
+    """Local name -> imported name, of every import statement in the nodes."""
+    return {
+        alias.asname or alias.name: alias.name
+        for node in nodes
+        for child in ast.walk(node)
+        if isinstance(child, ast.Import | ast.ImportFrom)
+        for alias in child.names
+    }
+
+
+CONSTRUCTORS = ("from_config", "_from_config")
+
+
+def config_argument(call: ast.Call) -> ast.expr | None:
+    """The config that a construction gets: the keyword `config`, else the first argument."""
+    by_keyword = next((keyword.value for keyword in call.keywords if keyword.arg == "config"), None)
+    return by_keyword or (call.args[0] if call.args else None)
 
 
 def dotted(node: ast.AST) -> str:
@@ -83,6 +150,13 @@ def parameter_names(function: FunctionNode) -> list[str]:
     return [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs] if arg.arg != "self"]
 
 
+def own_attribute(node: ast.AST) -> str | None:
+    """`experts` for the expression `self.experts`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None
+
+
 def reads_name(node: ast.AST, name: str) -> bool:
     return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
 
@@ -110,12 +184,9 @@ def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator
         for call in calls(statement.value):
             name = dotted(call.func)
             head, _, method = name.rpartition(".")
-            config = ast.unparse(call.args[0]) if call.args else None
-            if config is None and call.keywords:
-                config = next((ast.unparse(k.value) for k in call.keywords if k.arg == "config"), None)
+            argument = config_argument(call)
+            config = ast.unparse(argument) if argument is not None else None
             if name in local_classes:
                 yield Build(owner, attribute, name, config, in_list=in_list, line=call.lineno)
-            elif head in local_classes and method in ("_from_config", "from_config"):
+            elif head in local_classes and method in CONSTRUCTORS:
                 yield Build(owner, attribute, head, config, in_list=in_list, line=call.lineno)
-            elif head.startswith("Auto") and method in ("_from_config", "from_config"):
-                yield Build(owner, attribute, None, config, auto_class=head, in_list=in_list, line=call.lineno)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import copy
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, describe, dotted
-from patchgen.source import Module
+from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, auto_builds, describe, dotted, imported_names
+from patchgen.source import Block, Module
 from patchgen.upstream import SubConfig, Upstream
 
 
@@ -40,6 +42,17 @@ class Anatomy:
         """Whether `base` (by its last name) is among the ancestors, imported ones included."""
         return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
 
+    def add(self, block: Block) -> None:
+        """Takes in a class that a pass put into the file. Its lines are 0: upstream has none for it."""
+        from patchgen.anatomy.roles import assign_class_roles
+
+        node = copy.deepcopy(block.node)
+        for child in ast.walk(node):
+            if hasattr(child, "lineno"):
+                child.lineno = 0
+        self.classes[node.name] = describe(node, {*self.classes, node.name})
+        assign_class_roles(self, self.classes[node.name])
+
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
         """The method that an instance of the class runs, and the class of this file that defines it."""
         for info in self.lineage(name):
@@ -55,6 +68,10 @@ class Anatomy:
         """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
         found = self.method(name, "__init__")
         return found[0].builds if found else []
+
+    def auto_builds(self, name: str) -> list[Build]:
+        """What the class or its ancestors in this file construct through Auto classes."""
+        return [build for info in self.lineage(name) for build in info.auto_builds]
 
     def config_of(self, name: str) -> str | None:
         """The configuration class of a model class, from its annotations."""
@@ -87,13 +104,15 @@ class Anatomy:
         known = self.upstream.configs.get(sub_config.config_class)
         model_type = sub_config.model_type or (known.model_type if known else None)
         chosen = self.upstream.auto_model(build.auto_class, model_type)
-        if chosen is not None:
+        if chosen in self.classes:
             return chosen
-        # No auto map to ask (a file on disk): the one model class of this file that is written for that config.
+        # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config.
         written_for = [n for n in self.classes if self.is_model(n) and self._own_config(n) == sub_config.config_class]
         if len(written_for) == 1:
             return written_for[0]
-        return sub_config.config_class if sub_config.config_class == "AutoConfig" else None
+        if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
+            return chosen
+        return sub_config.config_class if sub_config.config_class == "AutoConfig" and chosen is None else None
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel."""
@@ -111,7 +130,7 @@ class Anatomy:
                 continue
             reached.add(name)
             pending += references(self.classes[name].node)
-            pending += [target for build in self.builds(name) if (target := self.target_of(build))]
+            pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
     def _own_config(self, name: str) -> str | None:
@@ -124,6 +143,7 @@ class Anatomy:
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
         """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
+        expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
@@ -131,7 +151,10 @@ class Anatomy:
         current = SubConfig(own) if own else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None
-            current = known.sub_configs.get(part) if known else None
+            if part == "get_text_config":  # transformers': the text config if there is one, else the config itself
+                current = known.sub_configs.get("text_config", current) if known else None
+            else:
+                current = known.sub_configs.get(part) if known else None
         return current
 
 
@@ -147,6 +170,10 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
             anatomy.classes[node.name] = describe(node, local)
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
+    imported = imported_names(nodes)
+    for info in anatomy.classes.values():
+        info.auto_builds = auto_builds(info, imported)
+        info.bases = tuple(imported.get(base, base) for base in info.bases)  # an alias of PreTrainedModel is one
     assign_roles(anatomy)
     return anatomy
 

@@ -10,10 +10,11 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names, reads_name
+from patchgen.anatomy.classes import ClassInfo, called_names, dotted, parameter_names, reads_name
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
+    from patchgen.source import Module
 
 
 class Role:
@@ -38,21 +39,26 @@ class Role:
 PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_embeds")
 EXPERT_DIMS = 3
+DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
 def assign_roles(anatomy: Anatomy) -> None:
     """Fills `ClassInfo.roles` of every class."""
-    for name, info in anatomy.classes.items():
-        for role, detector in _DETECTORS.items():
-            reason = detector(anatomy, info)
-            if reason:
-                info.roles[role] = reason
-        del name
+    for info in anatomy.classes.values():
+        assign_class_roles(anatomy, info)
     for info in anatomy.classes.values():  # these look at the roles of what a class builds
         for role, detector in _COMPOSITE_DETECTORS.items():
             reason = detector(anatomy, info)
             if reason:
                 info.roles[role] = reason
+
+
+def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
+    """Fills in the roles that follow from the class by itself."""
+    for role, detector in _DETECTORS.items():
+        reason = detector(anatomy, info)
+        if reason:
+            info.roles[role] = reason
 
 
 def _forward(anatomy: Anatomy, info: ClassInfo) -> ast.AST | None:
@@ -210,18 +216,24 @@ def _moe_block(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 
 def _expert_list(anatomy: Anatomy, info: ClassInfo) -> str | None:
-    """A ModuleList (or ModuleDict) of gated MLPs over which forward loops with a routing from topk."""
-    forward = info.methods.get("forward")
-    if forward is None:
+    """A ModuleList (or ModuleDict) of gated MLPs among which a method routes tokens."""
+    if "forward" not in info.methods:
         return None
     routes = Role.ROUTER in info.roles or any(
         Role.ROUTER in anatomy.classes[build.target].roles for build in info.builds if build.target in anatomy.classes
     )
+    # A function that chooses the experts has no class to carry the role; what follows on the choice shows it.
+    routes = routes or any({"one_hot", "where"} & called_names(method) for method in info.methods.values())
     for build in info.builds:
-        target = anatomy.classes.get(build.target or "")
-        if build.in_list and target is not None and Role.MLP in target.roles and routes:
-            return f"builds a list of {target.name} as self.{build.attribute} and routes among them"
+        if build.in_list and is_gated_mlp(anatomy, build.target) and routes:
+            return f"builds a list of {build.target} as self.{build.attribute} and routes among them"
     return None
+
+
+def is_gated_mlp(anatomy: Anatomy, name: str | None) -> bool:
+    """Whether the class runs the forward of a gated MLP, its own or an inherited one."""
+    found = anatomy.method(name, "forward") if name else None
+    return found is not None and Role.MLP in found[0].roles
 
 
 def _decoder(anatomy: Anatomy, info: ClassInfo) -> str | None:
@@ -303,17 +315,43 @@ _COMPOSITE_DETECTORS: dict[str, Callable[[Anatomy, ClassInfo], str | None]] = {
 }
 
 
-def router_evidence(anatomy: Anatomy) -> list[str]:
-    """Signs that the file routes tokens to experts, independent of how the experts are written.
+def unread_experts(anatomy: Anatomy) -> list[str]:
+    """Signs of experts that no role names, each beginning with the class that it is about.
 
-    A file with such a sign and without an experts role has experts that no pass would see.
+    A file with such a sign has experts that no pass would see.
     """
+    found = {Role.EXPERTS, Role.EXPERT_LIST}
     signs = []
     for info in anatomy.classes.values():
-        for attribute in info.attributes:
-            if attribute in ("experts", "local_experts"):
+        if found & set(info.roles):
+            continue
+        counts = {name: ast.unparse(_stack_shape(info.attributes[name])[0]) for name in _stacked_parameters(info)}
+        stacks = [name for name, count in counts.items() if "expert" in count and "shared" not in count]
+        if len(stacks) > 1:
+            signs.append(
+                f"{info.name} has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
+            )
+        if any(dotted(decorator).endswith(DISPATCHER) for decorator in info.node.decorator_list):
+            signs.append(f"{info.name} is decorated with {DISPATCHER}")
+        for attribute in ("experts", "local_experts"):
+            targets = [anatomy.classes.get(b.target or "") for b in info.builds if b.attribute == attribute]
+            named = any(target is not None and found & set(target.roles) for target in targets)
+            if attribute in info.attributes and not named:
                 signs.append(f"{info.name} sets self.{attribute}")
-        for call in calls(info.node):
-            if dotted(call.func).endswith((".experts", ".local_experts")):
-                signs.append(f"{info.name} calls {dotted(call.func)}(...)")
+    if not any(found & set(info.roles) for info in anatomy.classes.values()):
+        signs += [
+            f"{info.name} reads {dotted(node)}"
+            for info in anatomy.classes.values()
+            for node in ast.walk(info.node)
+            if isinstance(node, ast.Attribute) and "expert" in node.attr and dotted(node.value).endswith("config")
+        ]
     return list(dict.fromkeys(signs))
+
+
+def unread_heads(module: Module, anatomy: Anatomy) -> list[str]:
+    """The heads that upstream's auto maps name for the model, and that have no such role."""
+    return [
+        f"upstream lists {name} as a head, and it takes no labels, or neither generates nor computes a loss"
+        for name in anatomy.upstream.heads
+        if module.has(name) and Role.HEAD not in anatomy.classes[name].roles
+    ]

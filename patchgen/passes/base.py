@@ -75,6 +75,7 @@ class Outcome:
     hits: tuple[Hit, ...] = ()
     upstream: tuple[Hit, ...] = ()
     notes: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # classes that upstream does not have: later passes see them in the anatomy
 
 
 @dataclass(frozen=True)
@@ -120,14 +121,14 @@ class SitePass(Pass):
         """Rewrites one site in its block."""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """Signs that the file has sites of this pass, independent of `sites`."""
+        """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
         del module, anatomy
         return ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         sites = list(self.sites(module, anatomy))
         signs = list(self.evidence(module, anatomy))
-        if not sites and signs:
+        if signs:
             raise PassMismatch(self._no_site_message(signs))
         hits, upstream, misses, notes = [], [], [], []
         for site in sites:
@@ -152,8 +153,10 @@ class SitePass(Pass):
 
     def is_done(self, block: Block, site: Site) -> bool:
         """Whether this very site of a block that carries the pass's mark was rewritten (a block may hold several)."""
+        if "." not in site.name:  # the class or function is the site
+            return True
         member = site.name.rpartition(".")[2]
-        start = block.text.find(f"def {member}(") if "." in site.name else 0
+        start = block.text.find(f"def {member}(")
         end = block.text.find("\n    def ", start + 1)
         return f"# {self.mark}" in block.text[max(start, 0) : end if end > 0 else None]
 
@@ -175,7 +178,7 @@ class SitePass(Pass):
     def _no_site_message(self, signs: Sequence[str]) -> str:
         listed = "\n".join(f"  sign     {sign}" for sign in signs[:5])
         return (
-            f"The pass '{self.name}' found no site, though the file should have one. It expects {self.expects}.\n"
+            f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}.\n"
             f"{listed}\n{self._way_out()}"
         )
 

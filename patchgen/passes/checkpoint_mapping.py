@@ -11,7 +11,7 @@ from patchgen.source import Block, Module
 
 class CheckpointMapping(Pass):
     """transformers takes a class outside of `transformers.*` for custom code and skips its conversion: a generated
-    Mixtral would load with its experts left at random initialisation."""
+    mixture of experts would load with its experts left at random initialisation."""
 
     name = "checkpoint_mapping"
     purpose = "Upstream's checkpoint conversions apply to the generated classes too."
@@ -35,13 +35,17 @@ class CheckpointMapping(Pass):
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         if f"# {self.mark}" in module.text:
             return Outcome(module, upstream=(Hit("module", 0, "registered before"),))
+        if "ops.register_stacked_experts(" in module.text:
+            what = "the names in the file are those on disk, but for the stacks, which stacked_experts registers"
+            return Outcome(module, upstream=(Hit("module", 0, what),))
         models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        unknown = [head for head in anatomy.upstream.heads if module.has(head) and head not in models]
+        if unknown:
+            raise PassMismatch(
+                f"The pass '{self.name}' found no PreTrainedModel among the ancestors of {', '.join(unknown)} in "
+                f"{anatomy.upstream.path}. It expects {self.expects}."
+            )
         if not models:
-            if anatomy.upstream.heads:
-                raise PassMismatch(
-                    f"The pass '{self.name}' found no PreTrainedModel class in {anatomy.upstream.path}, though "
-                    f"{', '.join(anatomy.upstream.heads)} should be there. It expects {self.expects}."
-                )
             return Outcome(module)
         model_types = [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind]
         arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])

@@ -9,12 +9,10 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
-from patchgen.anatomy.roles import router_evidence
+from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import edit_function, insert_at_start, statements
 from patchgen.source import Block, Module
-
-DISPATCHER = "use_experts_implementation"
 
 
 class FusedExperts(SitePass):
@@ -92,7 +90,7 @@ class FusedExperts(SitePass):
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return [sign for sign in router_evidence(anatomy) if module.has(sign.split()[0])]
+        return [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         info = anatomy.classes[site.block]

@@ -9,6 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import (
     code_of,
@@ -53,12 +54,8 @@ class FusedLoss(SitePass):
                 "        hidden_states = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        logits, loss = ops.causal_lm_loss(\n"
-                "            self.lm_head,\n"
-                "            hidden_states,\n"
-                "            labels,\n"
-                "            loss_function=self.loss_function,\n"
-                "            vocab_size=self.vocab_size,\n"
-                "            **kwargs,\n"
+                "            self.lm_head, hidden_states, labels, loss_function=self.loss_function, "
+                "vocab_size=self.vocab_size, **kwargs\n"
                 "        )\n"
                 "\n"
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
@@ -103,6 +100,10 @@ class FusedLoss(SitePass):
             for info in anatomy.with_role(Role.HEAD, module)
         ]
 
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """The heads that upstream's auto maps name, where nothing shows that they compute a loss."""
+        return unread_heads(module, anatomy)
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         del site, anatomy
         miss: list[Missed] = []
@@ -113,7 +114,12 @@ class FusedLoss(SitePass):
             if isinstance(region, Missed):
                 miss.append(region)
                 return forward
-            return with_body(forward, self._fused(body, region))
+            fused = self._fused(body, region)
+            second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
+            if second is not None:
+                miss.append(Missed("one call of self.loss_function", code_of(second)))
+                return forward
+            return with_body(forward, fused)
 
         block = edit_function(block, "forward", fuse)
         return miss[0] if miss else Rewritten(block, "causal_lm_loss seam")
@@ -176,7 +182,8 @@ def _find_region(body: Sequence[cst.BaseStatement]) -> _Region | Missed:
     if isinstance(arguments, Missed):
         return arguments
     logits, labels, rest = arguments
-    if not m.matches(condition.test, _is_not_none(labels)) or len(condition.body.body) != 1:
+    alone = len(condition.body.body) == 1 and condition.orelse is None
+    if not m.matches(condition.test, _is_not_none(labels)) or not alone:
         return Missed(f"`if {labels} is not None:` with the loss alone in it", code_of(condition))
     start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
     if start is None:

@@ -11,6 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
+from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import code_of, edit_function, insert_at_start, statements
 from patchgen.source import Block, Module
@@ -140,11 +141,24 @@ class FusedOps(SitePass):
         return self._swiglu(block)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return [
+        norms = [
             f"{info.name}: a norm of another formula, left as it is"
             for info in anatomy.with_role(Role.NORM, module)
             if "forward" in info.methods and _norm_call(anatomy, info.name) is None
         ]
+        rotations = [
+            f"{name}: a rotary embedding of another formula, left as it is"
+            for name, node in anatomy.functions.items()
+            if module.has(name)
+            and {"cos", "sin"} <= set(parameter_names(node))
+            and not _is_half_rotation(anatomy, node)
+        ]
+        gated = [
+            f"{info.name}: a gated MLP of another formula, left as it is"
+            for info in anatomy.classes.values()
+            if module.has(info.name) and Role.MLP not in info.roles and _is_like_mlp(info)
+        ]
+        return [*norms, *rotations, *gated]
 
     def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         names = normal_form(anatomy.functions[site.name]).parameters
@@ -201,6 +215,13 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
         options = f", {form.options}" if form.options else ""
         return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
     return None
+
+
+def _is_like_mlp(info: ClassInfo) -> bool:
+    """Three projections and an activation, whatever the forward does with them."""
+    projections = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
+    activations = [value for value in info.attributes.values() if dotted(value) == "ACT2FN"]
+    return len(projections) == 3 and len(activations) == 1 and "forward" in info.methods
 
 
 def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:

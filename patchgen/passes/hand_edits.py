@@ -13,6 +13,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.passes.prune import without_mentions
 from patchgen.rewrite import code_of, format_code, replace_statement, statements
 from patchgen.source import Block, Module
 
@@ -123,7 +124,9 @@ class HandEdits(Pass):
             return module.with_blocks(blocks)
         block = self._block(edit, module)
         if isinstance(edit, Drop):
-            return module.swap(block)
+            rest = module.swap(block)
+            exported = [without_mentions(b, {edit.target}) if "__all__" in b.binds else b for b in rest]
+            return rest.with_blocks(exported)
         if isinstance(edit, ReplaceClass | ReplaceFunction):
             return module.swap(block, self._replaced(edit, block))
         return module.swap(block, self._with_method(edit, block))

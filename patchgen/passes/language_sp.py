@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import parameter_names
+from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import (
     code_of,
@@ -24,7 +24,6 @@ from patchgen.rewrite import (
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
-DEFAULT = m.If(test=m.Comparison(left=m.Name(POSITIONS), comparisons=[m.ComparisonTarget(m.Is(), m.Name("None"))]))
 
 
 class LanguageSP(SitePass):
@@ -80,17 +79,19 @@ class LanguageSP(SitePass):
         return [
             method_site(anatomy, info.name, "forward", f"decoder: {info.roles[Role.DECODER]}")
             for info in anatomy.with_role(Role.DECODER, module)
-            if POSITIONS in parameter_names(info.methods["forward"]) or _calls_rotary(info.methods["forward"])
+            if POSITIONS in parameter_names(info.methods["forward"]) or _knows_positions(anatomy, info)
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """A head whose backbone is in this file and takes position ids has a decoder somewhere."""
+        """Models that take tokens and build a rotary embedding, and are no decoder."""
         signs = []
-        for info in anatomy.with_role(Role.ROTARY, module):
-            users = [c.name for c in anatomy.classes.values() if module.has(c.name) and _builds(c, info.name)]
-            heads = anatomy.with_role(Role.HEAD, module)
-            if users and heads and not anatomy.with_role(Role.DECODER, module):
-                signs.append(f"{users[0]} builds {info.name}, and no class is a decoder")
+        for info in anatomy.classes.values():
+            forward = info.methods.get("forward")
+            if not module.has(info.name) or forward is None or Role.DECODER in info.roles:
+                continue
+            takes_tokens = {"input_ids", "inputs_embeds"} & set(parameter_names(forward))
+            if anatomy.is_model(info.name) and takes_tokens and _rotary_attributes(anatomy, info):
+                signs.append(f"{info.name} takes tokens and builds a rotary embedding, and is no decoder")
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
@@ -99,15 +100,11 @@ class LanguageSP(SitePass):
 
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
-            anchor = next((i for i, node in enumerate(body) if m.matches(node, DEFAULT)), None)
-            if anchor is None:
-                anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
+            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             embeddings = None if anchor is None else _embeddings(forward, body[:anchor])
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                miss.append(
-                    Missed(f"`if {POSITIONS} is None:` after the embeddings, with {POSITIONS} a parameter", closest)
-                )
+                miss.append(Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest))
                 return forward
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
@@ -130,12 +127,18 @@ def _assigns(node: cst.BaseStatement, name: str) -> bool:
     return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
 
 
-def _calls_rotary(forward: ast.AST) -> bool:
-    return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.startswith("rotary_emb")
-        for node in ast.walk(forward)
-    )
+def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
+    """The attributes that hold rotary embeddings."""
+    rotary = {other.name for other in anatomy.with_role(Role.ROTARY)}
+    return {build.attribute for build in anatomy.builds(info.name) if build.target in rotary and build.attribute}
 
 
-def _builds(info: object, target: str) -> bool:
-    return any(build.target == target for build in info.builds)
+def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """Whether the forward computes rotary embeddings or looks positions up in a table."""
+    learned = {name for name, value in info.attributes.items() if "position" in ast.unparse(value) and _embeds(value)}
+    known = _rotary_attributes(anatomy, info) | learned
+    return any(dotted(call.func).removeprefix("self.") in known for call in calls(info.methods["forward"]))
+
+
+def _embeds(value: ast.expr) -> bool:
+    return dotted(value).endswith("Embedding")

@@ -9,9 +9,12 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Build
+from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import code_of, transform
 from patchgen.source import Block, Module
+
+AUTO_CLASSES = ("AutoModel", "AutoBackbone")  # and every AutoModelFor...
 
 
 class LocalClasses(SitePass):
@@ -49,38 +52,60 @@ class LocalClasses(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         sites = []
-        for owner in anatomy.classes:
-            if not module.has(owner):
-                continue
-            builds = [build for build in _auto_builds(anatomy, owner) if not _is_elsewhere(anatomy, build)]
+        for info in anatomy.classes.values():
+            builds = _local_builds(anatomy, info.name) if module.has(info.name) else []
             if builds:
-                what = ", ".join(f"{b.auto_class}.from_config({b.config})" for b in builds)
-                sites.append(method_site(anatomy, owner, "__init__", f"builds by {what}"))
+                what = ", ".join(build.code for build in builds)
+                sites.append(method_site(anatomy, info.name, builds[0].method, f"builds by {what}"))
         return sites
 
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
+        del anatomy
+        imported = imported_names(statement for block in module for statement in block.statements)
+        auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
+        signs = []
+        for block in module if auto_classes else ():
+            known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
+            for statement in block.statements:
+                handled = {
+                    id(call.func.value)
+                    for call in calls(statement)
+                    if isinstance(call.func, ast.Attribute) and call.func.attr in known
+                }
+                signs += [
+                    f"{block.name or f'line {block.line}'} uses {node.id}"
+                    for node in ast.walk(statement)
+                    if isinstance(node, ast.Name) and node.id in auto_classes and id(node) not in handled
+                ]
+        return signs
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        builds = [build for build in _auto_builds(anatomy, site.block) if not _is_elsewhere(anatomy, build)]
-        untold = [build for build in builds if anatomy.target_of(build) is None]
-        if untold:
-            return Missed(
-                f"a config class of upstream's configuration file behind {untold[0].config}",
-                f"self.{untold[0].attribute} = {untold[0].auto_class}.from_config({untold[0].config})",
-            )
-        wanted = {(build.auto_class, build.config): anatomy.target_of(build) for build in builds}
+        wanted = {}
+        for build in _local_builds(anatomy, site.block):
+            target = anatomy.target_of(build)
+            if target is None:
+                return Missed(f"one class of this file that is written for the config {build.config}", build.code)
+            wanted[build.code] = target
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
-        if rewriter.hits < len(wanted):
-            return Missed(f"{' and '.join(f'{a}.from_config({c})' for a, c in wanted)}", ast.unparse(block.node))
+        if rewriter.found != set(wanted):
+            return Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
         return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return [
-            f"{owner}.{build.attribute or '?'}: {build.auto_class}.from_config({build.config}) builds "
+            f"{info.name}.{build.attribute or build.method}: {build.auto_class}.from_config({build.config}) builds "
             f"{_elsewhere(anatomy.target_of(build))}"
-            for owner in anatomy.classes
-            for build in (_auto_builds(anatomy, owner) if module.has(owner) else ())
+            for info in anatomy.classes.values()
+            for build in (info.auto_builds if module.has(info.name) else ())
             if _is_elsewhere(anatomy, build)
         ]
+
+
+def _local_builds(anatomy: Anatomy, owner: str) -> list[Build]:
+    """The constructions that are not known to be of another file."""
+    return [build for build in anatomy.classes[owner].auto_builds if not _is_elsewhere(anatomy, build)]
 
 
 def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
@@ -93,28 +118,22 @@ def _elsewhere(target: str | None) -> str:
     return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
 
 
-def _auto_builds(anatomy: Anatomy, owner: str) -> list[Build]:
-    return [build for build in anatomy.classes[owner].builds if build.auto_class is not None]
-
-
 class _UseLocalClass(cst.CSTTransformer):
     """Replaces `Auto.from_config(config...)` in statements, each marked with a comment."""
 
-    def __init__(self, wanted: dict[tuple[str, str], str], mark: str) -> None:
+    def __init__(self, wanted: dict[str, str], mark: str) -> None:
         self._wanted, self._mark = wanted, mark
-        self.hits = 0
+        self.found: set[str] = set()
         self._changed = False
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        pattern = m.Call(func=m.Attribute(value=m.Name(), attr=m.Name("from_config") | m.Name("_from_config")))
-        if not m.matches(original_node, pattern) or not original_node.args:
+        if not m.matches(original_node.func, m.Attribute(attr=m.OneOf(*map(m.Name, CONSTRUCTORS)))):
             return updated_node
-        auto_class = original_node.func.value.value
-        config = code_of(original_node.args[0].value)
-        target = self._wanted.get((auto_class, config))
+        code = ast.unparse(ast.parse(code_of(original_node)))
+        target = self._wanted.get(code)
         if target is None:
             return updated_node
-        self.hits += 1
+        self.found.add(code)
         self._changed = True
         func = cst.Attribute(value=cst.Name(target), attr=cst.Name("_from_config"))
         return updated_node.with_changes(func=func)

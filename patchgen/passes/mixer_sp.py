@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, called_names, parameter_names
+from patchgen.anatomy.classes import FunctionNode, called_names, dotted, parameter_names
 from patchgen.anatomy.roles import depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import transform
@@ -127,12 +127,16 @@ def _is_convolution(function: FunctionNode, parameters: list[str]) -> bool:
 
 
 def _recurrences(anatomy: Anatomy, called: set[str]) -> list[str]:
-    """The functions of this file among `called` that are some form of delta rule."""
+    """The functions of this file among `called` that step along the sequence in a loop, whatever their signature."""
     return [
         name
         for name, function in anatomy.functions.items()
-        if name in called and {"query", "key", "value", "beta"} <= set(parameter_names(function))
+        if name in called and any(_steps(node) for node in ast.walk(function))
     ]
+
+
+def _steps(node: ast.AST) -> bool:
+    return isinstance(node, ast.For) and dotted(node.iter) == "range"
 
 
 class _WrapCalls(cst.CSTTransformer):

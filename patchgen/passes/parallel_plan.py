@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import read_experts
-from patchgen.passes.base import Example, Rewritten, Site, SitePass
-from patchgen.rewrite import statements
+from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.roles import unread_heads
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
 
@@ -45,25 +44,21 @@ class ParallelPlan(SitePass):
             for info in anatomy.with_role(Role.HEAD, module)
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        del site
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return unread_heads(module, anatomy)
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        below = anatomy.reached_from([site.block])
         experts = {}
         for info in anatomy.with_role(Role.EXPERTS):
+            if info.name not in below:
+                continue
             formula = read_experts(info.methods["forward"])
+            if isinstance(formula, Unread):
+                return Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
-        method = statements(
-            f"def get_parallel_plan(self) -> ops.ParallelPlan:\n    return ops.parallel_plan(self, experts={experts!r})",
-            depth=1,
-            comment=self.mark,
-        )[0]
-        method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
-        tree = block.cst
-        body = [
-            node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
-            if isinstance(node, cst.ClassDef)
-            else node
-            for node in tree.body
-        ]
+        header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
-        return Rewritten(block.with_text(tree.with_changes(body=body).code), listed or "no experts")
+        return Rewritten(append_method(block, code, self.mark), listed or "no experts")

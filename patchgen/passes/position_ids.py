@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import parameter_names
+from patchgen.anatomy.classes import ClassInfo, parameter_names
+from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
 from patchgen.source import Block, Module
@@ -59,6 +61,18 @@ class PositionIds(SitePass):
             if anatomy.method(info.name, "get_rope_index") and POSITIONS in parameter_names(info.methods["forward"])
         ]
 
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """A class that takes pixels above a rotary embedding with three rows of positions, and no fusion model."""
+        if self.sites(module, anatomy):
+            return []
+        rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]
+        return [
+            f"{info.name} takes {', '.join(sorted(pixels))}, and {rows[0]} turns three rows of positions"
+            for info in anatomy.classes.values()
+            if rows and module.has(info.name) and anatomy.is_model(info.name) and "forward" in info.methods
+            if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
+        ]
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         del site, anatomy
         miss: list[Missed] = []
@@ -75,3 +89,10 @@ class PositionIds(SitePass):
 
         block = edit_function(block, "forward", insert)
         return miss[0] if miss else Rewritten(block, "(batch, 3, L) becomes (3, batch, L)")
+
+
+def _is_multimodal(info: ClassInfo) -> bool:
+    """Whether a rotary embedding reads `mrope_section`: how many frequencies turn with time, height and width."""
+    strings = (node.value for node in ast.walk(info.node) if isinstance(node, ast.Constant))
+    names = (node.attr for node in ast.walk(info.node) if isinstance(node, ast.Attribute))
+    return "mrope_section" in {*strings, *names}

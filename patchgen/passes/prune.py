@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 from collections.abc import Sequence
 
 import libcst as cst
@@ -10,7 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.graph import references
-from patchgen.errors import ConfigError
+from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Block, Module
 
@@ -69,9 +70,12 @@ class Prune(Pass):
         defined = {name for block in module if not block.is_import for name in block.binds}
         unknown = [root for root in roots if root not in defined]
         if unknown:
-            raise ConfigError(
-                f"The root(s) {', '.join(unknown)} are not in {anatomy.upstream.path}. "
-                f"Its model classes: {', '.join(n for n in anatomy.classes if anatomy.is_model(n))}."
+            models = [name for name in anatomy.classes if anatomy.is_model(name)]
+            nearest = [n for root in unknown for n in difflib.get_close_matches(root, models, n=3, cutoff=0.2)]
+            raise PassMismatch(
+                f"The pass '{self.name}' misses the root(s) {', '.join(unknown)} in {anatomy.upstream.path}. "
+                f"Nearest model classes: {', '.join(nearest) or 'none'}.\n"
+                "  ways out correct `roots` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
         kept, dropped = [], []
@@ -81,7 +85,7 @@ class Prune(Pass):
             else:
                 dropped += block.binds
         gone = {name for name in dropped if name not in kept_names}
-        blocks = [_without_mentions(block, gone) for block in kept]
+        blocks = [without_mentions(block, gone) for block in kept]
         if blocks and not module.header:
             blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
         hits = tuple(
@@ -144,7 +148,7 @@ def _strip_isinstance(block: Block) -> ast.Module:
     return tree
 
 
-def _without_mentions(block: Block, gone: set[str]) -> Block:
+def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes names that are gone from `__all__` and from isinstance checks."""
     if not gone or not any(name in block.text for name in gone):
         return block
@@ -158,18 +162,26 @@ class _DropMentions(cst.CSTTransformer):
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
         del original_node
-        if not m.matches(
-            updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))], value=m.List() | m.Tuple())
-        ):
-            return updated_node
+        is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
+        return self._without_gone(updated_node) if is_exports else updated_node
+
+    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
+        del original_node
+        return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
+
+    def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
+        if not isinstance(node.value, cst.List | cst.Tuple):
+            return node
         elements = [
             element
-            for element in updated_node.value.elements
+            for element in node.value.elements
             if not (isinstance(element.value, cst.SimpleString) and element.value.evaluated_value in self._gone)
         ]
-        if elements and len(elements) < len(updated_node.value.elements):
-            elements[-1] = elements[-1].with_changes(comma=updated_node.value.elements[-1].comma)
-        return updated_node.with_changes(value=updated_node.value.with_changes(elements=elements))
+        if elements and len(elements) < len(node.value.elements):
+            alone = isinstance(node.value, cst.Tuple) and len(elements) == 1  # `("A",)` keeps its comma
+            comma = cst.MaybeSentinel.DEFAULT if alone else node.value.elements[-1].comma
+            elements[-1] = elements[-1].with_changes(comma=comma)
+        return node.with_changes(value=node.value.with_changes(elements=elements))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         del original_node

@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import parameter_names
+from patchgen.anatomy.classes import called_names, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import edit_function, function_body, has_docstring, insert_before, statements, with_body
 from patchgen.source import Block, Module
@@ -61,12 +61,16 @@ class RouterLoss(SitePass):
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """A class that weighs an auxiliary loss in its forward and calls none of the loss functions found."""
+        functions = {site.name for site in self.sites(module, anatomy)}
         signs = []
         for info in anatomy.classes.values():
-            if module.has(info.name):
-                for node in ast.walk(info.node):
-                    if isinstance(node, ast.Attribute) and node.attr == "router_aux_loss_coef":
-                        signs.append(f"{info.name} reads router_aux_loss_coef (line {node.lineno})")
+            forward = info.methods.get("forward")
+            if forward is None or not module.has(info.name) or called_names(info.node) & functions:
+                continue
+            for node in ast.walk(forward):
+                if isinstance(node, ast.Attribute) and node.attr == "router_aux_loss_coef":
+                    signs.append(f"{info.name} reads router_aux_loss_coef (line {node.lineno})")
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:

@@ -10,6 +10,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, statements, with_body
 from patchgen.source import Block, Module
@@ -52,6 +53,9 @@ class TiedEmbeddings(SitePass):
             Site(f"{info.name}.__init__", info.name, info.node.lineno, f"causal head: {info.roles[Role.HEAD]}")
             for info in anatomy.with_role(Role.HEAD, module)
         ]
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return unread_heads(module, anatomy)
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
         projection = _output_projection(anatomy, site.block)
