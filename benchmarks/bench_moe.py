@@ -5,8 +5,8 @@
 
 Every implementation is first compared with an fp32 expert-by-expert reference on the same bf16 inputs (output and all
 gradients). Times are medians of `triton.testing.do_bench`, which empties the L2 between runs. "cublas" is the
-time of plain products with the same operations (2 forward, 4 backward; one big weight, no routing, no activation), measured
-in the same process. Saved bytes are what the forward leaves allocated, output included.
+time of plain products with the same operations (2 forward, 4 backward; one big weight, no routing, no activation),
+measured in the same process. Saved bytes are what the forward leaves allocated, output included.
 
 Operations: 6 R H I forward, 18 R H I forward and backward, with R = T * K rows.
 """

@@ -79,9 +79,9 @@ def router_gradient(
     """The gradient of the routing weights `[T, K]`, summed in fp32.
 
     Args:
-        partial: `[N, R]` fp32: for each row the products of output gradient and unweighted output, over N column tiles.
-        grad_out, top_k_index, down_bias: `[T, H]`, `[T, K]`, `[E, H]`: with a bias the row's own product with it is added;
-            all None without one.
+        partial: `[N, R]` fp32: for each row the products of output gradient and unweighted output, by column tile.
+        grad_out, top_k_index, down_bias: `[T, H]`, `[T, K]`, `[E, H]`: with a bias the row's own product with it is
+            added; all None without one.
     """
     num_rows = partial.shape[1]
     out = torch.empty(num_rows // top_k, top_k, dtype=dtype, device=partial.device)

@@ -5,7 +5,7 @@
     dh[r] = w[r] * g[r] * gate'(h[r])                  gradient of the first projection, padded
     s[r]  = w[r] * a[r]                                what the gradient of `down` is multiplied with, padded
 
-`a` is recomputed from `h`; the unweighted output of the experts is not needed, because `<grad, down a> = <down^T grad, a>`.
+`a` is recomputed from `h`. The unweighted output is not needed, because `<grad, down a> = <down^T grad, a>`.
 
     R rows   P padded rows   H hidden size   I expert intermediate size   E experts   W = 2I with a gate, I without
 """
@@ -151,7 +151,7 @@ def _gate_backward_gemm(
         target_row = (m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         source = kept + row.to(tl.int64)[:, None] * WIDTH
         sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-        # The epilogue holds four values per column: done in pieces they stay in registers. The next piece is read before
+        # The epilogue holds four values per column: in pieces they stay in registers. The next piece is read before
         # the last one is stored, because loads do not pass stores.
         SPAN: tl.constexpr = BLOCK_N // PIECES
         pieces = _halves(acc, BLOCK_M, BLOCK_N)

@@ -1,15 +1,15 @@
 """Which rows go to which expert, and which tiles cover them, without the host knowing a single count.
 
-The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M` rows of
-one expert:
+The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M` rows
+of one expert:
 
     rows      | expert 0: 300 rows          | expert 1: 20 | expert 2: 0 | expert 3: 130        |left out|
     tiles     | 0: 128 | 1: 128 | 2: 44     | 3: 20        |             | 4: 128 | 5: 2        |
     padded    | 0..127 | 128..  | 256..383  | 384..511     |             | 512..  | 640..767    |
 
-A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i` starts
-at `i * BLOCK_M`; the rows without a pair hold zeros). Padded tensors let the weight gradients run over whole blocks of
-rows without masks.
+A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i`
+starts at `i * BLOCK_M`; the rows without a pair hold zeros). Padded tensors let the weight gradients run over whole
+blocks of rows without masks.
 
     T tokens   K slots per token   R = T * K rows   E experts   M tiles, at most R / BLOCK_M + E
 """

@@ -96,8 +96,11 @@ def _compiled_sum_of_rows():
 
 
 def _only_rows_vary(*tensors: Tensor | None) -> None:
-    """Keeps the last size of each tensor a constant of the compiled code; left to itself, torch.compile turns every size
-    that differed once, between two models say, into a variable, and loses wide loads and unrolling."""
+    """Keeps the last size of each tensor a constant of the compiled code.
+
+    Left to itself, torch.compile turns every size that differed once, between two models say, into a variable, and
+    loses wide loads and unrolling (gpt_oss dimensions on an H200: 21.2 ms against 18.2).
+    """
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             if tensor is not None:

@@ -3,9 +3,9 @@
     forward    plan -> gate_up -> grouped_gemm -> combine
     backward   gate_backward_gemm -> grouped_gemm -> combine;  grouped_gemm_weights twice;  router_gradient
 
-Kept for the backward, besides the inputs and the routing: the first projection `h [R, W]`, nothing else. No step waits
-for the device, none adds atomically: the same inputs give the same bits. The operators have fake kernels, so torch.compile
-traces through a layer without a break.
+Kept for the backward, besides the inputs and the routing: the first projection `h [R, W]`, nothing else. No step
+waits for the device, none adds atomically: the same inputs give the same bits. The operators have fake kernels, so
+torch.compile traces through a layer without a break.
 
     T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   R = T * K rows
     W = 2I with a gate, I without
@@ -200,7 +200,7 @@ def _moe_backward(
     is_gated: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The gradients in the order of the inputs (`wanted` too): x, weights, gate_up, down and the biases; empty if not."""
+    """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(row_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
@@ -217,12 +217,12 @@ def _moe_backward(
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
     if want_down:
-        grad_down = grouped_gemm_weights(grad_out, weighted, plan, top_k, tokens_first=not is_transposed)
+        grad_down = grouped_gemm_weights(grad_out, weighted, plan, top_k_index, tokens_first=not is_transposed)
     del weighted
     if want_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
     if want_gate_up:
-        grad_gate_up = grouped_gemm_weights(hidden_states, grad_kept, plan, top_k, tokens_first=is_transposed)
+        grad_gate_up = grouped_gemm_weights(hidden_states, grad_kept, plan, top_k_index, tokens_first=is_transposed)
     if want_gate_up_bias:
         grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
     if want_x:

@@ -1,7 +1,7 @@
 """The gates of `kernels/activations.py` inside Triton kernels: value and derivatives, elementwise in fp32.
 
-A gate travels to the kernels as compile-time constants (`GATE_*`), one compiled kernel per gate. The derivatives follow
-torch's conventions at the corners: a clamp passes the gradient on its bounds, relu' (0) = 0.
+A gate travels to the kernels as compile-time constants (`GATE_*`), one compiled kernel per gate. The derivatives
+follow torch's conventions at the corners: a clamp passes the gradient on its bounds, relu' (0) = 0.
 """
 
 from __future__ import annotations
