@@ -78,6 +78,13 @@ def test_eight_ranks_agree_with_one(name, layout, packed, eight_ranks):
     eight_ranks.run(cases.agrees, name, packed=packed, **layout)
 
 
+@pytest.mark.slow
+def test_fewer_experts_than_shards_are_cut_inside(eight_ranks):
+    """Two experts per rank in four shards: FSDP cuts them along another dimension."""
+    eight_ranks.run(cases.agrees, "gpt_oss", ep=2, sp=2)
+    eight_ranks.run(cases.agrees, "mixtral", ep=2, meta=True)
+
+
 OPTIONS = {
     "checkpointing": {"checkpoint": "full"},
     "selective checkpointing": {"checkpoint": "selective"},
