@@ -67,7 +67,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         if current.name == "hand_edits" and outcome.hits:
             anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
         for name in outcome.added:
-            anatomy.add(module.block(name))
+            anatomy.add(name, module)
     return steps
 
 

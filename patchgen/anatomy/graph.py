@@ -8,8 +8,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, auto_builds, describe, dotted, imported_names
-from patchgen.source import Block, Module
+from patchgen.anatomy.classes import (
+    Build,
+    ClassInfo,
+    FunctionNode,
+    auto_builds,
+    describe,
+    dotted,
+    imported_names,
+    reads_name,
+)
+from patchgen.source import Module
 from patchgen.upstream import SubConfig, Upstream
 
 
@@ -42,16 +51,23 @@ class Anatomy:
         """Whether `base` (by its last name) is among the ancestors, imported ones included."""
         return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
 
-    def add(self, block: Block) -> None:
-        """Takes in a class that a pass put into the file. Its lines are 0: upstream has none for it."""
+    def add(self, name: str, module: Module) -> None:
+        """Takes in a class that a pass put into the file, and who builds it now.
+
+        The lines of the new class are 0: upstream has none for it. What upstream wrote keeps its nodes and lines.
+        """
         from patchgen.anatomy.roles import assign_class_roles
 
-        node = copy.deepcopy(block.node)
+        node = copy.deepcopy(module.block(name).node)
         for child in ast.walk(node):
             if hasattr(child, "lineno"):
                 child.lineno = 0
-        self.classes[node.name] = describe(node, {*self.classes, node.name})
-        assign_class_roles(self, self.classes[node.name])
+        self.classes[name] = describe(node, {*self.classes, name})
+        assign_class_roles(self, self.classes[name])
+        for info in self.classes.values():
+            if module.has(info.name) and reads_name(module.block(info.name).node, name):
+                changed = describe(module.block(info.name).node, set(self.classes))
+                info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
         """The method that an instance of the class runs, and the class of this file that defines it."""
@@ -130,6 +146,7 @@ class Anatomy:
                 continue
             reached.add(name)
             pending += references(self.classes[name].node)
+            pending += [build.target for build in self.classes[name].builds if build.target]  # added too
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
