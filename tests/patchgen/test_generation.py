@@ -92,7 +92,7 @@ BLOCKED = """
 import importlib.util, sys
 sys.modules["patchgen.passes"] = None
 spec = importlib.util.spec_from_file_location("generated", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
+module = sys.modules["generated"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 print(module.Qwen3OmniMoeThinkerForConditionalGeneration.__name__)
 """
