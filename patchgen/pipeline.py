@@ -74,6 +74,8 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
             anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
+        for name in outcome.added:
+            anatomy.add(module.block(name))
     return steps
 
 

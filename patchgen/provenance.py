@@ -58,7 +58,7 @@ def record(
         name: symbol_hash(node)
         for table in ({n: i.node for n, i in anatomy.classes.items()}, anatomy.functions)
         for name, node in table.items()
-        if module.has(name)
+        if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
     }
     facts = {
         "model": upstream.model,

@@ -98,6 +98,20 @@ def insert_before(
     return [*body[:position], *new, *body[position:]]
 
 
+def append_method(block: Block, code: str, comment: str) -> Block:
+    """The class block with one method added at its end."""
+    method = statements(code, 1, comment)[0]
+    method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
+    tree = block.cst
+    body = [
+        node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
+        if isinstance(node, cst.ClassDef)
+        else node
+        for node in tree.body
+    ]
+    return block.with_text(tree.with_changes(body=body).code)
+
+
 def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
     """`new` in the place of `old`, below the comments and blank lines that `old` had."""
     first, *rest = new

@@ -165,8 +165,7 @@ def _header_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
     for field in ("test", "target", "iter"):
         if hasattr(statement, field):
             yield getattr(statement, field)
-    for item in getattr(statement, "items", []):
-        yield item
+    yield from getattr(statement, "items", [])
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:

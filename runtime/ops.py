@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import seams
-from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping
+from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 
@@ -31,6 +31,7 @@ __all__ = [
     "mrope_position_ids",
     "parallel_plan",
     "register_checkpoint_mapping",
+    "register_stacked_experts",
     "require_transformers",
     "rms_norm",
     "rotary",
@@ -215,17 +216,29 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     return rule(query, key, value, *args, **kwargs)
 
 
-def mrope_position_ids(position_ids: Tensor | None) -> Tensor | None:
+def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | None:
     """Multimodal position ids as upstream wants them: `(B, 3, S)` from the collator becomes `(3, B, S)`.
 
-    Ids whose first dimension is already 3 or 4 are returned as they are, unless only the second reading is possible.
+    Args:
+        position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
+            or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
+        batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
+            exactly as many samples as rows has no such sign and is read as upstream's.
+
+    Raises:
+        ValueError: neither layout fits the batch.
     """
     if position_ids is None or position_ids.ndim != 3:
         return position_ids
     first, second = position_ids.shape[:2]
-    if second in (3, 4) and first not in (3, 4):
+    if first in (3, 4) and second in (1, batch.shape[0]):
+        return position_ids
+    if first == batch.shape[0] and second in (3, 4):
         return position_ids.transpose(0, 1).contiguous()
-    return position_ids
+    raise ValueError(
+        f"Position ids of shape {tuple(position_ids.shape)} fit no batch of {batch.shape[0]}: expected "
+        f"(3 or 4, {batch.shape[0]}, length), or ({batch.shape[0]}, 3 or 4, length) as collated."
+    )
 
 
 # ------------------------------------------------------------------------------------------ router loss

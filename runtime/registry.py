@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -64,18 +63,11 @@ class GeneratedModel:
                 f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
             )
         location = hashlib.sha256(str(self.file.resolve()).encode()).hexdigest()[:12]
-        module_name = f"patchgen_generated_{location}_{self.file.stem}"
-        if module_name in sys.modules:
-            return sys.modules[module_name]
-        spec = importlib.util.spec_from_file_location(module_name, self.file)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[module_name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[module_name]
-            raise
-        return module
+        package = f"patchgen_generated_{location}"  # the folder as a package: the file may import from its neighbours
+        if package not in sys.modules:
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = [str(self.directory.resolve())]
+        return importlib.import_module(f"{package}.{self.file.stem}")
 
 
 def installed_directory() -> Path:

@@ -17,7 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           -
 # position_ids       1 hit
-# fused_ops          4 hits
+# fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
 # host_sync_lint     2 notes
@@ -2049,7 +2049,7 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             audio_feature_lengths = None
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
             position_ids = self.compute_3d_position_ids(
@@ -2398,13 +2398,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:
-        return ops.parallel_plan(
-            self,
-            experts={
-                "Qwen3OmniMoeThinkerTextExperts": ("gate_up_proj", "down_proj"),
-                "Qwen3OmniMoeTalkerTextExperts": ("gate_up_proj", "down_proj"),
-            },
-        )
+        return ops.parallel_plan(self, experts={"Qwen3OmniMoeThinkerTextExperts": ("gate_up_proj", "down_proj")})
 
 
 # patchgen: checkpoint_mapping

@@ -150,6 +150,13 @@ def parameter_names(function: FunctionNode) -> list[str]:
     return [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs] if arg.arg != "self"]
 
 
+def own_attribute(node: ast.AST) -> str | None:
+    """`experts` for the expression `self.experts`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None
+
+
 def reads_name(node: ast.AST, name: str) -> bool:
     return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
 

@@ -53,10 +53,12 @@ class _Term:
     up: _Term | None = None  # for everything after the gate: the first projection
 
 
-class _Unreadable(Exception):
-    def __init__(self, expected: str, node: ast.AST) -> None:
+class Unreadable(Exception):
+    """What was expected, and the code that stands there."""
+
+    def __init__(self, expected: str, node: ast.AST | str) -> None:
         super().__init__(expected)
-        self.expected, self.found = expected, ast.unparse(node)
+        self.expected, self.found = expected, node if isinstance(node, str) else ast.unparse(node)
 
 
 def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
@@ -70,7 +72,7 @@ def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
     try:
         _check_around(forward, loop, names)
         result = _Reader(*names).read(loop)
-    except _Unreadable as error:
+    except Unreadable as error:
         return Unread(error.expected, error.found)
     if result is None:
         return Unread("an index_add_ of the weighted expert output", ast.unparse(loop)[:600])
@@ -94,13 +96,13 @@ def _check_around(forward: FunctionNode, loop: ast.For, names: list[str]) -> Non
     for statement in forward.body[: forward.body.index(loop)]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
-                raise _Unreadable(f"`{node.id}` as it comes, up to the loop over the experts", statement)
+                raise Unreadable(f"`{node.id}` as it comes, up to the loop over the experts", statement)
     *between, last = forward.body[forward.body.index(loop) + 1 :] or [loop]
     value = last.value if isinstance(last, ast.Return) else None
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in RESHAPES:
         value = value.func.value
     if between or not isinstance(value, ast.Name):
-        raise _Unreadable("the sum over the experts returned as it is, below the loop", last)
+        raise Unreadable("the sum over the experts returned as it is, below the loop", last)
 
 
 class _Reader:
@@ -114,12 +116,12 @@ class _Reader:
             call = statement.value if isinstance(statement, ast.Expr) else None
             if isinstance(call, ast.Call) and dotted(call.func).endswith("index_add_") and result is None:
                 if len(call.args) != 3 or call.keywords:
-                    raise _Unreadable("index_add_(0, rows, weighted output)", statement)
+                    raise Unreadable("index_add_(0, rows, weighted output)", statement)
                 result = self._weighted(call.args[2])
             elif isinstance(statement, ast.Assign) and len(statement.targets) == 1 and result is None:
                 self._assign(statement.targets[0], statement.value)
             elif self._touches(statement):
-                raise _Unreadable("plain assignments from one value to the next, then one index_add_", statement)
+                raise Unreadable("plain assignments from one value to the next, then one index_add_", statement)
         return result
 
     def _touches(self, statement: ast.stmt) -> bool:
@@ -129,7 +131,7 @@ class _Reader:
     def _weighted(self, node: ast.expr) -> _Term:
         term = self._value(node)
         if term is None or term.kind != "weighted":
-            raise _Unreadable("the expert output times its routing weight", node)
+            raise Unreadable("the expert output times its routing weight", node)
         return term.up
 
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
@@ -151,7 +153,7 @@ class _Reader:
             return None
         source = self._value(node.func.value)
         if source is None or source.kind != "projected":
-            raise _Unreadable("a chunk of the first projection into gate and up", node)
+            raise Unreadable("a chunk of the first projection into gate and up", node)
         return _Term("gate", up=source), _Term("up", up=source)
 
     def _value(self, node: ast.expr) -> _Term | None:
@@ -170,12 +172,12 @@ class _Reader:
         if isinstance(node.op, ast.MatMult) and left is not None:
             weight = _expert_slice(node.right)
             if weight is None:
-                raise _Unreadable("a product with one expert's weight, self.<weight>[expert]", node)
+                raise Unreadable("a product with one expert's weight, self.<weight>[expert]", node)
             return self._project(left, weight, transposed=True, node=node)
         if isinstance(node.op, ast.Add) and left is not None:
             bias = _expert_slice(node.right)
             if bias is None or left.kind not in ("projected", "output"):
-                raise _Unreadable("a bias added to a projection, self.<bias>[expert]", node)
+                raise Unreadable("a bias added to a projection, self.<bias>[expert]", node)
             return _Term(**{**left.__dict__, "bias": bias})
         if isinstance(node.op, ast.Mult):
             right = self._value(node.right)
@@ -185,7 +187,7 @@ class _Reader:
                 activated = left if left.kind == "activated" else right
                 return _Term("gated", function=activated.function, up=left.up)
             if left is not None or right is not None:
-                raise _Unreadable("activation(gate) * up, or the output times its routing weight", node)
+                raise Unreadable("activation(gate) * up, or the output times its routing weight", node)
         return None
 
     def _call(self, node: ast.Call) -> _Term | None:
@@ -196,12 +198,12 @@ class _Reader:
         if method == "linear" and len(node.args) >= 2:
             inner, weight = self._value(node.args[0]), _expert_slice(node.args[1])
             if inner is None or weight is None:
-                raise _Unreadable("linear(rows, self.<weight>[expert])", node)
+                raise Unreadable("linear(rows, self.<weight>[expert])", node)
             term = self._project(inner, weight, transposed=False, node=node)
             given = [*node.args[2:], *(keyword.value for keyword in node.keywords)]
             bias = _expert_slice(given[0]) if given else None
             if len(given) > 1 or (given and bias is None):
-                raise _Unreadable("linear(rows, self.<weight>[expert], self.<bias>[expert])", node)
+                raise Unreadable("linear(rows, self.<weight>[expert], self.<bias>[expert])", node)
             return _Term(**{**term.__dict__, "bias": bias})
         if name.startswith("self.") and len(node.args) == 1:
             return self._own_call(name.removeprefix("self."), self._value(node.args[0]), node)
@@ -217,16 +219,16 @@ class _Reader:
             return _Term(kind, function=attribute, up=inner)
         if inner.kind == "output" and inner.norm is None:
             return _Term(**{**inner.__dict__, "norm": attribute})
-        raise _Unreadable("an activation, a gate or a norm of the output", node)
+        raise Unreadable("an activation, a gate or a norm of the output", node)
 
     def _project(self, inner: _Term, weight: str, *, transposed: bool, node: ast.AST) -> _Term:
         if inner.kind == "token":
             return _Term("projected", weight=weight, transposed=transposed)
         if inner.kind in ("gated", "applied", "ungated"):
             if inner.up.transposed != transposed:
-                raise _Unreadable("both weights in the same layout", node)
+                raise Unreadable("both weights in the same layout", node)
             return _Term("output", weight=weight, transposed=transposed, up=inner)
-        raise _Unreadable("a projection of the tokens or of the gated values", node)
+        raise Unreadable("a projection of the tokens or of the gated values", node)
 
 
 def _expert_slice(node: ast.expr) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import copy
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, auto_builds, describe, dotted, imported_names
-from patchgen.source import Module
+from patchgen.source import Block, Module
 from patchgen.upstream import SubConfig, Upstream
 
 
@@ -40,6 +41,17 @@ class Anatomy:
     def inherits(self, name: str, base: str) -> bool:
         """Whether `base` (by its last name) is among the ancestors, imported ones included."""
         return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
+
+    def add(self, block: Block) -> None:
+        """Takes in a class that a pass put into the file. Its lines are 0: upstream has none for it."""
+        from patchgen.anatomy.roles import assign_class_roles
+
+        node = copy.deepcopy(block.node)
+        for child in ast.walk(node):
+            if hasattr(child, "lineno"):
+                child.lineno = 0
+        self.classes[node.name] = describe(node, {*self.classes, node.name})
+        assign_class_roles(self, self.classes[node.name])
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
         """The method that an instance of the class runs, and the class of this file that defines it."""

@@ -44,17 +44,21 @@ DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts cla
 
 def assign_roles(anatomy: Anatomy) -> None:
     """Fills `ClassInfo.roles` of every class."""
-    for name, info in anatomy.classes.items():
-        for role, detector in _DETECTORS.items():
-            reason = detector(anatomy, info)
-            if reason:
-                info.roles[role] = reason
-        del name
+    for info in anatomy.classes.values():
+        assign_class_roles(anatomy, info)
     for info in anatomy.classes.values():  # these look at the roles of what a class builds
         for role, detector in _COMPOSITE_DETECTORS.items():
             reason = detector(anatomy, info)
             if reason:
                 info.roles[role] = reason
+
+
+def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
+    """Fills in the roles that follow from the class by itself."""
+    for role, detector in _DETECTORS.items():
+        reason = detector(anatomy, info)
+        if reason:
+            info.roles[role] = reason
 
 
 def _forward(anatomy: Anatomy, info: ClassInfo) -> ast.AST | None:
@@ -212,18 +216,24 @@ def _moe_block(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 
 def _expert_list(anatomy: Anatomy, info: ClassInfo) -> str | None:
-    """A ModuleList (or ModuleDict) of gated MLPs over which forward loops with a routing from topk."""
-    forward = info.methods.get("forward")
-    if forward is None:
+    """A ModuleList (or ModuleDict) of gated MLPs among which a method routes tokens."""
+    if "forward" not in info.methods:
         return None
     routes = Role.ROUTER in info.roles or any(
         Role.ROUTER in anatomy.classes[build.target].roles for build in info.builds if build.target in anatomy.classes
     )
+    # A function that chooses the experts has no class to carry the role; what follows on the choice shows it.
+    routes = routes or any({"one_hot", "where"} & called_names(method) for method in info.methods.values())
     for build in info.builds:
-        target = anatomy.classes.get(build.target or "")
-        if build.in_list and target is not None and Role.MLP in target.roles and routes:
-            return f"builds a list of {target.name} as self.{build.attribute} and routes among them"
+        if build.in_list and is_gated_mlp(anatomy, build.target) and routes:
+            return f"builds a list of {build.target} as self.{build.attribute} and routes among them"
     return None
+
+
+def is_gated_mlp(anatomy: Anatomy, name: str | None) -> bool:
+    """Whether the class runs the forward of a gated MLP, its own or an inherited one."""
+    found = anatomy.method(name, "forward") if name else None
+    return found is not None and Role.MLP in found[0].roles
 
 
 def _decoder(anatomy: Anatomy, info: ClassInfo) -> str | None:

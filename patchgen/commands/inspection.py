@@ -60,7 +60,7 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
         nearest = difflib.get_close_matches(subject, [kind.name for kind in PASSES], n=3)
         raise UpstreamNotFound(
             f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}"
-        )
+        ) from error
     _explain_model(generated)
 
 

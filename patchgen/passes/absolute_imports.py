@@ -15,11 +15,12 @@ from patchgen.source import Module
 
 
 class AbsoluteImports(Pass):
-    """The generated file lives outside of transformers, so `from ...activations` must name its package."""
+    """The generated file lives outside of transformers, so `from ...activations` must name its package. What stood
+    beside a file on disk is copied along with it, and stays a neighbour wherever the output goes."""
 
     name = "absolute_imports"
     purpose = "Relative imports become absolute, also inside functions and TYPE_CHECKING blocks."
-    expects = "every relative import of the file (none is left)"
+    expects = "every relative import of the file, but for those of modules that are copied along"
     EXAMPLES = (
         Example(
             "one, two and three dots, and a line that becomes too long",
@@ -48,13 +49,14 @@ class AbsoluteImports(Pass):
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         package = anatomy.upstream.package.split(".")
+        neighbours = {name.removesuffix(".py") for name in anatomy.upstream.siblings}
         hits = []
         for block in module:
             relative = [
                 node
                 for statement in block.statements
                 for node in ast.walk(statement)
-                if isinstance(node, ast.ImportFrom) and node.level
+                if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
             beyond = next((node for node in relative if node.level > len(package)), None)
             tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
@@ -66,12 +68,17 @@ class AbsoluteImports(Pass):
                 )
             if not relative:
                 continue
-            rewritten = transform(block, _MakeAbsolute(package))
+            rewritten = transform(block, _MakeAbsolute(package, neighbours))
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
             hits += [Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative]
         return Outcome(module, tuple(hits))
+
+
+def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
+    """Whether this imports from a module that is copied along with the generated file."""
+    return node.level == 1 and bool(node.module) and node.module.split(".")[0] in neighbours
 
 
 def _is_dynamic(call: ast.Call) -> bool:
@@ -81,13 +88,14 @@ def _is_dynamic(call: ast.Call) -> bool:
 
 
 class _MakeAbsolute(cst.CSTTransformer):
-    def __init__(self, package: list[str]) -> None:
-        self._package = package
+    def __init__(self, package: list[str], neighbours: set[str]) -> None:
+        self._package, self._neighbours = package, neighbours
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
-        del original_node
         level = len(updated_node.relative)
         if not level:
+            return updated_node
+        if _is_neighbour(ast.parse(cst.Module([]).code_for_node(original_node)).body[0], self._neighbours):
             return updated_node
         base = self._package[: len(self._package) - level + 1]
         tail = cst.Module([]).code_for_node(updated_node.module).split(".") if updated_node.module else []

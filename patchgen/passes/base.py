@@ -75,6 +75,7 @@ class Outcome:
     hits: tuple[Hit, ...] = ()
     upstream: tuple[Hit, ...] = ()
     notes: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # classes that upstream does not have: later passes see them in the anatomy
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,15 @@ def _syncs(forward: ast.FunctionDef) -> list[str]:
                 for call in calls(node.test)
             ):
                 found.append(f"`if {ast.unparse(node.test)}`")
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr in SYNCING_METHODS and not node.args:
-                    found.append(f"`{ast.unparse(node)}`")
+            elif _is_syncing_call(node):
+                found.append(f"`{ast.unparse(node)}`")
     return found
+
+
+def _is_syncing_call(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    return node.func.attr in SYNCING_METHODS and not node.args
 
 
 def _is_seam(statement: ast.stmt) -> bool:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import Unread, read_experts
 from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import statements
+from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
 
@@ -60,18 +58,7 @@ class ParallelPlan(SitePass):
                 return Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
-        method = statements(
-            f"def get_parallel_plan(self) -> ops.ParallelPlan:\n    return ops.parallel_plan(self, experts={experts!r})",
-            depth=1,
-            comment=self.mark,
-        )[0]
-        method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
-        tree = block.cst
-        body = [
-            node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
-            if isinstance(node, cst.ClassDef)
-            else node
-            for node in tree.body
-        ]
+        header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
-        return Rewritten(block.with_text(tree.with_changes(body=body).code), listed or "no experts")
+        return Rewritten(append_method(block, code, self.mark), listed or "no experts")

@@ -15,6 +15,7 @@ from patchgen.rewrite import code_of, edit_function, function_body, insert_befor
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
+BATCH = "inputs_embeds"
 
 
 class PositionIds(SitePass):
@@ -45,7 +46,7 @@ class PositionIds(SitePass):
                 "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
                 "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
                 "        # patchgen: position_ids\n"
-                "        position_ids = ops.mrope_position_ids(position_ids)\n"
+                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)\n"
                 "        if position_ids is None:\n"
                 "            position_ids = self.get_rope_index(input_ids)\n"
                 "        return self.language_model(inputs_embeds, position_ids)\n"
@@ -79,10 +80,11 @@ class PositionIds(SitePass):
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
-            if anchor is None:
-                miss.append(Missed(f"a statement that reads {POSITIONS}", code_of(body[-1])))
+            if anchor is None or not any(uses_name(node, BATCH) for node in body[:anchor]):
+                closest = code_of(body[-1 if anchor is None else anchor])
+                miss.append(Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest))
                 return forward
-            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS})"
+            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
         block = edit_function(block, "forward", insert)

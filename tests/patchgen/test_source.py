@@ -167,7 +167,7 @@ SHAPES = {
 def without_imports(text: str) -> str:
     """The syntax tree, with every relative import as the absolute one that it means."""
     tree = ast.parse(text)
-    package = "transformers.models.example".split(".")
+    package = ["transformers", "models", "example"]
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
