@@ -189,7 +189,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
             anatomy.functions[node.name] = node
     imported = imported_names(nodes)
     for info in anatomy.classes.values():
-        info.auto_builds = auto_builds(info, imported)
+        info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []
         info.bases = tuple(imported.get(base, base) for base in info.bases)  # an alias of PreTrainedModel is one
     assign_roles(anatomy)
     return anatomy
