@@ -14,11 +14,35 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from patchgen.kernels.moe_auto import choose_backend
 from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
 from patchgen.kernels.moe_reference import reference
+from patchgen.kernels.moe_sonic import fused_moe_sonic
 from patchgen.kernels.moe_torch import fused_moe_torch
 
-BACKENDS: dict[str, Callable[..., Tensor]] = {"reference": reference, "torch": fused_moe_torch}
+
+def _triton(*arguments) -> Tensor:
+    from patchgen.kernels.moe_triton import fused_moe_triton  # loads Triton
+
+    return fused_moe_triton(*arguments)
+
+
+def _auto(
+    hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
+) -> Tensor:
+    backend = choose_backend(hidden_states, gate_up_proj, down_proj, options)
+    return BACKENDS[backend](
+        hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
+    )
+
+
+BACKENDS: dict[str, Callable[..., Tensor]] = {
+    "auto": _auto,
+    "reference": reference,
+    "torch": fused_moe_torch,
+    "triton": _triton,
+    "sonic": fused_moe_sonic,
+}
 
 
 def fused_moe(
@@ -37,7 +61,7 @@ def fused_moe(
     is_transposed: bool = False,
     is_interleaved: bool = False,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
-    backend: str = "torch",
+    backend: str = "auto",
 ) -> Tensor:
     """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
 

@@ -14,11 +14,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@seams.register("fused_moe", "auto")
+def fused_moe_auto(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.fused_moe import fused_moe
+
+    return fused_moe(*args, **kwargs, backend="auto")
+
+
 @seams.register("fused_moe", "torch")
 def fused_moe_torch(*args, **kwargs) -> Tensor:
     from patchgen.kernels.fused_moe import fused_moe
 
     return fused_moe(*args, **kwargs, backend="torch")
+
+
+@seams.register("fused_moe", "triton")
+def fused_moe_triton(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.fused_moe import fused_moe
+
+    return fused_moe(*args, **kwargs, backend="triton")
+
+
+@seams.register("fused_moe", "sonic")
+def fused_moe_sonic(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.fused_moe import fused_moe
+
+    return fused_moe(*args, **kwargs, backend="sonic")
 
 
 @seams.register("causal_lm_loss", "chunked")

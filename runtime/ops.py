@@ -11,10 +11,11 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from patchgen.runtime import seams
+from patchgen.runtime import parallel, seams
 from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
@@ -49,7 +50,14 @@ __all__ = [
 
 def serves(seam: str) -> bool:
     """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
+    if seam == "fused_moe" and _expert_parallel():
+        return True  # upstream's loop over the experts cannot run where only some of them are
     return seams.selected()[seam] != seams.EAGER
+
+
+def _expert_parallel() -> bool:
+    state = parallel.current()
+    return state is not None and state.ep > 1
 
 
 def fused_moe(
@@ -87,7 +95,13 @@ def fused_moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`.
     """
-    return seams.implementation("fused_moe")(
+    if _expert_parallel():
+        from patchgen.runtime.parallel.experts import fused_moe as over_ranks
+
+        implementation = functools.partial(over_ranks, parallel.current())
+    else:
+        implementation = seams.implementation("fused_moe")
+    return implementation(
         hidden_states,
         top_k_index,
         top_k_weights,
@@ -127,10 +141,16 @@ def causal_lm_loss(
 
     Returns:
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
-        never materialised; the eager one returns both.
+        never materialised; the eager one returns both. On many ranks the loss is this rank's share: the shares of all
+        ranks and micro-batches add up to the mean over the global batch.
     """
     if labels is None:
         return head(hidden_states), None
+    state = parallel.current()
+    if state is not None:
+        from patchgen.runtime.parallel.loss import global_labels
+
+        labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
     if serves("causal_lm_loss"):
         return seams.implementation("causal_lm_loss")(
             head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
@@ -184,12 +204,22 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     Returns:
         `[..., S]`; without sequence parallelism the argument itself, None included.
     """
-    return position_ids
+    state = parallel.current()
+    if state is None or state.sp == 1:
+        return position_ids
+    from patchgen.runtime.parallel.sequence import position_slice
+
+    return position_slice(position_ids, hidden_states, state)
 
 
 def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) -> Tensor | None:
     """This rank's slice of `tensor` along `dim`, if that dimension spans the whole sequence; otherwise `tensor`."""
-    return tensor
+    state = parallel.current()
+    if tensor is None or state is None or state.sp == 1:
+        return tensor
+    from patchgen.runtime.parallel.sequence import slice_dimension
+
+    return slice_dimension(tensor, hidden_states.shape[1], state, dim)
 
 
 def causal_conv1d(
@@ -202,7 +232,9 @@ def causal_conv1d(
         hidden_states: `[B, C, S]`.
         weight: `[C, width]`.
     """
-    return convolution(hidden_states, weight, *args, **kwargs)
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.causal_conv1d(convolution, hidden_states, weight, *args, state=parallel.current(), **kwargs)
 
 
 def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> object:
@@ -213,7 +245,9 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
         query, key: `[B, S, N_k, D_k]`.
         value: `[B, S, N_v, D_v]`; further tensors (decay, beta) are `[B, S, N_v, ...]`.
     """
-    return rule(query, key, value, *args, **kwargs)
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
 
 
 def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | None:
@@ -251,7 +285,12 @@ def router_mask(attention_mask: Tensor | None, gate_logits: Sequence[Tensor]) ->
         attention_mask: `[B, S]` of this rank, `[B, S * sp]` of the whole sequence, or None.
         gate_logits: the router logits of each layer, `[T, E]`.
     """
-    return attention_mask
+    state = parallel.current()
+    if attention_mask is None or state is None or state.sp == 1:
+        return attention_mask
+    from patchgen.runtime.parallel.loss import own_mask
+
+    return own_mask(attention_mask, gate_logits[0].shape[0], state)
 
 
 def router_means(
@@ -270,4 +309,9 @@ def router_means(
         gate_logits: the router logits of each layer, `[T, E]`: they say how many tokens this rank has.
         attention_mask: `[B, S]` or None: the tokens that count.
     """
-    return tokens_per_expert, router_prob_per_expert
+    state = parallel.current()
+    if state is None:
+        return tokens_per_expert, router_prob_per_expert
+    from patchgen.runtime.parallel.loss import router_means as over_ranks
+
+    return over_ranks(tokens_per_expert, router_prob_per_expert, gate_logits, attention_mask, state)

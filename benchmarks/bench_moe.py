@@ -1,0 +1,343 @@
+"""The fused experts against cuBLAS and against other implementations: checks, then times, then prints the table.
+
+    make bench-moe
+    python benchmarks/bench_moe.py --shapes qwen3 --tokens 16384 --routings random
+
+Every implementation is first compared with an fp32 expert-by-expert reference on the same bf16 inputs (output and all
+gradients). Times are medians of `triton.testing.do_bench`, which empties the L2 between runs. "cublas" is the
+time of plain products with the same operations (2 forward, 4 backward; one big weight, no routing, no activation),
+measured in the same process. Saved bytes are what the forward leaves allocated, output included.
+
+Operations: 6 R H I forward, 18 R H I forward and backward, with R = T * K rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor, nn
+from triton.testing import do_bench
+
+from patchgen.kernels.fused_moe import fused_moe
+
+RESULTS = Path(__file__).with_name("results.csv")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """H hidden size, I expert intermediate size, E experts, K experts per token."""
+
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {
+    "qwen3": Shape(2048, 768, 128, 8),
+    "gpt_oss": Shape(2880, 2880, 32, 4),
+    "dsv3_slice": Shape(7168, 2048, 32, 8),
+    "mixtral": Shape(4096, 14336, 8, 2),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs of one layer: x [T, H], index [T, K], weights [T, K], gate_up [E, 2I, H], down [E, H, I], grad [T, H]."""
+
+    shape: Shape
+    x: Tensor
+    index: Tensor
+    weights: Tensor
+    gate_up: Tensor
+    down: Tensor
+    grad: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self.x, self.weights, self.gate_up, self.down
+
+    @property
+    def rows(self) -> int:
+        return self.index.numel()
+
+    @property
+    def forward_operations(self) -> int:
+        return 6 * self.rows * self.shape.hidden * self.shape.inner
+
+
+def make_problem(shape: Shape, tokens: int, routing: str) -> Problem:
+    """Random inputs. `random`: uniform top-k; `zipf`: Gumbel top-k with log-weights -log(rank)."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(*size, generator=generator, device="cuda").mul_(scale).to(torch.bfloat16)
+
+    scores = torch.rand(tokens, shape.experts, generator=generator, device="cuda")
+    if routing == "zipf":
+        ranks = torch.arange(1, shape.experts + 1, device="cuda")
+        scores = -torch.log(-torch.log(scores)) - torch.log(ranks)
+    return Problem(
+        shape,
+        random(tokens, shape.hidden).requires_grad_(),
+        scores.topk(shape.top_k, dim=-1).indices,
+        random(tokens, shape.top_k).float().softmax(-1).to(torch.bfloat16).requires_grad_(),
+        random(shape.experts, 2 * shape.inner, shape.hidden, scale=shape.hidden**-0.5).requires_grad_(),
+        random(shape.experts, shape.hidden, shape.inner, scale=shape.inner**-0.5).requires_grad_(),
+        random(tokens, shape.hidden),
+    )
+
+
+# ------------------------------------------------------------------------------------- implementations
+
+
+def ours(backend: str, problem: Problem) -> Tensor:
+    return fused_moe(
+        problem.x,
+        problem.index,
+        problem.weights,
+        problem.gate_up,
+        problem.down,
+        num_experts=problem.shape.experts,
+        activation=_SILU,
+        backend=backend,
+    )
+
+
+_SILU = nn.SiLU()
+
+
+@functools.cache
+def _experts_module(shape: Shape) -> nn.Module:
+    """transformers' own experts module of the shape, without weights of its own."""
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden, moe_intermediate_size=shape.inner, num_experts=shape.experts, hidden_act="silu"
+    )
+    config._experts_implementation = "grouped_mm"
+    with torch.device("meta"):
+        return Qwen3MoeExperts(config)
+
+
+def transformers_grouped_mm(problem: Problem) -> Tensor:
+    module = _experts_module(problem.shape)
+    weights = {"gate_up_proj": problem.gate_up, "down_proj": problem.down}
+    return torch.func.functional_call(module, weights, (problem.x, problem.index, problem.weights))
+
+
+def liger(problem: Problem) -> Tensor:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    return LigerFusedMoEFunction.apply(problem.x, problem.gate_up, problem.down, problem.index.int(), problem.weights)
+
+
+def implementations() -> dict[str, Callable[[Problem], Tensor]]:
+    found = {"transformers": transformers_grouped_mm}
+    if importlib.util.find_spec("liger_kernel"):
+        found["liger"] = liger
+    if importlib.util.find_spec("sonicmoe"):
+        found["sonic"] = functools.partial(ours, "sonic")
+    found["torch"] = functools.partial(ours, "torch")
+    found["triton"] = functools.partial(ours, "triton")
+    return found
+
+
+# ----------------------------------------------------------------------------------------------- checks
+
+
+def gradients(function: Callable[[Problem], Tensor], problem: Problem) -> tuple[Tensor, ...]:
+    out = function(problem)
+    return out.detach(), *torch.autograd.grad(out, problem.leaves, problem.grad)
+
+
+def reference(problem: Problem) -> tuple[Tensor, ...]:
+    """Output and gradients in fp32 (products in fp32 too), expert by expert."""
+    wide = [leaf.detach().float().requires_grad_() for leaf in problem.leaves]
+    x, weights, gate_up, down = wide
+    out = fused_moe(
+        x,
+        problem.index,
+        weights,
+        gate_up,
+        down,
+        num_experts=problem.shape.experts,
+        activation=_SILU,
+        backend="reference",
+    )
+    return out.detach(), *torch.autograd.grad(out, wide, problem.grad.float())
+
+
+def worst_error(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest `|found - expected| / |expected|` of output and gradients; NaN counts as infinite."""
+    errors = [
+        float((a.float() - b).norm() / b.norm()) if bool(torch.isfinite(a).all()) else float("inf")
+        for a, b in zip(found, expected, strict=True)
+    ]
+    return max(errors)
+
+
+def is_repeatable(function: Callable[[Problem], Tensor], problem: Problem, runs: int) -> bool:
+    first = gradients(function, problem)
+    return all(
+        all(torch.equal(a, b) for a, b in zip(first, gradients(function, problem), strict=True)) for _ in range(runs)
+    )
+
+
+# ---------------------------------------------------------------------------------------------- timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    forward_ms: float
+    both_ms: float
+    saved_mib: float = 0.0
+    peak_mib: float = 0.0
+
+
+def median_ms(function: Callable[[], object], milliseconds: int) -> float:
+    return do_bench(function, warmup=25, rep=milliseconds, return_mode="median")
+
+
+def time_cublas(problem: Problem, milliseconds: int) -> Timing:
+    """Products with the same operations as one layer: two forward, four backward."""
+    shape, rows = problem.shape, problem.rows
+    x, h = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (shape.hidden, 2 * shape.inner))
+    a = torch.randn(rows, shape.inner, device="cuda", dtype=torch.bfloat16)
+    gate_up, down = problem.gate_up.detach()[0], problem.down.detach()[0]
+
+    def forward() -> None:
+        torch.mm(x, gate_up.T)
+        torch.mm(a, down.T)
+
+    def both() -> None:
+        forward()
+        torch.mm(x, down)
+        torch.mm(x.T, a)
+        torch.mm(h, gate_up)
+        torch.mm(h.T, x)
+
+    return Timing(median_ms(forward, milliseconds), median_ms(both, milliseconds))
+
+
+def time_one(function: Callable[[Problem], Tensor], problem: Problem, milliseconds: int) -> Timing:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = function(problem)
+    torch.cuda.synchronize()
+    saved = torch.cuda.memory_allocated() - before
+    result = torch.autograd.grad(out, problem.leaves, problem.grad)
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del out, result
+
+    def both() -> None:
+        torch.autograd.grad(function(problem), problem.leaves, problem.grad)
+
+    forward_ms = median_ms(lambda: function(problem), milliseconds)
+    return Timing(forward_ms, median_ms(both, milliseconds), saved / 2**20, peak / 2**20)
+
+
+# ------------------------------------------------------------------------------------------------- main
+
+
+def versions() -> str:
+    names = ("torch", "triton", "transformers", "liger-kernel", "sonic-moe", "quack-kernels")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in names if _has(name)]
+    return ", ".join([torch.cuda.get_device_name(), f"cuda {torch.version.cuda}", *found])
+
+
+def _has(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+COLUMNS = (
+    "date benchmark versions shape tokens routing option forward_ms both_ms forward_tflops both_tflops "
+    "forward_of_cublas both_of_cublas saved_mib peak_mib worst_relative_error"
+).split()
+
+
+def rows_of(name: str, tokens: int, routing: str, options: list[str], milliseconds: int, check: bool):
+    """One dictionary per option, printed as it is measured."""
+    problem = make_problem(SHAPES[name], tokens, routing)
+    expected = reference(problem) if check else None
+    cublas = time_cublas(problem, milliseconds)
+    for option in ["cublas", *options]:
+        error, timing = None, cublas
+        if option != "cublas":
+            function = implementations()[option]
+            error = worst_error(gradients(function, problem), expected) if check else None
+            timing = time_one(function, problem, milliseconds)
+        operations = problem.forward_operations
+        row = {
+            "shape": name,
+            "tokens": tokens,
+            "routing": routing,
+            "option": option,
+            "forward_ms": round(timing.forward_ms, 3),
+            "both_ms": round(timing.both_ms, 3),
+            "forward_tflops": round(operations / timing.forward_ms / 1e9),
+            "both_tflops": round(3 * operations / timing.both_ms / 1e9),
+            "forward_of_cublas": round(cublas.forward_ms / timing.forward_ms, 3),
+            "both_of_cublas": round(cublas.both_ms / timing.both_ms, 3),
+            "saved_mib": round(timing.saved_mib),
+            "peak_mib": round(timing.peak_mib),
+            "worst_relative_error": "" if error is None else f"{error:.1e}",
+        }
+        print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
+        yield row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 4096, 32768])
+    parser.add_argument("--routings", nargs="+", default=["random", "zipf"])
+    parser.add_argument("--options", nargs="+", default=None, help="default: every one that is installed")
+    parser.add_argument("--milliseconds", type=int, default=60, help="of repetitions per figure")
+    parser.add_argument("--check-up-to", type=int, default=16384, help="tokens up to which errors are computed")
+    parser.add_argument("--repeat", type=int, default=20, help="runs that must agree bit for bit")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    options = arguments.options or list(implementations())
+
+    print(versions())
+    print("| " + " | ".join(COLUMNS[3:]) + " |\n|" + " --- |" * len(COLUMNS[3:]))
+    new_file = not arguments.results.exists()
+    with arguments.results.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new_file:
+            writer.writeheader()
+        stamp = {"date": datetime.date.today().isoformat(), "benchmark": "moe", "versions": versions()}
+        for tokens in arguments.tokens:
+            for name in arguments.shapes:
+                for routing in arguments.routings:
+                    check = tokens <= arguments.check_up_to and routing == arguments.routings[0]
+                    for row in rows_of(name, tokens, routing, options, arguments.milliseconds, check):
+                        writer.writerow(stamp | row)
+                    file.flush()
+                    torch.cuda.empty_cache()
+    if "triton" in options:
+        problem = make_problem(SHAPES["qwen3"], 4096, "zipf")
+        repeatable = is_repeatable(functools.partial(ours, "triton"), problem, arguments.repeat)
+        print(f"triton, {arguments.repeat} runs bit-identical: {repeatable} (triton {triton.__version__})")
+
+
+if __name__ == "__main__":
+    main()

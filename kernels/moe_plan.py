@@ -1,0 +1,201 @@
+"""Which rows go to which expert, and which tiles cover them, without the host knowing a single count.
+
+The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M` rows
+of one expert:
+
+    rows      | expert 0: 300 rows          | expert 1: 20 | expert 2: 0 | expert 3: 130        |left out|
+    tiles     | 0: 128 | 1: 128 | 2: 44     | 3: 20        |             | 4: 128 | 5: 2        |
+    padded    | 0..127 | 128..  | 256..383  | 384..511     |             | 512..  | 640..767    |
+
+A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i`
+starts at `i * BLOCK_M`; the rows without a pair hold zeros). Padded tensors let the weight gradients run over whole
+blocks of rows without masks.
+
+    T tokens   K slots per token   R = T * K rows   E experts   M tiles, at most R / BLOCK_M + E
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_M = 128
+"""Rows per tile in every kernel: one tile table serves all of them."""
+
+_ROWS_PER_PROGRAM = 1024
+
+
+class Plan(NamedTuple):
+    """The routing of one call, all int32, all on the device.
+
+    Attributes:
+        row_of_slot: `[R]`, the compact row of each slot `token * K + k`. Rows at or past `row_start[E]` are left out.
+        slot_of_padded: `[M * BLOCK_M]`, the slot of each padded row; padding rows repeat the last row of their expert.
+        row_start: `[E + 1]`, the first compact row of each expert.
+        tile_start: `[E + 1]`, the first tile of each expert; the last entry is the number of tiles.
+        tiles: `[3, M]`, for each tile its expert, its first compact row and the end of its expert's rows.
+    """
+
+    row_of_slot: Tensor
+    slot_of_padded: Tensor
+    row_start: Tensor
+    tile_start: Tensor
+    tiles: Tensor
+
+    @property
+    def num_experts(self) -> int:
+        return self.row_start.numel() - 1
+
+    @property
+    def num_padded(self) -> int:
+        """Rows of a padded tensor, for any routing."""
+        return self.slot_of_padded.numel()
+
+
+def max_tiles(num_rows: int, num_experts: int) -> int:
+    """The most tiles that any routing needs: one partial tile per expert."""
+    return min(num_rows, num_rows // BLOCK_M + num_experts)
+
+
+def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
+    """The plan for `top_k_index [T, K]` with values in `[0, E]`; E marks a slot that is left out."""
+    num_rows, device = top_k_index.numel(), top_k_index.device
+    # One-byte keys sort in one radix pass; the sort is stable, so the rows of an expert are in token order.
+    keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
+    sorted_keys, order = torch.sort(keys, stable=True)
+    num_tiles = max_tiles(num_rows, num_experts)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=device)
+
+    plan = Plan(
+        row_of_slot=numbers(num_rows),
+        slot_of_padded=numbers(num_tiles * BLOCK_M),
+        row_start=numbers(num_experts + 1),
+        tile_start=numbers(num_experts + 1),
+        tiles=numbers(3, num_tiles),
+    )
+    _plan_experts[(1,)](
+        sorted_keys,
+        plan.row_start,
+        plan.tile_start,
+        num_rows,
+        num_experts,
+        STEPS=num_rows.bit_length(),
+        BLOCK_E=triton.next_power_of_2(num_experts + 1),
+        BLOCK_M=BLOCK_M,
+        num_warps=4,
+    )
+    _plan_rows[(triton.cdiv(num_tiles * BLOCK_M, _ROWS_PER_PROGRAM),)](
+        order,
+        *plan,
+        num_rows,
+        num_experts,
+        num_tiles,
+        STEPS=num_experts.bit_length(),
+        BLOCK_R=_ROWS_PER_PROGRAM,
+        BLOCK_M=BLOCK_M,
+        num_warps=4,
+    )
+    return plan
+
+
+@triton.jit
+def _plan_experts(
+    sorted_keys,
+    row_start,
+    tile_start,
+    num_rows,
+    num_experts,
+    STEPS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_E)
+    first = _first_row_not_below(sorted_keys, expert, num_rows, STEPS)
+    after = _first_row_not_below(sorted_keys, expert + 1, num_rows, STEPS)
+    tiles = tl.where(expert < num_experts, (after - first + BLOCK_M - 1) // BLOCK_M, 0)
+    tl.store(row_start + expert, first, mask=expert <= num_experts)
+    tl.store(tile_start + expert, tl.cumsum(tiles, 0) - tiles, mask=expert <= num_experts)
+
+
+@triton.jit
+def _first_row_not_below(sorted_keys, key, num_rows, STEPS: tl.constexpr):
+    """For each key the first row whose key is not smaller: a binary search in each lane."""
+    low = tl.zeros_like(key)
+    high = low + num_rows
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        found = tl.load(sorted_keys + middle, mask=middle < num_rows, other=0).to(tl.int32)
+        below = (low < high) & (found < key)
+        high = tl.where((low < high) & (found >= key), middle, high)
+        low = tl.where(below, middle + 1, low)
+    return low
+
+
+@triton.jit
+def _plan_rows(
+    order,
+    row_of_slot,
+    slot_of_padded,
+    row_start,
+    tile_start,
+    tiles,
+    num_rows,
+    num_experts,
+    num_tiles,
+    STEPS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    # Compact rows, of which there are no more than padded ones.
+    index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    slot = tl.load(order + index, mask=index < num_rows, other=0).to(tl.int32)
+    tl.store(row_of_slot + slot, index, mask=index < num_rows)
+
+    # Padded rows: the expert of a tile is the last one that starts at or before it.
+    tile = index // BLOCK_M
+    low = tl.zeros_like(tile)
+    high = low + num_experts
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        starts = tl.load(tile_start + middle + 1, mask=middle < num_experts, other=0)
+        passed = (low < high) & (starts <= tile)
+        high = tl.where((low < high) & (starts > tile), middle, high)
+        low = tl.where(passed, middle + 1, low)
+    used = tile < tl.load(tile_start + num_experts)
+    end = tl.load(row_start + low + 1, mask=used, other=0)
+    row = (
+        tl.load(row_start + low, mask=used, other=0) + index - tl.load(tile_start + low, mask=used, other=0) * BLOCK_M
+    )
+    slot = tl.load(order + tl.minimum(row, end - 1), mask=used, other=0).to(tl.int32)
+    tl.store(slot_of_padded + index, slot, mask=tile < num_tiles)
+    first = used & (index % BLOCK_M == 0)
+    tl.store(tiles + tile, low, mask=first)
+    tl.store(tiles + num_tiles + tile, row, mask=first)
+    tl.store(tiles + 2 * num_tiles + tile, end, mask=first)
+
+
+@triton.jit
+def tile_at(index, num_m, num_n, GROUP: tl.constexpr):
+    """The tile `(m, n)` number `index`, in groups of `GROUP` row tiles, so that what runs at once shares operands."""
+    per_group = GROUP * num_n
+    group = index // per_group
+    first_m = group * GROUP
+    size = tl.maximum(tl.minimum(num_m - first_m, GROUP), 1)
+    within = index - group * per_group
+    return first_m + within % size, within // size
+
+
+@triton.jit
+def describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP: tl.constexpr):
+    """`(m, n, expert, first row, end row)` of tile number `index`; past the last tile, of the last one.
+
+    Nothing here waits on another load, so a kernel can ask for its next tile while it computes one.
+    """
+    m, n = tile_at(tl.maximum(tl.minimum(index, num_m * num_n - 1), 0), num_m, num_n, GROUP)
+    return m, n, tl.load(tiles + m), tl.load(tiles + num_tiles + m), tl.load(tiles + 2 * num_tiles + m)

@@ -1,0 +1,76 @@
+"""Tile sizes of the expert kernels and how they were chosen; the one place that multiplies two tiles.
+
+Nothing is tuned at run time: a shape never seen before must not stop a training step for minutes. The sizes below hold
+for every shape, with the measurements in README.md beside this file. The rows of a tile are `moe_plan.BLOCK_M`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """How one kernel is cut.
+
+    Attributes:
+        n, k: columns and depth of a tile.
+        warps, stages: of Triton's launch.
+        group: row tiles that run together over all columns, to share their weights in the cache.
+        flatten: one loop over tiles and depth, so that a tile's loads start under the epilogue of the last.
+        per_sm: programs per multiprocessor.
+        pieces: the epilogue runs in so many groups of columns, to fit its values in registers.
+    """
+
+    n: int
+    k: int
+    warps: int
+    stages: int
+    group: int
+    flatten: bool = False
+    per_sm: int = 1
+    pieces: int = 1
+
+    @property
+    def max_registers(self) -> int | None:
+        """Per thread, so that `per_sm` programs fit the 64 Ki of a multiprocessor; None: the compiler's choice."""
+        return None if self.per_sm == 1 else 2**16 // (self.per_sm * self.warps * 32)
+
+
+GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=4)
+ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=4, flatten=True)
+GATE_BACKWARD = Blocks(n=256, k=64, warps=8, stages=4, group=8, pieces=8)
+WEIGHTS = Blocks(n=256, k=64, warps=8, stages=4, group=8)
+
+_COPY_COLUMNS = 2048
+_COPY_ROWS_PER_EXPERT = 1536
+
+
+def copy_repays(num_rows: int, num_experts: int, num_columns: int) -> bool:
+    """Whether a weight gradient first copies its tokens into row order, to read them by TMA.
+
+    The copy costs in proportion to the rows, the product in proportion to rows times columns, and long runs of rows
+    gain most (H200, 2026-11-21, both weight gradients, gathered against copied, the copy included: gpt_oss dimensions
+    6.1 to 5.7 ms, DeepSeek-V3 slice 19.6 to 18.4, Mixtral 18.0 to 18.0, Qwen3-30B-A3B 2.02 to 2.25).
+    """
+    return num_columns >= _COPY_COLUMNS and num_rows >= _COPY_ROWS_PER_EXPERT * num_experts
+
+
+_PROGRAMS_OF_INTERPRETER = 3
+
+
+def num_programs(tensor: Tensor, per_sm: int) -> int:
+    """Programs of a persistent grid, `per_sm` per multiprocessor; a few in Triton's interpreter on the CPU."""
+    if not tensor.is_cuda:
+        return _PROGRAMS_OF_INTERPRETER
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
+
+
+@triton.jit
+def multiply(a, b, acc):
+    """`acc + a @ b`, the only product of two tiles in these kernels: another precision with its scales goes here."""
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -1,0 +1,20 @@
+"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before they are imported."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    from triton.runtime import interpreter
+
+    _upstream_patch = interpreter._patch_lang_tensor
+
+    def _patch(tensor, scope):
+        """Triton 3.6 turns one-element arrays into loop bounds with `int(array)`, which NumPy 2.4 refuses."""
+        _upstream_patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch
