@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - an edit of upstream's text stands on one line, as the text does
 """Upstream changes under a pass: it refuses, or hits for a reason stated here. Nothing trains on unpatched in silence.
 
 Each case edits the real source of a model. A refusal is a `PassMismatch`; a hit is checked by the text that it gives.

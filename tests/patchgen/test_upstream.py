@@ -11,7 +11,7 @@ import pytest
 from patchgen import pipeline, provenance, upstream
 from patchgen.errors import PassMismatch, SourceSyntaxError, UpstreamNotFound
 
-MODELING = '''# Copyright 2026.
+MODELING = """# Copyright 2026.
 from torch import nn
 
 from ...modeling_utils import PreTrainedModel
@@ -35,8 +35,8 @@ class TinyForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size)
         return loss, logits
-'''
-CONFIGURATION = '''
+"""
+CONFIGURATION = """
 from ...configuration_utils import PreTrainedConfig
 
 
@@ -52,11 +52,11 @@ class TinyConfig(PreTrainedConfig):
 
 class TinyChildConfig(TinyConfig):
     pass
-'''
-AUTO = '''
+"""
+AUTO = """
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict([("tiny", "TinyForCausalLM"), ("tiny_other", "TinyForCausalLM")])
 SPECIAL_MODEL_TYPE_TO_MODULE_NAME = OrderedDict([("tiny-special", "tiny")])
-'''
+"""
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_configurations_are_read_with_their_sub_configs_and_bases(wheel: Path):
 
 
 def test_an_unknown_model_names_the_nearest(wheel: Path):
-    with pytest.raises(UpstreamNotFound, match="transformers 9.9.9 has no model 'tinny'. Nearest: tiny"):
+    with pytest.raises(UpstreamNotFound, match=r"transformers 9\.9\.9 has no model 'tinny'\. Nearest: tiny"):
         upstream.load("tinny", "9.9.9")
     with pytest.raises(UpstreamNotFound) as error:
         upstream.load("qwen3_mo")
