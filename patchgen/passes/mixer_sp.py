@@ -53,7 +53,8 @@ class MixerSP(SitePass):
                 "\n"
                 "    def forward(self, hidden_states):\n"
                 "        # patchgen: mixer_sp\n"
-                "        hidden_states = ops.causal_conv1d(causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
+                "        hidden_states = ops.causal_conv1d(causal_conv1d_fn, hidden_states, "
+                "self.conv.weight.squeeze(1), self.conv.bias)\n"
                 "        return hidden_states\n"
             ),
         ),
