@@ -128,7 +128,9 @@ class Anatomy:
             return written_for[0]
         if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
             return chosen
-        return sub_config.config_class if sub_config.config_class == "AutoConfig" and chosen is None else None
+        if sub_config.config_class == "AutoConfig":
+            return None if chosen is not None else "AutoConfig"
+        return None if known is not None else sub_config.config_class  # a config of another file: its model is there
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel."""

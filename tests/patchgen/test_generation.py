@@ -136,7 +136,7 @@ def test_committed_models_are_pinned_in_a_short_config(model: str):
 
 def test_one_hit_less_than_pinned_is_an_error_that_lists_what_was_hit():
     config = ModelConfig("qwen3_moe", expect={"fused_ops": 4})
-    with pytest.raises(PassMismatch, match="has 3 hits .* expects 4[\\s\\S]*Qwen3MoeRMSNorm.forward"):
+    with pytest.raises(PassMismatch, match=r"has 3 hits .* expects 4[\s\S]*Qwen3MoeRMSNorm.forward"):
         pipeline.generate(load("qwen3_moe"), config)
 
 

@@ -101,7 +101,7 @@ def test_configurations_are_read_with_their_sub_configs_and_bases(wheel: Path):
 
 
 def test_an_unknown_model_names_the_nearest(wheel: Path):
-    with pytest.raises(UpstreamNotFound, match="transformers 9.9.9 has no model 'tinny'. Nearest: tiny"):
+    with pytest.raises(UpstreamNotFound, match=r"transformers 9\.9\.9 has no model 'tinny'\. Nearest: tiny"):
         upstream.load("tinny", "9.9.9")
     with pytest.raises(UpstreamNotFound) as error:
         upstream.load("qwen3_mo")
