@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchgen import emit, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
-from patchgen.errors import PassMismatch
+from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
-from patchgen.passes import default_pipeline
+from patchgen.passes import PASSES, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
@@ -58,6 +59,13 @@ class Generated:
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
     """Runs passes in order and holds each to its expected hits."""
+    for name in config.expect:
+        if pass_named(name) is None:
+            nearest = difflib.get_close_matches(name, [kind.name for kind in PASSES], n=3, cutoff=0.2)
+            raise ConfigError(
+                f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
+                f"Nearest: {', '.join(nearest) or 'none'}."
+            )
     steps = []
     for current in passes:
         start = time.perf_counter()
@@ -67,7 +75,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         if current.name == "hand_edits" and outcome.hits:
             anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
         for name in outcome.added:
-            anatomy.add(module.block(name))
+            anatomy.add(name, module)
     return steps
 
 

@@ -107,25 +107,40 @@ def write(generated: Generated, directory: Path, *, force: bool = False) -> list
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
         if not force:
-            _refuse_to_lose_edits(directory, generated.model)
-        changed = []
-        for name, text in generated.files.items():
-            path = directory / name
-            if path.is_file() and path.read_text(encoding="utf-8") == text:
-                continue
-            with tempfile.NamedTemporaryFile(
-                "w", dir=directory, suffix=".tmp", delete=False, encoding="utf-8"
-            ) as file:
+            _refuse_to_lose_edits(directory, generated)
+        wanted = {directory / name: text for name, text in generated.files.items()}
+        changed = {path: text for path, text in wanted.items() if not _holds(path, text)}
+        with _staged(changed) as temporary:
+            for path in changed:
+                os.replace(temporary[path], path)
+        return list(changed)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
+@contextlib.contextmanager
+def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
+    """Temporary files beside their places, all written before the first is renamed, none left behind."""
+    temporary: dict[Path, str] = {}
+    try:
+        for path, text in files.items():
+            descriptor, temporary[path] = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with open(descriptor, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
-            os.chmod(file.name, 0o644)
-            os.replace(file.name, path)
-            changed.append(path)
-        return changed
+            os.chmod(temporary[path], 0o644)
+        yield temporary
+    finally:
+        for name in temporary.values():
+            Path(name).unlink(missing_ok=True)
 
 
-def _refuse_to_lose_edits(directory: Path, model: str) -> None:
-    path = directory / f"modeling_{model}.py"
+def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
+    path = directory / f"modeling_{generated.model}.py"
     if not path.is_file() or not (directory / "provenance.json").is_file():
+        return
+    if _holds(path, generated.text):  # a run that ended between two renames
         return
     present = hashlib.sha256(path.read_bytes()).hexdigest()
     if present != read(directory)["generated_sha256"]:

@@ -311,12 +311,12 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
 
 
 def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
-    """The configuration classes of a `configuration_*.py`, by name."""
+    """The configuration classes of a `configuration_*.py`, by name; what a class does not state it has from its base."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
         raise SourceSyntaxError(f"{path}:{error.lineno}:{error.offset}: {error.msg}") from error
-    found = {}
+    found: dict[str, ConfigClass] = {}
     for node in tree.body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -326,13 +326,14 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
                 values[statement.targets[0].id] = statement.value
             elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
                 values[statement.target.id] = statement.value
+        base = next((found[name] for name in map(ast.unparse, node.bases) if name in found), ConfigClass("", None))
         model_type = values.get("model_type")
-        sub_configs: dict[str, SubConfig] = {}
+        sub_configs = dict(base.sub_configs)
         for table in ("sub_configs", "sub_configs_defaults"):  # the second name since 5.2x
             sub_configs |= _sub_configs(values.get(table))
         found[node.name] = ConfigClass(
             name=node.name,
-            model_type=model_type.value if isinstance(model_type, ast.Constant) else None,
+            model_type=model_type.value if isinstance(model_type, ast.Constant) else base.model_type,
             sub_configs=sub_configs,
         )
     return found

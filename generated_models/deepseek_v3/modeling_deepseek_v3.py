@@ -17,7 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           -
 # position_ids       -
-# fused_ops          3 hits
+# fused_ops          3 hits, 1 note
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
 # host_sync_lint     -

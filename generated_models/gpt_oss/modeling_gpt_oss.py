@@ -17,7 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           -
 # position_ids       -
-# fused_ops          1 hit
+# fused_ops          1 hit, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
 # host_sync_lint     -

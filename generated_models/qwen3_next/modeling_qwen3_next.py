@@ -17,7 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           1 hit
 # position_ids       -
-# fused_ops          2 hits, 1 note
+# fused_ops          2 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
 # host_sync_lint     -

@@ -8,8 +8,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from patchgen.anatomy.classes import Build, ClassInfo, FunctionNode, auto_builds, describe, dotted, imported_names
-from patchgen.source import Block, Module
+from patchgen.anatomy.classes import (
+    Build,
+    ClassInfo,
+    FunctionNode,
+    auto_builds,
+    describe,
+    dotted,
+    imported_names,
+    reads_name,
+)
+from patchgen.source import Module
 from patchgen.upstream import SubConfig, Upstream
 
 
@@ -42,16 +51,23 @@ class Anatomy:
         """Whether `base` (by its last name) is among the ancestors, imported ones included."""
         return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
 
-    def add(self, block: Block) -> None:
-        """Takes in a class that a pass put into the file. Its lines are 0: upstream has none for it."""
+    def add(self, name: str, module: Module) -> None:
+        """Takes in a class that a pass put into the file, and who builds it now.
+
+        The lines of the new class are 0: upstream has none for it. What upstream wrote keeps its nodes and lines.
+        """
         from patchgen.anatomy.roles import assign_class_roles
 
-        node = copy.deepcopy(block.node)
+        node = copy.deepcopy(module.block(name).node)
         for child in ast.walk(node):
             if hasattr(child, "lineno"):
                 child.lineno = 0
-        self.classes[node.name] = describe(node, {*self.classes, node.name})
-        assign_class_roles(self, self.classes[node.name])
+        self.classes[name] = describe(node, {*self.classes, name})
+        assign_class_roles(self, self.classes[name])
+        for info in self.classes.values():
+            if module.has(info.name) and reads_name(module.block(info.name).node, name):
+                changed = describe(module.block(info.name).node, set(self.classes))
+                info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
         """The method that an instance of the class runs, and the class of this file that defines it."""
@@ -112,7 +128,9 @@ class Anatomy:
             return written_for[0]
         if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
             return chosen
-        return sub_config.config_class if sub_config.config_class == "AutoConfig" and chosen is None else None
+        if sub_config.config_class == "AutoConfig":
+            return None if chosen is not None else "AutoConfig"
+        return None if known is not None else sub_config.config_class  # a config of another file: its model is there
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel."""
@@ -130,6 +148,7 @@ class Anatomy:
                 continue
             reached.add(name)
             pending += references(self.classes[name].node)
+            pending += [build.target for build in self.classes[name].builds if build.target]  # added too
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
@@ -172,7 +191,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
             anatomy.functions[node.name] = node
     imported = imported_names(nodes)
     for info in anatomy.classes.values():
-        info.auto_builds = auto_builds(info, imported)
+        info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []
         info.bases = tuple(imported.get(base, base) for base in info.bases)  # an alias of PreTrainedModel is one
     assign_roles(anatomy)
     return anatomy

@@ -59,7 +59,8 @@ class AbsoluteImports(Pass):
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
             beyond = next((node for node in relative if node.level > len(package)), None)
-            dynamic = next((call for call in calls(ast.parse(block.text)) if _is_dynamic(call)), None)
+            tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
+            dynamic = next((call for call in calls(tree) if _is_dynamic(call)), None)
             if beyond is not None or dynamic is not None:
                 raise PassMismatch(
                     f"The pass '{self.name}' cannot name what `{ast.unparse(beyond or dynamic)}` (upstream line "

@@ -115,6 +115,8 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
 
 
 def _elsewhere(target: str | None) -> str:
+    if target.endswith("Config") and target != "AutoConfig":
+        return f"the model of {target}, which is not in this file"
     return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
 
 

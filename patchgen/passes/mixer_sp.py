@@ -12,7 +12,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, called_names, dotted, parameter_names
 from patchgen.anatomy.roles import depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import transform
+from patchgen.rewrite import code_of, statements, transform
 from patchgen.source import Block, Module
 
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
@@ -53,7 +53,8 @@ class MixerSP(SitePass):
                 "\n"
                 "    def forward(self, hidden_states):\n"
                 "        # patchgen: mixer_sp\n"
-                "        hidden_states = ops.causal_conv1d(causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
+                "        hidden_states = ops.causal_conv1d("
+                "causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
                 "        return hidden_states\n"
             ),
         ),
@@ -146,6 +147,7 @@ class _WrapCalls(cst.CSTTransformer):
         self._wanted, self._mark = wanted, mark
         self.kinds: list[str] = []
         self._changed = False
+        self._depth = 0
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
@@ -165,15 +167,21 @@ class _WrapCalls(cst.CSTTransformer):
             args=[function, *updated_node.args],
         )
 
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._depth += 1
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        self._depth -= 1
+        return updated_node
+
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         self._changed = False
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        del original_node
         if not self._changed:
             return updated_node
         self._changed = False
-        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
-        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, comment])
+        (marked,) = statements(code_of(updated_node), self._depth, comment=self._mark)
+        return marked.with_changes(leading_lines=[*original_node.leading_lines, *marked.leading_lines])

@@ -1,7 +1,6 @@
 """Upstream changes under a pass: it refuses, or hits for a reason stated here. Nothing trains on unpatched in silence.
 
-Each case edits the real source of a model. A refusal is a `PassMismatch` (or, where the edit breaks the file, an
-`EmissionError`); a hit is checked by the text that generation gives.
+Each case edits the real source of a model. A refusal is a `PassMismatch`; a hit is checked by the text that it gives.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from patchgen import pipeline
-from patchgen.errors import EmissionError, PassMismatch
+from patchgen.errors import PassMismatch
 from patchgen.passes import PASSES
 
 MODELS = ("qwen3_moe", "qwen3_omni_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_vl")
@@ -176,18 +175,14 @@ ALL = (*EXPERTS, *HEADS, *SEQUENCE, *CLASSES)
 
 @pytest.mark.parametrize("case", ALL, ids=[f"{c.target}: {c.model}: {c.title}" for c in ALL])
 def test_a_changed_site_is_refused_or_hit_for_a_reason(case: Mutation):
+    """A refusal comes without any config; pinned hits can only add to it. A hit keeps to the pinned hits."""
     origin = edited(UPSTREAM[case.model], *case.edits)
-    config = default_config(case.model)
     if case.gives:
-        generated = pipeline.generate(origin, config)
-        before = hits_of(pipeline.generate(UPSTREAM[case.model], config))
-        assert hits_of(generated)[case.target] == before[case.target]
-        assert case.gives in generated.text
+        assert case.gives in pipeline.generate(origin, pinned_config(case.model)).text
     else:
-        with pytest.raises((PassMismatch, EmissionError)) as error:
-            pipeline.generate(origin, config)
-        assert isinstance(error.value, PassMismatch)
-        assert "way" in str(error.value) or "expects" in str(error.value)
+        with pytest.raises(PassMismatch) as error:
+            pipeline.generate(origin, default_config(case.model))
+        assert "expects" in str(error.value) or "ways out" in str(error.value)
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=[c.title for c in FORMULAS])
@@ -199,13 +194,6 @@ def test_an_unknown_formula_is_noted_and_breaks_the_pinned_hits(case: Mutation):
     assert any("of another formula, left as it is" in note for note in step.outcome.notes)
     with pytest.raises(PassMismatch, match=f"'{case.target}' has {len(step.outcome.hits)} hits"):
         pipeline.generate(origin, pinned_config(case.model))
-
-
-@pytest.mark.parametrize("case", [c for c in ALL if not c.gives], ids=lambda c: f"{c.target}: {c.model}: {c.title}")
-def test_what_is_refused_without_a_config_is_refused_with_pinned_hits(case: Mutation):
-    """Generating twice is slow, so this looks at the run of passes alone and at the pinned count of the target."""
-    outcome = refused_or_hits(edited(UPSTREAM[case.model], *case.edits), pinned_config(case.model))
-    assert isinstance(outcome, PassMismatch)
 
 
 def pinned_config(model: str):

@@ -190,6 +190,7 @@ def test_fused_experts_and_parallel_plan_see_the_new_class(default_config):
     assert 'experts={"ToyStackedExperts": ("gate_up_proj", "down_proj")}' in final.block("ToyForCausalLM").text
     assert {name: anatomy.classes[name].node.lineno for name in before} == before
     assert Role.EXPERTS in anatomy.classes["ToyStackedExperts"].roles
+    assert "ToyStackedExperts" in anatomy.reached_from(["ToyForCausalLM"])
 
 
 def test_name_of_another_class_is_not_taken():
