@@ -251,7 +251,8 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
             value.backward()
         return float(value.detach()), {name: p.grad.float() for name, p in model.named_parameters()}
 
-    reference = one_rank(torch.float32, "patchgen_eager", {}) if rank == 0 else None
+    upstream = dict.fromkeys(setting.seams, "eager")
+    reference = one_rank(torch.float32, "patchgen_eager", upstream) if rank == 0 else None
     lone = one_rank(torch.bfloat16, setting.attention, setting.seams) if rank == 0 else None
     if rank == 0:
         print("layout: loss error, largest gradient error / that of one rank in bf16 (bar 1.5)", flush=True)

@@ -246,6 +246,8 @@ def attention_function(name: str, backend: Backend) -> Callable:
             dropout=dropout,
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
+        if size > 1 and not request.causal and request.documents is not None:
+            require_whole_lengths(request.documents, q.shape[0] * q.shape[1], where)
         require_features(name, backend, request, where)
         out = backend.function(q, k, v, request)
         if size > 1:
@@ -322,6 +324,25 @@ def _bounds(packed: MaskStructure, where: str) -> Tensor:
         first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
         _BOUNDS[packed.document] = torch.cat([first, first.new_tensor([B * S])])
     return _BOUNDS[packed.document]
+
+
+_TOTALS = WeakIdKeyDictionary()  # cu_seq_lens -> its last entry
+
+
+def require_whole_lengths(documents: Documents, tokens: int, where: str) -> None:
+    """Raises if the lengths are not those of the gathered sequence; one host sync per batch.
+
+    A vision or audio tower that no pass has sliced holds all of its input on every rank: exchanging heads around its
+    attention would put copies of it one after the other.
+    """
+    if documents.bounds not in _TOTALS:
+        _TOTALS[documents.bounds] = int(documents.bounds[-1])
+    if _TOTALS[documents.bounds] != tokens:
+        raise ValueError(
+            f"{where} was handed lengths of {_TOTALS[documents.bounds]} tokens for a gathered sequence of {tokens}: its "
+            "input was not sliced over the SP ranks. Run it within `parallel.using(None)`, or generate the model with "
+            "the passes that slice its towers."
+        )
 
 
 def require_features(name: str, backend: Backend, request: Attention, where: str) -> None:

@@ -90,3 +90,20 @@ def attention_agrees(name: str, heads: tuple[int, int], head_sizes: tuple[int, i
         torch.testing.assert_close(gradient, full.chunk(size, dim=2)[rank], rtol=1e-5, atol=1e-6)
     dist.all_reduce(sinks)
     torch.testing.assert_close(sinks, expected_sinks, rtol=1e-5, atol=1e-6)
+
+
+def towers_that_were_not_sliced_are_refused() -> None:
+    """Every rank holds the whole input of a tower, with the lengths of the whole."""
+    state = state_of(sp=dist.get_world_size())
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    states = torch.randn(1, 4, 8, 8)
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with parallel.using(state):
+        try:
+            call(AttentionModule(), states, states, states, None, is_causal=False, cu_seq_lens_q=lengths)
+        except ValueError as error:
+            assert "was handed lengths of 8 tokens for a gathered sequence of 16" in str(error), error
+        else:
+            raise AssertionError("a tower that was not sliced was accepted")
+        with parallel.using(None):
+            call(AttentionModule(), states, states, states, None, is_causal=False, cu_seq_lens_q=lengths)

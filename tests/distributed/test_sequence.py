@@ -31,3 +31,7 @@ def test_attention_over_slices_equals_attention_over_the_whole(
 ):
     pool = two_ranks if world == 2 else four_ranks
     pool.run(cases.attention_agrees, name, heads, head_sizes, packed, **options)
+
+
+def test_towers_that_were_not_sliced_are_refused(two_ranks):
+    two_ranks.run(cases.towers_that_were_not_sliced_are_refused)
