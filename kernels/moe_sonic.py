@@ -38,7 +38,9 @@ def fused_moe_sonic(
     """
     reason = unsupported(hidden_states, gate_up_bias, down_bias, options)
     if reason is not None:
-        raise UnsupportedOptionError(f"fused_moe, backend 'sonic': {reason} Use fused_moe='torch' or 'eager' for this model.")
+        raise UnsupportedOptionError(
+            f"fused_moe, backend 'sonic': {reason} Use fused_moe='torch' or 'eager' for this model."
+        )
     from sonicmoe import moe_general_routing_inputs
     from sonicmoe.enums import ActivationType
 

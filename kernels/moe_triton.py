@@ -68,6 +68,10 @@ def fused_moe_triton(
     )[0]
 
 
+# Chosen when the kernels are decorated; read once, for a compiled layer traces through `unsupported`.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
 def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str | None:
     """Why the kernels cannot serve this call, in one sentence that names the option; None if they can."""
     if options.post_expert_norm is not None:
@@ -77,7 +81,7 @@ def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, 
             return "the kernels read by TMA and need compute capability 9.0 or newer."
         if hidden_states.dtype not in (torch.bfloat16, torch.float16):
             return f"dtype {hidden_states.dtype} is not supported, bfloat16 and float16 are."
-    elif not triton.knobs.runtime.interpret:
+    elif not _INTERPRETED:
         return f"the kernels need a CUDA device, the tensors are on {hidden_states.device}."
     elif hidden_states.dtype == torch.float64:
         return "dtype torch.float64 is not supported."
