@@ -296,6 +296,7 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
         error, timing = None, cublas
         if option != "cublas":
             function = implementations()[option]
+            torch.cuda.synchronize()
             error = worst_error(gradients(function, problem), expected) if check else None
             timing = time_one(function, problem, milliseconds)
         operations = problem.forward_operations

@@ -109,9 +109,15 @@ def recognise(
 ) -> Activation | None:
     """The formula that the model's function computes, or None if it is none of ours.
 
-    A bound method is taken apart so that torch.compile, which runs the probe while it traces, can treat the answer as
-    a constant. The answer is kept per function; a model that changes its clamp after the first call is not seen.
+    The modules that nearly every model uses are known by their type. Anything else is probed once per function, and
+    the answer is kept: a model that changes its clamp after the first call is not seen. torch.compile runs the probe
+    while it traces and takes the answer as a constant (for modules from torch 2.13 on; seen to fail on 2.11); a bound
+    method is taken apart for it.
     """
+    if apply_gate is None and (type(activation), is_gated) in _KNOWN_TYPES:
+        return _KNOWN_TYPES[type(activation), is_gated]
+    if apply_gate is None and type(activation) is nn.GELU:
+        return Activation("gelu" if activation.approximate == "none" else "gelu_tanh", is_gated=is_gated)
     if apply_gate is None:
         return _recognise(activation, None, is_gated, is_interleaved)
     if isinstance(apply_gate, MethodType):
@@ -119,6 +125,17 @@ def recognise(
     return _recognise(apply_gate, "", is_gated, is_interleaved)
 
 
+def _known_types() -> dict[tuple[type, bool], Activation]:
+    """torch's and transformers' activation modules without parameters: by their type, with and without a gate."""
+    from transformers.activations import ACT2CLS
+
+    upstream = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
+    types = {nn.SiLU: "silu", nn.ReLU: "relu"}
+    types |= {ACT2CLS[name]: kind for name, kind in upstream.items() if isinstance(ACT2CLS[name], type)}
+    return {(kind, gated): Activation(types[kind], is_gated=gated) for kind in types for gated in (True, False)}
+
+
+_KNOWN_TYPES = _known_types()
 _KNOWN: weakref.WeakKeyDictionary[object, dict[tuple, Activation | None]] = weakref.WeakKeyDictionary()
 
 

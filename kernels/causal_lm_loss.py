@@ -10,6 +10,7 @@ tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -112,5 +113,15 @@ def _loss_sum(
             f"causal_lm_loss: the head must map [1, {hidden_CH.shape[0]}, {hidden_CH.shape[1]}] to logits of "
             f"vocab_size {vocab_size}, found {tuple(logits_1CV.shape)}."
         )
-    logits_CV = logits_1CV.squeeze(0).float()
-    return F.cross_entropy(logits_CV, target_C, ignore_index=ignore_index, reduction="sum")
+    cross_entropy = _compiled_cross_entropy() if logits_1CV.is_cuda else _cross_entropy_sum
+    return cross_entropy(logits_1CV.squeeze(0), target_C, ignore_index)
+
+
+def _cross_entropy_sum(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(logits_CV.float(), target_C, ignore_index=ignore_index, reduction="sum")
+
+
+@functools.cache
+def _compiled_cross_entropy() -> Callable[..., Tensor]:
+    """In one piece the fp32 logits and their gradient never exist in memory."""
+    return torch.compile(_cross_entropy_sum)

@@ -116,10 +116,10 @@ def _grouped_gemm_weights(
         else:
             if A % BLOCK_A == 0:
                 read_column = a_column
-            else:  # columns past the end are computed, not stored; they read column 0, in whole 16-byte pieces
+            else:  # columns past the end are computed, not stored: they read column 0, in 16-byte pieces
                 read_column = tl.max_contiguous(tl.multiple_of(tl.where(a_column < A, a_column, 0), 8), 8)
-            # The row numbers are read one step ahead of the rows they name: read in the same step, they would take every
-            # second stage of the pipeline. Past the expert's rows they are of no use and only have to exist.
+            # The row numbers are read one step ahead of the rows they name: read in the same step, they would take
+            # every second stage of the pipeline. Past the expert's rows they are of no use and only have to exist.
             numbers = source + tl.arange(0, BLOCK_R)
             slot = tl.load(slot_of_padded + numbers, mask=numbers < num_padded, other=0)
             for start in range(0, num_rows, BLOCK_R):

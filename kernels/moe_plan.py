@@ -1,7 +1,7 @@
 """Which rows go to which expert, and which tiles cover them, without the host knowing a single count.
 
-The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M` rows
-of one expert:
+The (token, slot) pairs are sorted by expert; sorted pairs are called rows. Every kernel works on tiles of `BLOCK_M`
+rows of one expert:
 
     rows      | expert 0: 300 rows          | expert 1: 20 | expert 2: 0 | expert 3: 130        |left out|
     tiles     | 0: 128 | 1: 128 | 2: 44     | 3: 20        |             | 4: 128 | 5: 2        |

@@ -8,7 +8,7 @@ model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="patch
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from patchgen.kernels.fused_moe import fused_moe
 
@@ -29,6 +29,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         hidden_states: `[T, H]`.
         top_k_index, top_k_weights: `[T, K]`.
     """
+    is_plain = not self.has_gate or type(self)._apply_gate is _default_apply_gate
     has_norm = "has_post_expert_norm" in vars(self) and self.has_post_expert_norm
     return fused_moe(
         hidden_states,
@@ -37,8 +38,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         self.gate_up_proj if self.has_gate else self.up_proj,
         self.down_proj,
         num_experts=self.num_experts,
-        activation=None if self.has_gate else self.act_fn,
-        apply_gate=self._apply_gate if self.has_gate else None,
+        activation=self.act_fn if is_plain else None,
+        apply_gate=None if is_plain else self._apply_gate,
         gate_up_bias=(self.gate_up_proj_bias if self.has_gate else self.up_proj_bias) if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,
         is_gated=self.has_gate,

@@ -171,6 +171,22 @@ def sweep(
     raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], fresh=fresh))
 
 
+@app.command()
+def mesh(
+    world: Annotated[int, typer.Option("--world", help="the number of ranks")],
+    dp_replicate: Annotated[int, typer.Option("--dp-replicate", help="copies of the sharded model (HSDP)")] = 1,
+    sp: Annotated[int, typer.Option("--sp", help="ranks that share a sequence (Ulysses)")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="ranks that share the experts")] = 1,
+) -> None:
+    """Draw which rank holds what.
+
+    Example: patchgen mesh --world 16 --ep 4 --sp 2
+    """
+    from patchgen.commands import proof
+
+    proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
+
+
 def main() -> None:
     """Entry point: errors that are meant for the user are printed without a traceback."""
     try:

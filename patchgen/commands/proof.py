@@ -1,4 +1,4 @@
-"""verify: the numerical proof. The only commands that load the runtime are here and in `sweeping`."""
+"""verify and mesh. The only commands that load the runtime are here and in `sweeping`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from patchgen import provenance
 from patchgen.commands.generation import committed
-from patchgen.errors import UpstreamNotFound
+from patchgen.errors import ConfigError, UpstreamNotFound
 
 
 def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None) -> int:
@@ -25,3 +25,13 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
         if not proof.is_proven:
             failed.append(name)
     return 1 if failed else 0
+
+
+def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:
+    """Prints the rank map of a layout; one that does not multiply is an error that names the numbers."""
+    from patchgen.runtime.parallel.config import mesh_text
+
+    try:
+        print(mesh_text(world, dp_replicate=dp_replicate, sp=sp, ep=ep))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

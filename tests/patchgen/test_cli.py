@@ -16,7 +16,7 @@ from patchgen import model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
-COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "upgrade", "verify", "sweep")
+COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
 MODEL = "qwen3"
 
 

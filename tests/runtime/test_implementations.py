@@ -30,7 +30,7 @@ def test_every_seam_has_its_implementation():
 
 
 def test_an_unknown_implementation_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="Available: eager, torch"):
+    with pytest.raises(ValueError, match="Available: eager, auto, torch"):
         seams.configure(fused_moe="tensorflow")
 
 
