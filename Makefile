@@ -10,7 +10,8 @@ TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow lint bench-moe clean
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
+	bench-generate bench-moe clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -60,6 +61,15 @@ test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file i
 lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+
+test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel -m "not gpu" $(ARGS)
+
+bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
+	@$(BIN)/python benchmarks/bench_generate.py $(ARGS)
+
+bench-moe:  ## check and time the experts' kernels; runs with the python that has CUDA: PYTHON=python3
+	@$(PYTHON) benchmarks/bench_moe.py $(ARGS)
 
 clean:  ## remove .venv
 	rm -rf $(VENV)
