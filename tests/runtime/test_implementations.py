@@ -22,6 +22,7 @@ SHIPPED = {
 
 
 def test_every_seam_has_its_implementation():
+    assert {"auto", "torch", "triton", "sonic"} <= set(seams.implementations("fused_moe"))
     for seam, name in SHIPPED.items():
         assert name in seams.implementations(seam)
         with seams.using(**{seam: name}):
@@ -30,7 +31,7 @@ def test_every_seam_has_its_implementation():
 
 
 def test_an_unknown_implementation_is_refused_with_the_list():
-    with pytest.raises(ValueError, match="Available: eager, torch"):
+    with pytest.raises(ValueError, match="Available: eager, auto, torch"):
         seams.configure(fused_moe="tensorflow")
 
 
