@@ -5,7 +5,7 @@ shape's options in one process (benchmarks/bench_moe.py; every row is in benchma
 
     T      option         qwen3    gpt_oss    dsv3_slice    mixtral
     4096   transformers    5.2       7.8         22.8         19.6
-           torch           3.7       6.3         19.2         17.4
+           torch           3.0       5.4         19.2         17.4
            triton          2.6       5.6         16.2         15.6
     16384  transformers   17.2      27.0         86.8         70.2
            torch           9.2      18.1         61.9         58.2
@@ -13,6 +13,10 @@ shape's options in one process (benchmarks/bench_moe.py; every row is in benchma
     32768  transformers   33.3      55.4        179.5        145.3
            torch          23.7      41.0        145.2        127.9
            triton         13.9      34.7        110.1        108.8
+
+The figures of torch at 4096 for qwen3 and gpt_oss are of a later process, in which torch.compile no longer reached its
+limit of recompilations; its other figures at 4096 and 32768 suffer from that limit and are up to a third too high.
+At T = 4096 the gpt_oss row is a tie (5.40 and 5.43 in that process).
 
 Zipf routing keeps the order on every row. sonic-moe 0.1.2.post1, in one process with triton at qwen3 and T = 16384,
 took 7.0 where triton took 7.2: it is not chosen unasked, because it tunes itself on first use, for more than 100 s at
