@@ -267,10 +267,24 @@ def _has(distribution: str) -> bool:
     return True
 
 
-COLUMNS = (
-    "date benchmark versions shape tokens routing option forward_ms both_ms forward_tflops both_tflops "
-    "forward_of_cublas both_of_cublas saved_mib peak_mib worst_relative_error"
-).split()
+COLUMNS = [
+    "date",
+    "benchmark",
+    "versions",
+    "shape",
+    "tokens",
+    "routing",
+    "option",
+    "forward_ms",
+    "both_ms",
+    "forward_tflops",
+    "both_tflops",
+    "forward_of_cublas",
+    "both_of_cublas",
+    "saved_mib",
+    "peak_mib",
+    "worst_relative_error",
+]
 
 
 def rows_of(name: str, tokens: int, routing: str, options: list[str], milliseconds: int, check: bool):

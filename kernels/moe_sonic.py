@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from patchgen.kernels.moe_options import MoeOptions
+from patchgen.kernels.moe_options import MoeOptions, UnsupportedOptionError
 
 _NAMES = {"silu": "SWIGLU", "gelu": "GEGLU", "relu": "REGLU"}
 
@@ -38,7 +38,9 @@ def fused_moe_sonic(
     """
     reason = unsupported(hidden_states, gate_up_bias, down_bias, options)
     if reason is not None:
-        raise ValueError(f"fused_moe, backend 'sonic': {reason} Use fused_moe='torch' or 'eager' for this model.")
+        raise UnsupportedOptionError(
+            f"fused_moe, backend 'sonic': {reason} Use fused_moe='torch' or 'eager' for this model."
+        )
     from sonicmoe import moe_general_routing_inputs
     from sonicmoe.enums import ActivationType
 

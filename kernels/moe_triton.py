@@ -14,6 +14,7 @@ torch.compile traces through a layer without a break.
 from __future__ import annotations
 
 import torch
+import triton
 from torch import Tensor
 
 from patchgen.kernels.activations import KINDS, Activation
@@ -23,7 +24,7 @@ from patchgen.kernels.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe_bias import sum_padded_rows, sum_token_rows
 from patchgen.kernels.moe_gate_backward import gate_backward_gemm
 from patchgen.kernels.moe_gate_up import gate_up
-from patchgen.kernels.moe_options import MoeOptions
+from patchgen.kernels.moe_options import MoeOptions, UnsupportedOptionError
 from patchgen.kernels.moe_plan import BLOCK_M, Plan, make_plan, max_tiles
 
 _MAX_EXPERTS = 2**14
@@ -42,11 +43,13 @@ def fused_moe_triton(
     """Shapes as in `runtime.ops.fused_moe`.
 
     Raises:
-        ValueError: an option, a dtype or a size that the kernels do not have; see `unsupported`.
+        UnsupportedOptionError: an option, a dtype or a size that the kernels do not have; see `unsupported`.
     """
     reason = unsupported(hidden_states, gate_up_proj, down_proj, options)
     if reason is not None:
-        raise ValueError(f"fused_moe, backend 'triton': {reason} Use fused_moe='torch' or 'eager' for this model.")
+        raise UnsupportedOptionError(
+            f"fused_moe, backend 'triton': {reason} Use fused_moe='torch' or 'eager' for this model."
+        )
     activation = options.recognised()
     tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -65,6 +68,10 @@ def fused_moe_triton(
     )[0]
 
 
+# Chosen when the kernels are decorated; read once, for a compiled layer traces through `unsupported`.
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
 def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str | None:
     """Why the kernels cannot serve this call, in one sentence that names the option; None if they can."""
     if options.post_expert_norm is not None:
@@ -74,6 +81,8 @@ def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, 
             return "the kernels read by TMA and need compute capability 9.0 or newer."
         if hidden_states.dtype not in (torch.bfloat16, torch.float16):
             return f"dtype {hidden_states.dtype} is not supported, bfloat16 and float16 are."
+    elif not _INTERPRETED:
+        return f"the kernels need a CUDA device, the tensors are on {hidden_states.device}."
     elif hidden_states.dtype == torch.float64:
         return "dtype torch.float64 is not supported."
     hidden_size, inner = gate_up_proj.shape[1 if options.is_transposed else 2], down_proj.shape[2]

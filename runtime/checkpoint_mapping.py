@@ -8,7 +8,18 @@ initialisation, and only a log line says so.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+)
+from transformers.models.auto import modeling_auto
 
 
 def register_checkpoint_mapping(*names: str) -> None:
@@ -22,3 +33,63 @@ def register_checkpoint_mapping(*names: str) -> None:
         mapping = get_checkpoint_conversion_mapping(name)
         if mapping is not None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+
+
+def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str, str, str]]) -> None:
+    """Registers how the experts of a generated file lie on disk: one by one, as lists of modules are written.
+
+        mlp.experts.0.gate_proj.weight [I, H]  \\
+        mlp.experts.0.up_proj.weight   [I, H]   >  mlp.experts.gate_up_proj [E, 2I, H]
+        ...                                    /
+        mlp.experts.0.down_proj.weight [H, I]  ->  mlp.experts.down_proj [E, H, I]
+
+    Biases likewise, to `gate_up_proj_bias` and `down_proj_bias`. transformers applies this on load and undoes it on
+    save. transformers looks conversions up by class name, whoever defines the class. Another class of that name that
+    holds lists (the source of the generated file) is not disturbed: keys that a model has are left as they are. One of
+    transformers' own whose conversion also renames modules would be; that is warned of.
+
+    Args:
+        class_names: the model classes of the generated file.
+        experts: attribute of the list -> its experts' (gate, up, down) projections.
+    """
+    for name in class_names:
+        displaced = [entry for entry in _native_conversion(name) if isinstance(entry, WeightRenaming)]
+        if displaced:
+            renamed = ", ".join(pattern for entry in displaced for pattern in entry.source_patterns)
+            warnings.warn(
+                f"From here on, transformers' own {name} does not rename {renamed} when it loads a checkpoint: this "
+                f"process has a generated class of that name, made from another file, whose checkpoints need no "
+                f"renaming. Use transformers' {name} in another process.",
+                stacklevel=3,
+            )
+        register_checkpoint_conversion_mapping(name, stacked_experts_conversion(experts), overwrite=True)
+
+
+def _native_conversion(class_name: str) -> list[WeightTransform]:
+    """What transformers applies to its own class of that name; empty if it has none or converts nothing."""
+    mappings = (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, modeling_auto.MODEL_MAPPING_NAMES)
+    types = [kind for mapping in mappings for kind, served in mapping.items() if served == class_name]
+    if not types:
+        return []
+    found = (get_checkpoint_conversion_mapping(name) for name in (class_name, *types))
+    return next((mapping for mapping in found if mapping is not None), [])
+
+
+def stacked_experts_conversion(experts: Mapping[str, tuple[str, str, str]]) -> list[WeightConverter]:
+    """The converters of `register_stacked_experts`."""
+    converters = []
+    for attribute, (gate, up, down) in experts.items():
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            converters += [
+                WeightConverter(
+                    source_patterns=[rf"\.{attribute}.*.{gate}.{kind}", rf"\.{attribute}.*.{up}.{kind}"],
+                    target_patterns=rf"\.{attribute}.gate_up_proj{suffix}",
+                    operations=[MergeModulelist(dim=0), Concatenate(dim=1)],
+                ),
+                WeightConverter(
+                    source_patterns=rf"\.{attribute}.*.{down}.{kind}",
+                    target_patterns=rf"\.{attribute}.down_proj{suffix}",
+                    operations=[MergeModulelist(dim=0)],
+                ),
+            ]
+    return converters

@@ -1,7 +1,8 @@
-"""Generated files know the transformers release that they were made from; this is where they meet the installed one."""
+"""Generated files know the transformers release that they were made from; here they meet the installed one."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -26,8 +27,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     if installed == made_from or installed == os.environ.get(ALLOW_VARIABLE):
         return
     folder = Path(generated_file).parent
-    record = folder / "verify.json"
-    if record.is_file() and installed in json.loads(record.read_text()).get("transformers", []):
+    if installed in _proven_with(folder / "verify.json", Path(generated_file)):
         return
     raise ImportError(
         f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
@@ -35,3 +35,12 @@ def require_transformers(generated_file: str, made_from: str) -> None:
         f"`make regen MODEL={folder.name} TRANSFORMERS={installed}` and review the diff, or prove it as it is with "
         f"`{ALLOW_VARIABLE}={installed} make verify MODEL={folder.name}`."
     )
+
+
+def _proven_with(record: Path, generated_file: Path) -> list[str]:
+    """The releases that a proof of this very file lists; a proof of an earlier version of it counts for nothing."""
+    if not record.is_file():
+        return []
+    proof = json.loads(record.read_text())
+    is_current = proof.get("sha256") == hashlib.sha256(generated_file.read_bytes()).hexdigest()
+    return proof["transformers"] if is_current else []

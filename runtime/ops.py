@@ -11,11 +11,12 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from patchgen.runtime import seams
-from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping
+from patchgen.runtime import parallel, seams
+from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 
@@ -31,9 +32,11 @@ __all__ = [
     "mrope_position_ids",
     "parallel_plan",
     "register_checkpoint_mapping",
+    "register_stacked_experts",
     "require_transformers",
     "rms_norm",
     "rotary",
+    "router_mask",
     "router_means",
     "sequence_position_ids",
     "sequence_slice",
@@ -47,7 +50,14 @@ __all__ = [
 
 def serves(seam: str) -> bool:
     """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
+    if seam == "fused_moe" and _expert_parallel():
+        return True  # upstream's loop over the experts cannot run where only some of them are
     return seams.selected()[seam] != seams.EAGER
+
+
+def _expert_parallel() -> bool:
+    state = parallel.current()
+    return state is not None and state.ep > 1
 
 
 def fused_moe(
@@ -85,7 +95,13 @@ def fused_moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`.
     """
-    return seams.implementation("fused_moe")(
+    if _expert_parallel():
+        from patchgen.runtime.parallel.experts import fused_moe as over_ranks
+
+        implementation = functools.partial(over_ranks, parallel.current())
+    else:
+        implementation = seams.implementation("fused_moe")
+    return implementation(
         hidden_states,
         top_k_index,
         top_k_weights,
@@ -109,7 +125,7 @@ def causal_lm_loss(
     labels: Tensor | None,
     *,
     loss_function: Callable[..., Tensor],
-    vocab_size: int,
+    vocab_size: int | None,
     **kwargs: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
@@ -120,24 +136,33 @@ def causal_lm_loss(
         hidden_states: `[B, S, H]`.
         labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
         loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
-        vocab_size: V.
+        vocab_size: V; None for the last dimension of the logits.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
-        never materialised; the eager one returns both.
+        never materialised; the eager one returns both. On many ranks the loss is this rank's share: the shares of all
+        ranks and micro-batches add up to the mean over the global batch.
     """
     if labels is None:
         return head(hidden_states), None
+    state = parallel.current()
+    if state is not None:
+        from patchgen.runtime.parallel.loss import global_labels
+
+        labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
     if serves("causal_lm_loss"):
         return seams.implementation("causal_lm_loss")(
             head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
         )
     logits = head(hidden_states)
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False) -> Tensor:
+def rms_norm(
+    hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
+) -> Tensor:
     """Root-mean-square norm of the last dimension: `x / sqrt(mean(x^2) + eps) * (offset + weight)`.
 
     Args:
@@ -161,6 +186,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: 
 
 def swiglu(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
     """`activation(gate) * up`, elementwise; `gate` and `up` are `[..., I]`."""
+    if not serves("swiglu"):
+        return activation(gate) * up
     return seams.implementation("swiglu")(gate, up, activation)
 
 
@@ -177,15 +204,27 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     Returns:
         `[..., S]`; without sequence parallelism the argument itself, None included.
     """
-    return position_ids
+    state = parallel.current()
+    if state is None or state.sp == 1:
+        return position_ids
+    from patchgen.runtime.parallel.sequence import position_slice
+
+    return position_slice(position_ids, hidden_states, state)
 
 
 def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) -> Tensor | None:
     """This rank's slice of `tensor` along `dim`, if that dimension spans the whole sequence; otherwise `tensor`."""
-    return tensor
+    state = parallel.current()
+    if tensor is None or state is None or state.sp == 1:
+        return tensor
+    from patchgen.runtime.parallel.sequence import slice_dimension
+
+    return slice_dimension(tensor, hidden_states.shape[1], state, dim)
 
 
-def causal_conv1d(convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs) -> Tensor:
+def causal_conv1d(
+    convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs
+) -> Tensor:
     """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
 
     Args:
@@ -193,7 +232,9 @@ def causal_conv1d(convolution: Callable[..., Tensor], hidden_states: Tensor, wei
         hidden_states: `[B, C, S]`.
         weight: `[C, width]`.
     """
-    return convolution(hidden_states, weight, *args, **kwargs)
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.causal_conv1d(convolution, hidden_states, weight, *args, state=parallel.current(), **kwargs)
 
 
 def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> object:
@@ -204,23 +245,52 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
         query, key: `[B, S, N_k, D_k]`.
         value: `[B, S, N_v, D_v]`; further tensors (decay, beta) are `[B, S, N_v, ...]`.
     """
-    return rule(query, key, value, *args, **kwargs)
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
 
 
-def mrope_position_ids(position_ids: Tensor | None) -> Tensor | None:
+def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | None:
     """Multimodal position ids as upstream wants them: `(B, 3, S)` from the collator becomes `(3, B, S)`.
 
-    Ids whose first dimension is already 3 or 4 are returned as they are, unless only the second reading is possible.
+    Args:
+        position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
+            or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
+        batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
+            exactly as many samples as rows has no such sign and is read as upstream's.
+
+    Raises:
+        ValueError: neither layout fits the batch.
     """
     if position_ids is None or position_ids.ndim != 3:
         return position_ids
     first, second = position_ids.shape[:2]
-    if second in (3, 4) and first not in (3, 4):
+    if first in (3, 4) and second in (1, batch.shape[0]):
+        return position_ids
+    if first == batch.shape[0] and second in (3, 4):
         return position_ids.transpose(0, 1).contiguous()
-    return position_ids
+    raise ValueError(
+        f"Position ids of shape {tuple(position_ids.shape)} fit no batch of {batch.shape[0]}: expected "
+        f"(3 or 4, {batch.shape[0]}, length), or ({batch.shape[0]}, 3 or 4, length) as collated."
+    )
 
 
 # ------------------------------------------------------------------------------------------ router loss
+
+
+def router_mask(attention_mask: Tensor | None, gate_logits: Sequence[Tensor]) -> Tensor | None:
+    """The attention mask of the tokens that this rank's router saw.
+
+    Args:
+        attention_mask: `[B, S]` of this rank, `[B, S * sp]` of the whole sequence, or None.
+        gate_logits: the router logits of each layer, `[T, E]`.
+    """
+    state = parallel.current()
+    if attention_mask is None or state is None or state.sp == 1:
+        return attention_mask
+    from patchgen.runtime.parallel.loss import own_mask
+
+    return own_mask(attention_mask, gate_logits[0].shape[0], state)
 
 
 def router_means(
@@ -239,5 +309,9 @@ def router_means(
         gate_logits: the router logits of each layer, `[T, E]`: they say how many tokens this rank has.
         attention_mask: `[B, S]` or None: the tokens that count.
     """
-    return tokens_per_expert, router_prob_per_expert
+    state = parallel.current()
+    if state is None:
+        return tokens_per_expert, router_prob_per_expert
+    from patchgen.runtime.parallel.loss import router_means as over_ranks
 
+    return over_ranks(tokens_per_expert, router_prob_per_expert, gate_logits, attention_mask, state)

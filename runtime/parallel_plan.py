@@ -33,7 +33,8 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
     """
     paths = []
     for module_path, module in model.named_modules():
-        names = experts.get(type(module).__name__)
+        # FSDP2 puts a subclass of its own before the class of a module that it manages.
+        names = next((experts[cls.__name__] for cls in type(module).__mro__ if cls.__name__ in experts), None)
         if names is None:
             continue
         own = dict(module.named_parameters(recurse=False))

@@ -1,0 +1,23 @@
+"""The numerical proof that a generated model is upstream's model.
+
+    patchgen verify qwen3_moe          # the table; verify.json beside the generated file; exit 1 unless proven
+
+    config class ──small_config──> small config ──build_pair──> upstream model    generated model
+                                        │                       same weights, constants moved off their values
+                                        └──text_cases──> cases ──train_step──> outputs and gradients, bit for bit
+                                                                               fused seams: tolerance, calls
+                                                                               checkpoints exchanged both ways
+
+| file | does |
+| --- | --- |
+| `small_config.py` | a small config from any config class, with `field_semantics.py` and `layer_selection.py` |
+| `inputs.py` | the fixed inputs: plain, padded, packed |
+| `model_pair.py` | builds both models with the same weights and compares their structure |
+| `comparison.py` | one training step, and how far two of them are apart |
+| `seam_proof.py` | the kernels behind the seams |
+| `round_trip.py` | checkpoints from one class to the other |
+| `proof.py` | puts these together for one config |
+| `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
+| `report.py` | the table and `verify.json` |
+| `coverage.py` | for how many types of transformers there is a small config |
+"""

@@ -1,13 +1,10 @@
-"""Without a GPU the Triton kernels run in Triton's interpreter, which has to be chosen before they are imported."""
+"""Without a GPU the Triton kernels run in Triton's interpreter (`tests/conftest.py` chooses it), mended here."""
 
 from __future__ import annotations
-
-import os
 
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     from triton.runtime import interpreter
 
     _upstream_patch = interpreter._patch_lang_tensor

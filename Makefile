@@ -1,0 +1,65 @@
+# Thin: every target calls `patchgen` or a test runner. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PATCHGEN := $(BIN)/patchgen
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# torch first and by exact version: a plain `torch` may bring a CUDA build of several gigabytes.
+TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow lint bench-moe clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
+	@echo "  MODEL=qwen3_moe picks a model, TRANSFORMERS=5.17.0 another upstream release"
+
+$(VENV)/.setup: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) (generator only)"
+	@$(PIP) install --constraint constraints.txt --editable .
+	@touch $@
+
+$(VENV)/.setup-test: $(VENV)/.setup
+	@echo "setting up $(VENV) (tests: torch and test tools)"
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
+	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+setup: $(VENV)/.setup  ## install the generator into .venv
+setup-test: $(VENV)/.setup-test  ## install what the tests need, torch included
+
+regen: $(VENV)/.setup  ## write generated_models/$(MODEL) and show what changed
+	@test -n "$(MODEL)" || { echo "Name a model: make regen MODEL=qwen3_moe"; exit 2; }
+	@$(PATCHGEN) generate $(MODEL) $(FROM) $(ARGS)
+
+regen-all: $(VENV)/.setup  ## write every committed model again
+	@$(PATCHGEN) generate --all $(FROM) $(ARGS)
+
+check: $(VENV)/.setup  ## compare the committed models with what generation gives now
+	@$(PATCHGEN) check $(MODEL)
+
+verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstream
+	@test -n "$(MODEL)" || { echo "Name a model: make verify MODEL=qwen3_moe"; exit 2; }
+	@$(PATCHGEN) verify $(MODEL)
+
+verify-all: $(VENV)/.setup-test  ## prove every committed model
+	@$(PATCHGEN) verify --all
+
+sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
+	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)
+
+test: $(VENV)/.setup-test  ## run the tests
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)
+
+test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file imports, every model is proven
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
+
+lint: $(VENV)/.setup-test  ## ruff, format included
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+clean:  ## remove .venv
+	rm -rf $(VENV)

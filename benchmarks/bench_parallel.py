@@ -1,0 +1,392 @@
+"""A slice of Qwen3-30B-A3B on several GPUs: agreement with one GPU, waits for the device, step time and memory.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_parallel.py                        # everything
+    torchrun --nproc-per-node 4 benchmarks/bench_parallel.py --parts table --tokens 4096 131072
+    torchrun --nproc-per-node 2 benchmarks/bench_parallel.py --device cpu --tiny    # that it runs, on gloo
+
+agreement   bf16 with fused kernels on all ranks against fp32 on one: its error, next to the error of bf16 on one
+syncs       one step under `torch.cuda.set_sync_debug_mode`: the places that wait for the device
+table       seconds per step (forward, backward, clip, AdamW), tokens per second and GPU, peak memory, and the share of
+            the step in which all-to-all, all-gather and reduce-scatter kernels run (torch.profiler)
+
+Four layers of the model; bf16 compute, fp32 parameters and reduction. A row is packed with documents of `--document`
+tokens. "ckpt" is activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import datetime
+import os
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+from patchgen.runtime import attention, parallel, seams
+from patchgen.runtime.parallel import ParallelConfig, batch, checkpointing, experts, gradients, loss, report, sharding
+from patchgen.runtime.parallel.state import ParallelState
+
+RESULTS = Path(__file__).with_name("results_parallel.csv")
+COLUMNS = ("date", "versions", "gpus", "layout", "ckpt", "tokens per GPU", "s/step", "tokens/s/GPU", "peak GiB")
+COLUMNS += ("all-to-all %", "all-gather %", "reduce-scatter %")
+LAYOUTS = {
+    "FSDP": {},
+    "EP2": {"ep": 2},
+    "EP4": {"ep": 4},
+    "SP2": {"sp": 2},
+    "SP4": {"sp": 4},
+    "EP2 x SP2": {"ep": 2, "sp": 2},
+    "EP4 x SP2": {"ep": 4, "sp": 2},
+    "EP4 x SP4": {"ep": 4, "sp": 4},
+}
+SLICE = {"num_hidden_layers": 4, "max_window_layers": 4, "vocab_size": 151_936, "use_cache": False}
+SLICE |= {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+SLICE |= {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+SMALL = SLICE | {"vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 64, "num_experts": 16}
+TINY = SMALL | {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how everything runs."""
+
+    device: str
+    attention: str
+    seams: dict[str, str]
+
+
+def build(sizes: dict, setting: Setting) -> nn.Module:
+    """The model on the meta device."""
+    from transformers import Qwen3MoeConfig
+
+    with torch.device("meta"):
+        return Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation=setting.attention).train()
+
+
+@torch.no_grad()
+def fill(model: nn.Module) -> None:
+    """Random weights, each rank its own part."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(dist.get_rank())
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if parameter.ndim == 1:
+            local.fill_(1.0)
+        else:
+            local.normal_(0, 0.02, generator=generator)
+
+
+def make_batch(tokens: int, state: ParallelState, sizes: dict, document: int, seed: int, device: str) -> dict:
+    """`tokens` of this rank: a slice of a row of `tokens * sp` in documents of `document` tokens."""
+    generator = torch.Generator().manual_seed(seed * 1000 + state.batch_index)
+    length = tokens * state.sp
+    ids = torch.randint(0, sizes["vocab_size"], (1, length), generator=generator)
+    positions = torch.arange(length) % document
+    whole = {"input_ids": ids, "labels": ids, "position_ids": positions[None]}
+    mine = batch.slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+
+
+def train_step(model: nn.Module, inputs: dict, optimizer, state: ParallelState, items: Tensor) -> Tensor:
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    gradients.clip(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return share.detach()
+
+
+def fits(layout: dict, world: int) -> bool:
+    return world % layout.get("sp", 1) == 0 and world % layout.get("ep", 1) == 0
+
+
+# -------------------------------------------------------------------------------------------- the table
+
+
+def table(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = []
+    for name in arguments.layouts:
+        if not fits(LAYOUTS[name], world):
+            continue
+        state = ParallelState.create(ParallelConfig.for_world(world, **LAYOUTS[name]), setting.device)
+        for tokens in arguments.tokens:
+            mode = "full" if tokens > arguments.checkpoint_above else "none"
+            model = build(sizes, setting)
+            checkpointing.apply(model, mode)
+            options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            sharding.shard_model(model, state, options=options)
+            sharding.materialise(model, setting.device)
+            fill(model)
+            if rank == 0 and tokens == arguments.tokens[0]:
+                print(report.describe(model, state, setting.seams), flush=True)
+            row = {"layout": name, "ckpt": mode, "tokens per GPU": tokens}
+            try:
+                row |= measure(model, state, tokens, sizes, arguments, setting)
+            except torch.OutOfMemoryError:
+                row["s/step"] = "out of memory"
+            rows.append(row)
+            del model
+            if setting.device == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            if rank == 0:
+                print(" | ".join(str(row.get(column, "")) for column in COLUMNS[3:]), flush=True)
+    if rank == 0:
+        write(rows, world)
+
+
+def measure(model: nn.Module, state, tokens: int, sizes: dict, arguments: argparse.Namespace, setting) -> dict:
+    groups = sharding.optimizer_groups(model)
+    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=setting.device == "cuda")
+    inputs = make_batch(tokens, state, sizes, min(arguments.document, tokens * state.sp), 0, setting.device)
+    items = loss.count_items([inputs], setting.device)
+    train_step(model, inputs, optimizer, state, items)
+    synchronise(setting)
+    started = time.perf_counter()
+    for _ in range(arguments.steps):
+        train_step(model, inputs, optimizer, state, items)
+    synchronise(setting)
+    seconds = torch.tensor((time.perf_counter() - started) / arguments.steps, device=setting.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    row = {"s/step": round(float(seconds), 4), "tokens/s/GPU": round(tokens / float(seconds))}
+    if setting.device == "cuda":
+        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        row |= communication(lambda: train_step(model, inputs, optimizer, state, items), setting)
+    return row
+
+
+def communication(step, setting: Setting) -> dict[str, float]:
+    """The share of a step in which kernels of each kind of collective run, in percent."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        started = time.perf_counter()
+        step()
+        synchronise(setting)
+        seconds = time.perf_counter() - started
+    kinds = {"SendRecv": "all-to-all %", "AllGather": "all-gather %", "ReduceScatter": "reduce-scatter %"}
+    shares = dict.fromkeys(kinds.values(), 0.0)
+    for event in profile.key_averages():
+        for word, column in kinds.items():
+            if word in event.key:
+                shares[column] += event.device_time_total / 1e6 / seconds * 100
+    return {column: round(value, 1) for column, value in shares.items()}
+
+
+def synchronise(setting: Setting) -> None:
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def write(rows: list[dict], world: int) -> None:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    stamp = {
+        "date": datetime.date.today().isoformat(),
+        "versions": f"torch {torch.__version__}",
+        "gpus": f"{world} {gpu}",
+    }
+    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
+    new_file = not target.exists()
+    with target.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new_file:
+            writer.writeheader()
+        writer.writerows(stamp | row for row in rows)
+
+
+# ------------------------------------------------------------------------------------------- agreement
+
+
+def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
+    """Errors of loss and gradients in bf16, many ranks and one, against fp32 with upstream's code on one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens, documents = arguments.agreement_tokens, arguments.agreement_tokens // 4
+    solo = ParallelState.create(ParallelConfig.for_world(world), setting.device)
+    torch.manual_seed(0)
+    from transformers import Qwen3MoeConfig
+
+    whole = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation="patchgen_eager")
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.normal_(0, 0.05) if parameter.ndim > 1 else parameter.fill_(1.0)
+    weights = {key: value.clone() for key, value in whole.state_dict().items()}
+    del solo
+
+    def global_batch(num_rows: int) -> dict:
+        generator = torch.Generator().manual_seed(5)
+        ids = torch.randint(0, sizes["vocab_size"], (num_rows, tokens), generator=generator)
+        return {
+            "input_ids": ids,
+            "labels": ids,
+            "position_ids": (torch.arange(tokens) % documents).expand(num_rows, -1),
+        }
+
+    def to_device(inputs: dict) -> dict:
+        return {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+
+    def one_rank(dtype: torch.dtype, attention_name: str, choices: dict) -> tuple[float, dict]:
+        model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation=attention_name).train()
+        model.load_state_dict(weights)
+        model.to(setting.device, dtype)
+        inputs = to_device(batch.slice_batch(global_batch(world), sp=1, sp_rank=0))
+        items = (inputs["shift_labels"] != batch.IGNORED).sum()
+        with seams.using(**choices):
+            value = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            value.backward()
+        return float(value.detach()), {name: p.grad.float() for name, p in model.named_parameters()}
+
+    upstream = dict.fromkeys(setting.seams, "eager")
+    reference = one_rank(torch.float32, "patchgen_eager", upstream) if rank == 0 else None
+    lone = one_rank(torch.bfloat16, setting.attention, setting.seams) if rank == 0 else None
+    if rank == 0:
+        print("layout: loss error, largest gradient error / that of one rank in bf16 (bar 1.5)", flush=True)
+    for name in arguments.layouts:
+        if not fits(LAYOUTS[name], world):
+            continue
+        state = ParallelState.create(ParallelConfig.for_world(world, **LAYOUTS[name]), setting.device)
+        model = build(sizes, setting)
+        options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        sharding.shard_model(model, state, options=options)
+        sharding.materialise(model, setting.device)
+        sharding.load_whole(model, {key: value.to(setting.device) for key, value in weights.items()})
+        rows = torch.arange(world).chunk(state.config.num_batches)[state.batch_index]
+        mine = {key: value[rows] for key, value in global_batch(world).items()}
+        inputs = to_device(batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank))
+        items = loss.count_items([inputs], setting.device)
+        with parallel.using(state), loss.step(items), seams.using(**setting.seams):
+            share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            share.backward()
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        found = {key: parameter.grad.full_tensor() for key, parameter in model.named_parameters()}
+        if rank == 0:
+            errors = {key: distance(found[key], reference[1][key]) for key in found}
+            bars = {key: distance(lone[1][key], reference[1][key]) for key in found}
+            worst = max(errors, key=lambda key: errors[key] / max(bars[key], 1e-3))
+            print(
+                f"{name}: loss {abs(float(total) - reference[0]) / reference[0]:.1e} (one rank "
+                f"{abs(lone[0] - reference[0]) / reference[0]:.1e}), {worst} {errors[worst]:.2e} / {bars[worst]:.2e} "
+                f"= {errors[worst] / max(bars[worst], 1e-3):.2f}",
+                flush=True,
+            )
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    return float((got.float() - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+# ----------------------------------------------------------------------------------------------- syncs
+
+
+def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
+    """Where a step waits for the device; a bounded exchange must not wait at all."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cases = [(name, None) for name in arguments.layouts if fits(LAYOUTS[name], world)]
+    cases.append(("EP2", arguments.agreement_tokens * sizes["num_experts_per_tok"]))
+    for name, capacity in cases:
+        config = ParallelConfig.for_world(world, **LAYOUTS[name])
+        state = ParallelState.create(config, setting.device, expert_capacity=capacity)
+        model = build(sizes, setting)
+        checkpointing.apply(model, "full")
+        sharding.shard_model(model, state, options=sharding.ShardingOptions(param_dtype=torch.bfloat16))
+        sharding.materialise(model, setting.device)
+        fill(model)
+        inputs = make_batch(arguments.agreement_tokens, state, sizes, arguments.document, 0, setting.device)
+        items = loss.count_items([inputs], setting.device)
+        with seams.using(**setting.seams), parallel.using(state), loss.step(items):
+            for _ in range(2):  # the first step compiles and allocates
+                model(**inputs, num_items_in_batch=items, use_cache=False).loss.backward()
+            torch.cuda.synchronize()
+            with waits() as places:
+                model(**inputs, num_items_in_batch=items, use_cache=False).loss.backward()
+        bound = (
+            "" if capacity is None else f", at most {capacity} rows per exchange ({experts.dropped_rows()} left out)"
+        )
+        if rank == 0:
+            print(f"{name}{bound}: {sum(places.values())} waits in forward and backward", flush=True)
+            for place, count in places.most_common():
+                print(f"    {count} x {place}", flush=True)
+
+
+class waits:
+    """Counts the waits for the device within a block, by the innermost line of this project that caused them."""
+
+    def __enter__(self) -> collections.Counter:
+        self.places: collections.Counter = collections.Counter()
+        self.before = warnings.showwarning
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note
+        torch.cuda.set_sync_debug_mode("warn")
+        return self.places
+
+    def __exit__(self, *_) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        warnings.showwarning = self.before
+
+    def _note(self, message, *_args, **_kwargs) -> None:
+        if "synchroniz" not in str(message):
+            return
+        frames = [frame for frame in traceback.extract_stack() if "warnings.py" not in frame.filename]
+        ours = [frame for frame in frames if "patchgen" in frame.filename or "runtime" in frame.filename]
+        frame = (ours or frames)[-1]
+        self.places[f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["agreement", "syncs", "table"])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768, 131072])
+    parser.add_argument("--document", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--checkpoint-above", type=int, default=16384)
+    parser.add_argument("--agreement-tokens", type=int, default=1024)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--attention", default=None)
+    parser.add_argument("--experts", default="torch")
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can run")
+    arguments = parser.parse_args()
+
+    on_gpu = arguments.device == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    attention.register()
+    setting = Setting(
+        arguments.device,
+        arguments.attention or ("patchgen_flash_varlen" if on_gpu else "patchgen_sdpa"),
+        {"fused_moe": arguments.experts, "causal_lm_loss": "chunked"},
+    )
+    seams.configure(**setting.seams)
+    sizes = TINY if arguments.tiny else SLICE
+    for part in arguments.parts:
+        started = time.perf_counter()
+        if part == "agreement":
+            agreement(setting, TINY if arguments.tiny else SMALL, arguments)
+        elif part == "syncs" and on_gpu:
+            syncs(setting, sizes, arguments)
+        elif part == "table":
+            table(setting, sizes, arguments)
+        if dist.get_rank() == 0:
+            print(f"[{part}: {time.perf_counter() - started:.0f} s]", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

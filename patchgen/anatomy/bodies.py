@@ -1,0 +1,71 @@
+"""Compares function bodies up to names: the same helper name has many bodies upstream, so passes decide by body."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import FunctionNode
+
+
+@dataclass(frozen=True)
+class NormalForm:
+    """A function with its names taken away: `text` is equal for functions that compute the same in the same way."""
+
+    text: str
+    parameters: tuple[str, ...]  # the real names, in order
+    attributes: tuple[str, ...]  # the real `self.<attribute>`s, in order of appearance
+
+
+def normal_form(function: FunctionNode) -> NormalForm:
+    """Renames parameters, locals and attributes of self in order of appearance; drops docstring, annotations, defaults."""
+    renamer = _Renamer()
+    args = function.args
+    parameters = [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs]]
+    for name in parameters:
+        renamer.local(name)
+    for name in [arg.arg for arg in (args.vararg, args.kwarg) if arg]:
+        renamer.local(name)
+    body = function.body
+    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        body = body[1:]
+    for statement in body:
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                renamer.local(node.id)
+    text = "\n".join(ast.unparse(renamer.visit(ast.parse(ast.unparse(statement)))) for statement in body)
+    named = tuple(name for name in parameters if name != "self")
+    return NormalForm(f"({len(named)})\n{text}", named, tuple(renamer.attributes))
+
+
+def form_of(source: str) -> str:
+    """The normal form of a function given as source, for tables of known bodies."""
+    function = ast.parse(textwrap.dedent(source)).body[0]
+    assert isinstance(function, FunctionNode)
+    return normal_form(function).text
+
+
+class _Renamer(ast.NodeTransformer):
+    def __init__(self) -> None:
+        self.locals: dict[str, str] = {"self": "self"}
+        self.attributes: list[str] = []
+
+    def local(self, name: str) -> str:
+        return self.locals.setdefault(name, f"v{len(self.locals)}")
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self.locals.get(node.id, node.id), node.ctx)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is None:
+            return node
+        return self.visit(ast.Assign([node.target], node.value, lineno=node.lineno))
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
+        if isinstance(node.value, ast.Name) and node.value.id == "self":
+            if node.attr not in self.attributes:
+                self.attributes.append(node.attr)
+            return ast.Attribute(node.value, f"a{self.attributes.index(node.attr)}", node.ctx)
+        self.generic_visit(node)
+        return node

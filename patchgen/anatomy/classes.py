@@ -1,0 +1,192 @@
+"""One class of an upstream file: bases, methods, the attributes that its __init__ sets, the classes that it builds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Build:
+    """A construction: `owner` builds `target` for its attribute."""
+
+    owner: str
+    attribute: str | None  # "layers" for `self.layers = nn.ModuleList([...])`; None for a local variable
+    target: str | None  # a class of this file, or None when an Auto class decides at run time
+    config: str | None = None  # the config expression handed over, for example "config.text_config"
+    auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ... when the construction goes through one
+    in_list: bool = False
+    line: int = 0
+    method: str = "__init__"
+    code: str = ""  # the call as source, for constructions through an Auto class
+
+
+@dataclass
+class ClassInfo:
+    """A class of the file, as written (inherited members are looked up through `Anatomy`)."""
+
+    name: str
+    node: ast.ClassDef
+    bases: tuple[str, ...]
+    methods: dict[str, FunctionNode] = field(default_factory=dict)
+    attributes: dict[str, ast.expr] = field(default_factory=dict)  # assigned to self in __init__
+    annotations: dict[str, str] = field(default_factory=dict)  # class-level annotations
+    builds: list[Build] = field(default_factory=list)  # of classes of this file, in __init__
+    auto_builds: list[Build] = field(default_factory=list)  # through Auto classes, in any method
+    roles: dict[str, str] = field(default_factory=dict)  # role -> why
+
+
+def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
+    """Reads one class; `local_classes` are the names of all classes of the file."""
+    info = ClassInfo(name=node.name, node=node, bases=tuple(dotted(base) for base in node.bases))
+    for statement in node.body:
+        if isinstance(statement, FunctionNode):
+            info.methods[statement.name] = statement
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            info.annotations[statement.target.id] = ast.unparse(statement.annotation).strip("\"'")
+    init = info.methods.get("__init__")
+    if init is not None:
+        for statement in ast.walk(init):
+            for attribute, value in _self_assignments(statement):
+                info.attributes.setdefault(attribute, value)
+        info.builds = list(_builds(node.name, init, local_classes))
+    return info
+
+
+def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
+    """What a class constructs through Auto classes, in any of its methods.
+
+    Args:
+        info: the class.
+        imported: local name -> imported name of the file, so that an alias of an Auto class is known for one.
+    """
+    found = []
+    for method in info.methods.values():
+        aliases = {
+            statement.targets[0].id: statement.value
+            for statement in ast.walk(method)
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        }
+        attributes = {
+            id(call): attribute
+            for statement in ast.walk(method)
+            for attribute, value in _self_assignments(statement)
+            for call in calls(value)
+        }
+        for call in calls(method):
+            head, _, constructor = dotted(call.func).rpartition(".")
+            last = head.rpartition(".")[2]
+            auto_class = imported.get(last, last)
+            if constructor not in CONSTRUCTORS or not auto_class.startswith("Auto"):
+                continue
+            config = config_argument(call)
+            if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
+                config = aliases.get(config.id, config)
+            found.append(
+                Build(
+                    info.name,
+                    attributes.get(id(call)),
+                    None,
+                    ast.unparse(config) if config is not None else None,
+                    auto_class=auto_class,
+                    line=call.lineno,
+                    method=method.name,
+                    code=ast.unparse(call),
+                )
+            )
+    return found
+
+
+def imported_names(nodes: Iterable[ast.stmt]) -> dict[str, str]:
+    """Local name -> imported name, of every import statement in the nodes."""
+    return {
+        alias.asname or alias.name: alias.name
+        for node in nodes
+        for child in ast.walk(node)
+        if isinstance(child, ast.Import | ast.ImportFrom)
+        for alias in child.names
+    }
+
+
+CONSTRUCTORS = ("from_config", "_from_config")
+
+
+def config_argument(call: ast.Call) -> ast.expr | None:
+    """The config that a construction gets: the keyword `config`, else the first argument."""
+    by_keyword = next((keyword.value for keyword in call.keywords if keyword.arg == "config"), None)
+    return by_keyword or (call.args[0] if call.args else None)
+
+
+def dotted(node: ast.AST) -> str:
+    """`nn.Module` for the expression nn.Module; subscripts and calls are read through; "" for anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        prefix = dotted(node.value)
+        return f"{prefix}.{node.attr}" if prefix else node.attr
+    if isinstance(node, ast.Subscript):
+        return dotted(node.value)
+    if isinstance(node, ast.Call):
+        return dotted(node.func)
+    return ""
+
+
+def calls(node: ast.AST) -> Iterator[ast.Call]:
+    """Every call inside a node."""
+    return (child for child in ast.walk(node) if isinstance(child, ast.Call))
+
+
+def called_names(node: ast.AST) -> set[str]:
+    """The last names of everything that is called: {"topk", "softmax", ...}."""
+    return {dotted(call.func).rpartition(".")[2] for call in calls(node)}
+
+
+def parameter_names(function: FunctionNode) -> list[str]:
+    """The named parameters of a function, self excluded."""
+    args = function.args
+    return [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs] if arg.arg != "self"]
+
+
+def own_attribute(node: ast.AST) -> str | None:
+    """`experts` for the expression `self.experts`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self":
+        return node.attr
+    return None
+
+
+def reads_name(node: ast.AST, name: str) -> bool:
+    return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
+
+
+def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    if isinstance(statement, ast.Assign):
+        targets, value = statement.targets, statement.value
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        targets, value = [statement.target], statement.value
+    else:
+        return
+    for target in targets:
+        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
+            yield target.attr, value
+
+
+def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator[Build]:
+    for statement in ast.walk(init):
+        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) or statement.value is None:
+            continue
+        attribute = next((name for name, _ in _self_assignments(statement)), None)
+        in_list = any(
+            dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in calls(statement)
+        )
+        for call in calls(statement.value):
+            name = dotted(call.func)
+            head, _, method = name.rpartition(".")
+            argument = config_argument(call)
+            config = ast.unparse(argument) if argument is not None else None
+            if name in local_classes:
+                yield Build(owner, attribute, name, config, in_list=in_list, line=call.lineno)
+            elif head in local_classes and method in CONSTRUCTORS:
+                yield Build(owner, attribute, head, config, in_list=in_list, line=call.lineno)

@@ -1,0 +1,225 @@
+"""The anatomy of a whole file: inheritance, construction graph, roles."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from patchgen.anatomy.classes import (
+    Build,
+    ClassInfo,
+    FunctionNode,
+    auto_builds,
+    describe,
+    dotted,
+    imported_names,
+    reads_name,
+)
+from patchgen.source import Module
+from patchgen.upstream import SubConfig, Upstream
+
+
+@dataclass
+class Anatomy:
+    """What we know of one upstream file."""
+
+    upstream: Upstream
+    classes: dict[str, ClassInfo] = field(default_factory=dict)
+    functions: dict[str, FunctionNode] = field(default_factory=dict)
+
+    def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
+        """The classes that have a role, in upstream order; only those that are still in `among`, if given."""
+        return [
+            info for info in self.classes.values() if role in info.roles and (among is None or among.has(info.name))
+        ]
+
+    def lineage(self, name: str) -> Iterator[ClassInfo]:
+        """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""
+        seen, pending = set(), [name]
+        while pending:
+            current = pending.pop(0)
+            if current in seen or current not in self.classes:
+                continue
+            seen.add(current)
+            yield self.classes[current]
+            pending = [*self.classes[current].bases, *pending]
+
+    def inherits(self, name: str, base: str) -> bool:
+        """Whether `base` (by its last name) is among the ancestors, imported ones included."""
+        return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
+
+    def add(self, name: str, module: Module) -> None:
+        """Takes in a class that a pass put into the file, and who builds it now.
+
+        The lines of the new class are 0: upstream has none for it. What upstream wrote keeps its nodes and lines.
+        """
+        from patchgen.anatomy.roles import assign_class_roles
+
+        node = copy.deepcopy(module.block(name).node)
+        for child in ast.walk(node):
+            if hasattr(child, "lineno"):
+                child.lineno = 0
+        self.classes[name] = describe(node, {*self.classes, name})
+        assign_class_roles(self, self.classes[name])
+        for info in self.classes.values():
+            if module.has(info.name) and reads_name(module.block(info.name).node, name):
+                changed = describe(module.block(info.name).node, set(self.classes))
+                info.attributes, info.builds = changed.attributes, changed.builds
+
+    def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
+        """The method that an instance of the class runs, and the class of this file that defines it."""
+        for info in self.lineage(name):
+            if method in info.methods:
+                return info, info.methods[method]
+        return None
+
+    def attribute(self, name: str, attribute: str) -> ast.expr | None:
+        """What __init__ assigns to `self.<attribute>`, ancestors included."""
+        return next((info.attributes[attribute] for info in self.lineage(name) if attribute in info.attributes), None)
+
+    def builds(self, name: str) -> list[Build]:
+        """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
+        found = self.method(name, "__init__")
+        return found[0].builds if found else []
+
+    def auto_builds(self, name: str) -> list[Build]:
+        """What the class or its ancestors in this file construct through Auto classes."""
+        return [build for info in self.lineage(name) for build in info.auto_builds]
+
+    def config_of(self, name: str) -> str | None:
+        """The configuration class of a model class, from its annotations."""
+        for info in self.lineage(name):
+            if "config" in info.annotations and info.annotations["config"] in self.upstream.configs:
+                return info.annotations["config"]
+            init = info.methods.get("__init__")
+            for arg in init.args.args if init else ():
+                if arg.arg == "config" and arg.annotation is not None:
+                    annotated = ast.unparse(arg.annotation).strip("\"'")
+                    if annotated in self.upstream.configs:
+                        return annotated
+        return None
+
+    def model_type_of(self, name: str) -> str | None:
+        config = self.config_of(name)
+        return self.upstream.configs[config].model_type if config else None
+
+    def target_of(self, build: Build) -> str | None:
+        """The class that a construction builds: stated in the source, or what the Auto class would choose by default.
+
+        Returns a name that need not be of this file; "AutoConfig" where upstream leaves the choice to the config of a
+        checkpoint; None when the source does not tell.
+        """
+        if build.target is not None or build.auto_class is None:
+            return build.target
+        sub_config = self._sub_config_of(build.owner, build.config or "")
+        if sub_config is None:
+            return None
+        known = self.upstream.configs.get(sub_config.config_class)
+        model_type = sub_config.model_type or (known.model_type if known else None)
+        chosen = self.upstream.auto_model(build.auto_class, model_type)
+        if chosen in self.classes:
+            return chosen
+        # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config.
+        written_for = [n for n in self.classes if self.is_model(n) and self._own_config(n) == sub_config.config_class]
+        if len(written_for) == 1:
+            return written_for[0]
+        if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
+            return chosen
+        if sub_config.config_class == "AutoConfig":
+            return None if chosen is not None else "AutoConfig"
+        return None if known is not None else sub_config.config_class  # a config of another file: its model is there
+
+    def is_model(self, name: str) -> bool:
+        """Whether the class is a PreTrainedModel."""
+        return self.inherits(name, "PreTrainedModel") or any(
+            base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases
+        )
+
+    def reached_from(self, roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
+        """The classes that these name, directly or through others, not through those in `without`."""
+        reached: set[str] = set()
+        pending = list(roots)
+        while pending:
+            name = pending.pop()
+            if name in reached or name in without or name not in self.classes:
+                continue
+            reached.add(name)
+            pending += references(self.classes[name].node)
+            pending += [build.target for build in self.classes[name].builds if build.target]  # added too
+            pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
+        return reached
+
+    def _own_config(self, name: str) -> str | None:
+        info = self.classes[name]
+        init = info.methods.get("__init__")
+        for arg in init.args.args if init else ():
+            if arg.arg == "config" and arg.annotation is not None:
+                return ast.unparse(arg.annotation).strip("\"'")
+        return info.annotations.get("config")
+
+    def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
+        """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
+        expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
+        parts = [part for part in expression.split(".") if part != "self"]
+        if not parts or parts[0] != "config":
+            return None
+        own = self.config_of(owner) or self._own_config(owner)
+        current = SubConfig(own) if own else None
+        for part in parts[1:]:
+            known = self.upstream.configs.get(current.config_class) if current else None
+            if part == "get_text_config":  # transformers': the text config if there is one, else the config itself
+                current = known.sub_configs.get("text_config", current) if known else None
+            else:
+                current = known.sub_configs.get(part) if known else None
+        return current
+
+
+def study(module: Module, upstream: Upstream) -> Anatomy:
+    """Reads the classes of a module, finds their roles and who builds whom."""
+    from patchgen.anatomy.roles import assign_roles
+
+    anatomy = Anatomy(upstream)
+    nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
+    local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            anatomy.classes[node.name] = describe(node, local)
+        elif isinstance(node, FunctionNode):
+            anatomy.functions[node.name] = node
+    imported = imported_names(nodes)
+    for info in anatomy.classes.values():
+        info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []
+        info.bases = tuple(imported.get(base, base) for base in info.bases)  # an alias of PreTrainedModel is one
+    assign_roles(anatomy)
+    return anatomy
+
+
+def references(node: ast.AST) -> set[str]:
+    """The names that a piece of code refers to, quoted annotations included."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name):
+            found.add(child.id)
+        elif isinstance(child, ast.arg) and isinstance(child.annotation, ast.Constant):
+            found |= _names_in_string(child.annotation.value)
+        elif isinstance(child, FunctionNode) and isinstance(child.returns, ast.Constant):
+            found |= _names_in_string(child.returns.value)
+        elif isinstance(child, ast.AnnAssign) and isinstance(child.annotation, ast.Constant):
+            found |= _names_in_string(child.annotation.value)
+        elif isinstance(child, ast.Subscript):
+            for quoted in ast.walk(child.slice):
+                if isinstance(quoted, ast.Constant) and isinstance(quoted.value, str) and quoted.value.isidentifier():
+                    found.add(quoted.value)
+    return found
+
+
+def _names_in_string(value: object) -> set[str]:
+    if not isinstance(value, str):
+        return set()
+    try:
+        return {dotted(node) for node in ast.walk(ast.parse(value, mode="eval")) if isinstance(node, ast.Name)}
+    except SyntaxError:
+        return set()

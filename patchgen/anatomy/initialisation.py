@@ -1,0 +1,104 @@
+"""Reads how a PreTrainedModel of the file initialises the weight of an `nn.Linear`."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted
+from patchgen.anatomy.experts import Unread
+from patchgen.anatomy.graph import Anatomy
+from patchgen.source import Module
+
+METHOD = "_init_weights"
+# What PreTrainedModel does by itself, up to names of the deviation that a few configs use instead.
+INHERITED = 'mean=0.0, std=getattr(self.config.get_text_config(), "initializer_range", 0.02)'
+WRITERS = ("normal_", "trunc_normal_")
+
+
+@dataclass(frozen=True)
+class LinearInit:
+    """`nn.init.<writer>(weight, <arguments>)`, in terms of self alone."""
+
+    writer: str
+    arguments: str
+
+
+def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
+    """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
+    found = []
+    for name, info in anatomy.classes.items():
+        if not module.has(name) or not anatomy.is_model(name):
+            continue
+        is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)
+        method = info.methods.get(METHOD)
+        if is_root or (method is not None and not _asks_super(method)):
+            found.append(info)
+    return found
+
+
+def read_linear_init(info: ClassInfo) -> LinearInit | Unread:
+    """The rule of the class for linear layers: its own, or the one it inherits from transformers."""
+    method = info.methods.get(METHOD)
+    if method is None:
+        return LinearInit("normal_", INHERITED)
+    for node in ast.walk(method):
+        if isinstance(node, ast.If) and _is_about_linear(node.test):
+            return _rule(method, node)
+    if _asks_super(method):
+        return LinearInit("normal_", INHERITED)
+    return Unread(f"a branch of {info.name}.{METHOD} for nn.Linear", ast.unparse(method))
+
+
+def _rule(method: FunctionNode, branch: ast.If) -> LinearInit | Unread:
+    """From `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)`."""
+    known = {
+        statement.targets[0].id: statement.value
+        for statement in method.body
+        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+    }
+    for call in (call for statement in branch.body for call in calls(statement)):
+        writer, owner = call.func.attr if isinstance(call.func, ast.Attribute) else "", dotted(call.func)
+        if writer not in WRITERS:
+            continue
+        on_weight = owner.endswith((f".weight.data.{writer}", f".weight.{writer}"))
+        first = dotted(call.args[0]) if call.args else ""
+        if not on_weight and not first.endswith((".weight", ".weight.data")):
+            continue
+        given = [*(call.args if on_weight else call.args[1:]), *call.keywords]
+        arguments = ", ".join(ast.unparse(_Resolve(known).visit(copy.deepcopy(argument))) for argument in given)
+        free = {n.id for n in ast.walk(ast.parse(f"f({arguments})")) if isinstance(n, ast.Name)} - {
+            "f",
+            "self",
+            "math",
+        }
+        if not free & set(_locals(method)):
+            return LinearInit(writer, arguments)
+    return Unread(
+        f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", ast.unparse(branch)
+    )
+
+
+class _Resolve(ast.NodeTransformer):
+    """Puts the values of local names in their place."""
+
+    def __init__(self, known: dict[str, ast.expr]) -> None:
+        self.known = known
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self.known.get(node.id, node)
+
+
+def _locals(method: FunctionNode) -> set[str]:
+    stored = {n.id for n in ast.walk(method) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    return stored | {arg.arg for arg in method.args.args if arg.arg != "self"}
+
+
+def _is_about_linear(test: ast.expr) -> bool:
+    asks = isinstance(test, ast.Call) and dotted(test.func) == "isinstance" and len(test.args) == 2
+    return asks and any(dotted(node).rpartition(".")[2] == "Linear" for node in ast.walk(test.args[1]))
+
+
+def _asks_super(method: FunctionNode) -> bool:
+    return METHOD in called_names(method) and any(dotted(call.func) == f"super.{METHOD}" for call in calls(method))

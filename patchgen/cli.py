@@ -1,0 +1,200 @@
+"""The command line: one function per command, each a few calls into the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from patchgen.errors import PatchgenError
+
+app = typer.Typer(
+    name="patchgen",
+    help="Compiles Hugging Face modeling files into modeling files that train in parallel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Models = Annotated[list[str] | None, typer.Argument(help="model types, for example qwen3_moe", show_default=False)]
+Model = Annotated[str, typer.Argument(help="a model type, for example qwen3_moe", show_default=False)]
+Transformers = Annotated[str | None, typer.Option("--transformers", help="a release, for example 5.17.0")]
+Source = Annotated[Path | None, typer.Option("--source", help="a modeling file, or a folder with one")]
+
+
+@app.command()
+def generate(
+    models: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="every committed model")] = False,
+    transformers: Transformers = None,
+    source: Source = None,
+    output: Annotated[Path | None, typer.Option("--output", help="instead of generated_models/")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show, write nothing")] = False,
+    force: Annotated[bool, typer.Option("--force", help="overwrite hand-made edits of generated files")] = False,
+) -> None:
+    """Write modeling file, diff and provenance of models.
+
+    Example: patchgen generate qwen3_moe --transformers 5.23.0
+    """
+    from patchgen.commands import generation
+
+    generation.generate(models or [], every, transformers, source, output, dry_run=dry_run, force=force)
+
+
+@app.command()
+def check(models: Models = None) -> None:
+    """Regenerate in memory and compare bytes; exit 1 if a committed file is stale.
+
+    Example: patchgen check qwen3_moe
+    """
+    from patchgen.commands import generation
+
+    raise typer.Exit(generation.check(models or []))
+
+
+@app.command()
+def diff(model: Model, transformers: Transformers = None, source: Source = None) -> None:
+    """Show the changes against upstream, grouped by pass.
+
+    Example: patchgen diff qwen3_moe
+    """
+    from patchgen.commands import inspection
+
+    inspection.diff(model, transformers, source)
+
+
+@app.command()
+def explain(
+    subject: Annotated[str | None, typer.Argument(help="a pass or a model; nothing: all passes")] = None,
+    transformers: Transformers = None,
+    source: Source = None,
+) -> None:
+    """Explain a pass (purpose, examples) or a model (each site, before and after).
+
+    Example: patchgen explain fused_loss
+    """
+    from patchgen.commands import inspection
+
+    inspection.explain(subject, transformers, source)
+
+
+@app.command()
+def inspect(
+    subject: Annotated[str, typer.Argument(help="a model type, or the path of a modeling file")],
+    transformers: Transformers = None,
+) -> None:
+    """Show the anatomy: each class with its role and why, what each pass would hit, and a draft config.
+
+    Example: patchgen inspect mixtral
+    """
+    from patchgen.commands import inspection
+
+    inspection.inspect(subject, transformers)
+
+
+@app.command()
+def new(
+    model: Model,
+    transformers: Transformers = None,
+    source: Source = None,
+    force: Annotated[bool, typer.Option("--force", help="overwrite a config that exists")] = False,
+) -> None:
+    """Write a draft config into patchgen/model_configs/.
+
+    Example: patchgen new olmoe
+    """
+    from patchgen.commands import inspection
+
+    inspection.new(model, transformers, source, force=force)
+
+
+@app.command(name="list")
+def list_models() -> None:
+    """List the committed models: source release, passes, state.
+
+    Example: patchgen list
+    """
+    from patchgen.commands import generation
+
+    generation.list_models()
+
+
+@app.command()
+def upgrade(
+    models: Models = None,
+    transformers: Annotated[str, typer.Option("--transformers", help="the release to move to")] = "",
+) -> None:
+    """Report what a move to another release changes under each pass; write nothing.
+
+    Example: patchgen upgrade qwen3_moe --transformers 5.17.0
+    """
+    from patchgen.commands import generation
+
+    raise typer.Exit(generation.upgrade(models or [], transformers or None))
+
+
+@app.command()
+def verify(
+    models: Models = None,
+    every: Annotated[bool, typer.Option("--all", help="every committed model")] = False,
+    directory: Annotated[
+        Path | None, typer.Option("--directory", help="a generated model outside generated_models/")
+    ] = None,
+    head: Annotated[str | None, typer.Option("--head", help="the class to prove, instead of the first head")] = None,
+) -> None:
+    """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
+
+    Example: patchgen verify qwen3_moe
+    """
+    from patchgen.commands import proof
+
+    raise typer.Exit(proof.verify(models or [], every=every, directory=directory, head=head))
+
+
+@app.command()
+def sweep(
+    family: Annotated[str, typer.Option("--family", help="text or moe")] = "text",
+    jobs: Annotated[int, typer.Option("--jobs", help="processes at once")] = 2,
+    transformers: Transformers = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="just these model types")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="forget results of an earlier run")] = False,
+) -> None:
+    """Generate and prove every model type of a family, into docs/coverage.md and docs/coverage.json. Resumable.
+
+    Example: patchgen sweep --family moe --jobs 2
+    """
+    from patchgen.commands import sweeping
+
+    raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], fresh=fresh))
+
+
+@app.command()
+def mesh(
+    world: Annotated[int, typer.Option("--world", help="the number of ranks")],
+    dp_replicate: Annotated[int, typer.Option("--dp-replicate", help="copies of the sharded model (HSDP)")] = 1,
+    sp: Annotated[int, typer.Option("--sp", help="ranks that share a sequence (Ulysses)")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="ranks that share the experts")] = 1,
+) -> None:
+    """Draw which rank holds what.
+
+    Example: patchgen mesh --world 16 --ep 4 --sp 2
+    """
+    from patchgen.commands import proof
+
+    proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
+
+
+def main() -> None:
+    """Entry point: errors that are meant for the user are printed without a traceback."""
+    try:
+        app()
+    except PatchgenError as error:
+        print(f"patchgen: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the commands do. `cli.py` says what there is; each module here is imported only when its command is called."""

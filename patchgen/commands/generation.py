@@ -1,0 +1,204 @@
+"""generate, check, list, upgrade."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from patchgen import emit, pipeline, provenance, upstream
+from patchgen.errors import PatchgenError, StaleFile, UpstreamNotFound
+from patchgen.pipeline import Generated
+
+console = Console(highlight=False)
+
+
+def generate(
+    models: list[str],
+    every: bool,
+    version: str | None,
+    source: Path | None,
+    output: Path | None,
+    *,
+    dry_run: bool,
+    force: bool,
+) -> None:
+    """Generates models and writes their files."""
+    names = committed() if every else models
+    if not names:
+        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    root = output or provenance.generated_root()
+    several = len(names) > 1
+    for name in track(
+        names, console=console, description="generating", disable=not several or not console.is_terminal
+    ):
+        start = time.perf_counter()
+        generated = pipeline.generate(upstream.load(name, version, source))
+        changed = [] if dry_run else provenance.write(generated, root / name, force=force)
+        seconds = time.perf_counter() - start
+        if several:
+            state = "dry run" if dry_run else f"{len(changed)} files changed"
+            console.print(
+                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
+            )
+        else:
+            _show(generated, changed, seconds, dry_run=dry_run, root=root)
+
+
+def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
+    table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
+    for column, justify in (
+        ("pass", "left"),
+        ("hits", "right"),
+        ("upstream", "right"),
+        ("lines", "right"),
+        ("ms", "right"),
+    ):
+        table.add_column(column, justify=justify)
+    for step in generated.steps:
+        hits, served = len(step.outcome.hits), len(step.outcome.upstream)
+        lines = step.changed_lines if step.name != "prune" else 0
+        figures = [str(value) if value else "-" for value in (hits, served, lines)]
+        table.add_row(step.name, *figures, f"{step.seconds * 1000:.0f}")
+    console.print(table)
+    for step in generated.steps:
+        for note in step.outcome.notes:
+            console.print(f"  note {step.name}: {note}")
+    if generated.steps[2:]:
+        dropped = [hit.site for step in generated.steps if step.name == "prune" for hit in step.outcome.hits]
+        if dropped:
+            console.print(f"  {len(dropped)} classes and functions dropped, listed at the top of the diff")
+    console.print(f"  {emit.changed_lines(generated.diff)} changed lines against upstream, {seconds:.2f} s")
+    if dry_run:
+        console.print("  dry run: nothing written")
+    elif changed:
+        for path in changed:
+            console.print(f"  wrote {_short(path)}")
+        console.print(f"  review: git diff {_short(root / generated.model)}")
+    else:
+        console.print("  nothing changed")
+
+
+def _short(path: Path) -> str:
+    """The path as the user sees it from here; the linked folder by its real name."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)
+
+
+def committed() -> list[str]:
+    """The models in `generated_models/`."""
+    return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
+
+
+def check(models: list[str]) -> int:
+    """Compares every committed file with what generation gives now; prints the differing lines. 0 if all agree."""
+    names = models or committed()
+    if not names:
+        raise StaleFile(
+            f"There is no generated model to check in {_short(provenance.generated_root())}. "
+            "Generate one with `make regen MODEL=...`."
+        )
+    known = committed()
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {', '.join(known)}.")
+    stale = [name for name in names if not _is_current(name)]
+    orphans = [] if models else _orphans(known)
+    for folder in orphans:
+        console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
+    console.print(f"{len(names) - len(stale)} of {len(names)} generated models are current.")
+    return 1 if stale or orphans else 0
+
+
+def _is_current(name: str) -> bool:
+    directory = provenance.generated_root() / name
+    record = provenance.read(directory)
+    version = record["upstream"]["version"]
+    if version is None:
+        console.print(f"[yellow]skipped[/] {name} was made from the file {record['upstream']['path']}")
+        return True
+    try:
+        files = pipeline.generate(upstream.load(name, version)).files
+    except PatchgenError as error:
+        console.print(f"[red]fails[/] {name}: {error}")
+        return False
+    current = True
+    for file_name, wanted in files.items():
+        path = directory / file_name
+        present = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if present != wanted:
+            current = False
+            _show_stale(path, present, wanted)
+    return current
+
+
+def _show_stale(path: Path, present: str, wanted: str) -> None:
+    old, new = present.splitlines(), wanted.splitlines()
+    line = next(
+        (i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1
+    )
+    console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
+    lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
+    for text in lines[:40]:
+        console.print(text, markup=False, style="green" if text[:1] == "+" else "red" if text[:1] == "-" else None)
+    if len(lines) > 40:
+        console.print(f"... {len(lines) - 40} more lines")
+
+
+def _orphans(known: list[str]) -> list[str]:
+    root = provenance.generated_root()
+    return [p.name for p in sorted(root.iterdir()) if p.is_dir() and any(p.glob("*.py")) and p.name not in known]
+
+
+def list_models() -> None:
+    """A line per committed model."""
+    table = Table()
+    for column in ("model", "upstream", "passes with hits", "lines", "proof"):
+        table.add_column(column)
+    for name in committed():
+        directory = provenance.generated_root() / name
+        record = provenance.read(directory)
+        hits = ", ".join(
+            p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
+        )
+        lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
+        proof = directory / "verify.json"
+        state = json.loads(proof.read_text())["status"] if proof.is_file() else "not proven"
+        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), state)
+    console.print(table)
+
+
+def upgrade(models: list[str], version: str | None) -> int:
+    """Says, for each committed model, what another release changes under its passes. 1 if a pass would miss."""
+    failed = False
+    for name in models or committed():
+        record = provenance.read(provenance.generated_root() / name)
+        old_hits = {p["name"]: len(p["hits"]) for p in record["passes"]}
+        try:
+            generated = pipeline.generate(upstream.load(name, version))
+        except PatchgenError as error:
+            console.print(f"[red]{name}[/] needs a person: {error}")
+            failed = True
+            continue
+        facts = json.loads(generated.provenance)
+        old, new = record["symbols"], facts["symbols"]
+        changed = sorted(symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol])
+        gone, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+        sites = {hit["site"].split(".")[0] for p in facts["passes"] for hit in p["hits"]}
+        console.print(f"{name}: {record['upstream']['version']} -> {generated.upstream.version}")
+        for label, symbols in (("changed", changed), ("gone", gone), ("added", added)):
+            for symbol in symbols:
+                touched = " (a pass rewrites it)" if symbol in sites else ""
+                console.print(f"  {label:8}{symbol}{touched}")
+        for step in generated.steps:
+            hits = len(step.outcome.hits)
+            if hits != old_hits.get(step.name, 0) and step.name not in ("prune", "absolute_imports"):
+                console.print(f"  hits    {step.name}: {old_hits.get(step.name, 0)} -> {hits}")
+        if not (changed or gone or added):
+            console.print("  no class or function changed")
+    return 1 if failed else 0

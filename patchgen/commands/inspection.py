@@ -1,0 +1,158 @@
+"""diff, explain, inspect, new: looking at models and passes."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from pathlib import Path
+
+from rich.console import Console
+from rich.syntax import Syntax
+from rich.table import Table
+
+from patchgen import emit, model_configs, pipeline, source, upstream
+from patchgen.anatomy import Role, study
+from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
+from patchgen.passes import PASSES, default_pipeline, pass_named
+from patchgen.passes.base import Pass
+from patchgen.passes.prune import default_roots
+from patchgen.pipeline import Generated
+from patchgen.templates import render
+
+console = Console(highlight=False)
+
+
+def diff(model: str, version: str | None, path: Path | None) -> None:
+    """The diff, one group per pass."""
+    generated = pipeline.generate(upstream.load(model, version, path))
+    for step in generated.steps:
+        before, after = step.before.text, step.outcome.module.text
+        if before == after:
+            continue
+        if step.name == "prune":
+            dropped = ", ".join(hit.site for hit in step.outcome.hits)
+            console.rule(f"prune: {len(step.outcome.hits)} dropped", align="left")
+            console.print(textwrap.fill(dropped, 110))
+            continue
+        console.rule(f"{step.name}: {emit.summary(step.outcome)}", align="left")
+        for line in emit.text_diff(before, after).splitlines()[2:]:
+            style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
+            console.print(line, style=style, markup=False, soft_wrap=True)
+
+
+def explain(subject: str | None, version: str | None, path: Path | None) -> None:
+    """A pass, a model, or the list of passes."""
+    if subject is None:
+        table = Table()
+        table.add_column("pass")
+        table.add_column("purpose")
+        for kind in PASSES:
+            table.add_row(kind.name, kind.purpose)
+        console.print(table)
+        return
+    found = pass_named(subject)
+    if found is not None:
+        _explain_pass(found)
+        return
+    try:
+        generated = pipeline.generate(upstream.load(subject, version, path))
+    except UpstreamNotFound as error:
+        nearest = difflib.get_close_matches(subject, [kind.name for kind in PASSES], n=3)
+        raise UpstreamNotFound(
+            f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}"
+        ) from error
+    _explain_model(generated)
+
+
+def _explain_pass(kind: type[Pass]) -> None:
+    console.rule(kind.name, align="left")
+    console.print(kind.purpose)
+    console.print(textwrap.fill(" ".join((kind.__doc__ or "").split()), 110))
+    console.print(f"It expects {kind.expects}.")
+    for example in kind.EXAMPLES:
+        console.rule(example.title, align="left", characters="·")
+        console.print("before", style="dim")
+        console.print(Syntax(example.before, "python", background_color="default", word_wrap=True))
+        console.print("after", style="dim")
+        console.print(Syntax(example.after, "python", background_color="default", word_wrap=True))
+
+
+def _explain_model(generated: Generated) -> None:
+    console.print(f"{generated.model} from {generated.upstream.origin} ({generated.upstream.path})")
+    for step in generated.steps:
+        if step.name in ("prune", "absolute_imports"):
+            continue
+        sites = [*step.outcome.hits, *step.outcome.upstream]
+        if not sites and not step.outcome.notes:
+            continue
+        console.rule(step.name, align="left")
+        for hit in step.outcome.hits:
+            console.print(f"{hit.site}  (upstream line {hit.line}): {hit.what}")
+            block = hit.site.split(".")[0]
+            if step.before.has(block) and step.outcome.module.has(block):
+                changes = emit.text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
+                for line in changes.splitlines()[3:]:
+                    console.print(
+                        "    " + line, style={"+": "green", "-": "red"}.get(line[:1]), markup=False, soft_wrap=True
+                    )
+        for hit in step.outcome.upstream:
+            console.print(f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim")
+        for note in step.outcome.notes:
+            console.print(f"note: {note}", style="yellow")
+
+
+def inspect(subject: str, version: str | None) -> None:
+    """The anatomy of a model or of a file."""
+    path = Path(subject)
+    if path.exists():
+        name = path.stem.removeprefix("modeling_") if path.is_file() else path.name
+        origin = upstream.load(name, version, path)
+    else:
+        origin = upstream.load(subject, version)
+    module = source.parse(origin.text, origin.path)
+    anatomy = study(module, origin)
+    console.print(f"{origin.model}: {origin.path} of {origin.origin}, {len(anatomy.classes)} classes")
+    table = Table()
+    for column in ("line", "class", "role", "why"):
+        table.add_column(column)
+    for info in anatomy.classes.values():
+        for role, why in info.roles.items() or {"": ""}.items():
+            table.add_row(str(info.node.lineno), info.name, role, why)
+    console.print(table)
+    console.print("roots: " + ", ".join(default_roots(module, anatomy)))
+    config = model_configs.config_for(origin.model)
+    try:
+        steps = pipeline.run_passes(module, anatomy, default_pipeline(config), config)
+    except PatchgenError as error:
+        console.print(f"[red]would not generate:[/] {error}", soft_wrap=True)
+        return
+    for step in steps:
+        console.print(f"  {step.name:20}{emit.summary(step.outcome)}")
+    console.rule("draft config", align="left")
+    console.print(
+        Syntax(_draft(origin.model, default_roots(module, anatomy), steps), "python", background_color="default")
+    )
+
+
+def _draft(model: str, roots: tuple[str, ...], steps: list[pipeline.Step]) -> str:
+    counted = {
+        step.name: len(step.outcome.hits)
+        for step in steps
+        if step.outcome.hits and step.name not in ("prune", "absolute_imports", "checkpoint_mapping", "hand_edits")
+    }
+    return render("model_config.jinja", model=model, roots=roots, expect=counted)
+
+
+def new(model: str, version: str | None, path: Path | None, *, force: bool) -> None:
+    """Writes the draft of a config file."""
+    if not model.isidentifier():
+        raise ConfigError(f"'{model}' cannot name a Python file. Use the folder's name under transformers/models.")
+    target = Path(model_configs.__file__).parent / f"{model}.py"
+    if target.exists() and not force:
+        raise ConfigError(f"patchgen/model_configs/{model}.py exists. Edit it, or give --force to start over.")
+    generated = pipeline.generate(upstream.load(model, version, path), model_configs.ModelConfig(model=model))
+    heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
+    original = source.parse(generated.upstream.text, generated.upstream.path)
+    roots = default_roots(original, generated.anatomy)
+    target.write_text(_draft(model, roots, list(generated.steps)), encoding="utf-8")
+    console.print(f"wrote patchgen/model_configs/{model}.py. Heads of the file: {', '.join(heads)}.")

@@ -1,0 +1,37 @@
+"""verify and mesh. The only commands that load the runtime are here and in `sweeping`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from patchgen import provenance
+from patchgen.commands.generation import committed
+from patchgen.errors import ConfigError, UpstreamNotFound
+
+
+def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None) -> int:
+    """Proves models, prints a table each and writes `verify.json` beside the generated file; 0 if all are proven."""
+    from patchgen.runtime.verify import report
+    from patchgen.runtime.verify.verify_model import verify_model
+
+    names = committed() if every else models
+    if not names:
+        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    failed = []
+    for name in names:
+        proof = verify_model(name, directory=directory, head=head)
+        report.print_proof(proof)
+        report.write_proof(proof, directory or provenance.generated_root() / name)
+        if not proof.is_proven:
+            failed.append(name)
+    return 1 if failed else 0
+
+
+def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:
+    """Prints the rank map of a layout; one that does not multiply is an error that names the numbers."""
+    from patchgen.runtime.parallel.config import mesh_text
+
+    try:
+        print(mesh_text(world, dp_replicate=dp_replicate, sp=sp, ep=ep))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

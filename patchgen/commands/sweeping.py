@@ -1,0 +1,199 @@
+"""sweep: generate and prove every model type of a family, one row each in docs/coverage.md and docs/coverage.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from patchgen import __version__, upstream
+from patchgen.errors import ConfigError
+from patchgen.templates import render
+
+console = Console(highlight=False)
+
+PROVEN, GENERATED, FAILED = "proven", "generated", "failed"
+FAMILIES = ("text", "moe")
+# Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
+IMPLEMENTATIONS = ("torch", "chunked")
+
+
+def sweep(family: str, jobs: int, version: str | None, only: list[str], *, fresh: bool) -> int:
+    """Runs the family; 0 if every type that generates is proven. Interrupted, it goes on where it stopped."""
+    if family not in FAMILIES:
+        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
+    release = upstream.open_release(version)
+    wanted = only or sorted(release.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    if family == "moe" and not only:
+        wanted = [kind for kind in wanted if _routes(kind, release)]
+    path = Path.cwd() / "docs" / "coverage.json"
+    key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
+    rows = {} if fresh else _previous(path, key)
+    todo = [kind for kind in wanted if kind not in rows]
+    columns = (
+        TextColumn("sweeping"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
+        for row in _run(todo, release.version, jobs):
+            rows[row["model_type"]] = row
+            _write(path, key, rows)
+            progress.update(task, advance=1, description=row["model_type"])
+            if not console.is_terminal:
+                console.print(f"{row['model_type']}: {row['status']} {row['reason']}", soft_wrap=True)
+    _write(path, key, rows)
+    counts = {status: sum(row["status"] == status for row in rows.values()) for status in (PROVEN, GENERATED, FAILED)}
+    moe = sum(row["status"] == PROVEN and row["moe"] for row in rows.values())
+    console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
+    return 0 if not counts[GENERATED] else 1
+
+
+def _run(todo: list[str], version: str, jobs: int) -> Iterator[dict]:
+    """Rows as they come. A type that takes its process down is a failed row, and the others go on."""
+    context = multiprocessing.get_context("spawn")
+    remaining = list(todo)
+    while remaining:
+        with ProcessPoolExecutor(min(jobs, len(remaining)), mp_context=context, initializer=_quiet) as pool:
+            futures = {pool.submit(examine, kind, version): kind for kind in remaining}
+            broken = []
+            for future in as_completed(futures):
+                kind = futures[future]
+                try:
+                    row = future.result()
+                except BrokenProcessPool:
+                    broken.append(kind)
+                    continue
+                remaining.remove(kind)
+                yield row
+        if broken:
+            remaining.remove(broken[0])
+            yield _row(broken[0], FAILED, "its process died (out of memory, or a crash in native code)")
+
+
+def _quiet() -> None:
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+def examine(model_type: str, version: str) -> dict:
+    """Generates and proves one model type; the row says how far it came and why not further."""
+    from patchgen import emit, model_configs, pipeline, provenance
+    from patchgen.errors import PatchgenError
+
+    start = time.perf_counter()
+    try:
+        generated = pipeline.generate(upstream.load(model_type, version))
+    except PatchgenError as error:
+        return _row(model_type, FAILED, _phrase(error), seconds=time.perf_counter() - start)
+    name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
+    hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
+    config = Path(model_configs.__file__).parent / f"{name}.py"
+    facts = {
+        "hits": {k: v for k, v in hits.items() if k not in ("prune", "absolute_imports", "checkpoint_mapping")},
+        "notes": sum(len(step.outcome.notes) for step in generated.steps),
+        "config_lines": len(config.read_text().splitlines()) if config.is_file() else 0,
+        "changed_lines": emit.changed_lines(generated.diff),
+        "moe": "fused_experts" in hits,
+    }
+    generation = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        provenance.write(generated, Path(folder), force=True)
+        try:
+            outcome = _prove(model_type, Path(folder))
+        except Exception as error:
+            outcome = {"status": GENERATED, "reason": _phrase(error)}
+    return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
+
+
+def _prove(model_type: str, directory: Path) -> dict:
+    from patchgen.runtime.verify.verify_model import verify_model
+
+    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS)
+    loss = max((case.loss.relative for case in proof.cases), default=0.0)
+    gradient = max((case.gradient.relative for case in proof.cases), default=0.0)
+    if proof.is_proven:
+        return {"status": PROVEN, "reason": "", "loss_difference": loss, "gradient_difference": gradient}
+    reason = proof.failures[0] if proof.failures else "no case ran"
+    return {"status": GENERATED, "reason": _phrase(reason), "loss_difference": loss, "gradient_difference": gradient}
+
+
+def _row(model_type: str, status: str, reason: str, **facts: object) -> dict:
+    row = {
+        "model_type": model_type,
+        "status": status,
+        "reason": reason,
+        "hits": {},
+        "notes": 0,
+        "config_lines": 0,
+        "changed_lines": 0,
+        "moe": False,
+        "loss_difference": None,
+        "gradient_difference": None,
+        "seconds": 0.0,
+        "generation_seconds": 0.0,
+        **facts,
+    }
+    return {k: round(v, 2) if k.endswith("seconds") else v for k, v in row.items()}
+
+
+def _phrase(error: object) -> str:
+    """The first line of a message, at most 160 characters, with the site that a pass missed."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    detail = next((line.removeprefix("expected ") for line in lines[1:] if line.startswith(("expected", "sign"))), "")
+    return " ".join(f"{lines[0]} {detail}".split())[:160]
+
+
+def _routes(model_type: str, release: upstream.Release) -> bool:
+    """Whether the file of a model type has experts."""
+    from patchgen import source
+    from patchgen.anatomy import Role, study
+
+    directory = release.directory_of(model_type)
+    if directory is None:
+        return False
+    origin = upstream.load_file(release, release.modeling_files[directory], model=model_type)
+    return bool(study(source.parse(origin.text, origin.path), origin).with_role(Role.EXPERTS))
+
+
+def _source_hash() -> str:
+    """A hash of the code that decides the results: a resumed sweep does not mix rows of different code."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for folder in (root, *(root / name for name in ("runtime", "kernels", "templates"))):
+        for path in sorted([*folder.glob("**/*.py"), *folder.glob("**/*.jinja")]):
+            if "generated_models" not in path.parts:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _previous(path: Path, key: dict) -> dict[str, dict]:
+    if not path.is_file():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    return {row["model_type"]: row for row in record["rows"]} if record["key"] == key else {}
+
+
+def _write(path: Path, key: dict, rows: dict[str, dict]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    ordered = [rows[kind] for kind in sorted(rows)]
+    for target, text in (
+        (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
+        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered)),
+    ):
+        temporary = target.with_suffix(target.suffix + ".tmp")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(target)

@@ -1,0 +1,179 @@
+"""From rewritten blocks to a standalone file: imports, header, and the checks that it stands alone."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import textwrap
+from collections.abc import Sequence
+
+from patchgen import __version__
+from patchgen.anatomy.graph import references
+from patchgen.errors import EmissionError
+from patchgen.passes.base import Outcome
+from patchgen.rewrite import format_code
+from patchgen.source import Block, Module, bound_names
+from patchgen.templates import render
+from patchgen.upstream import Upstream
+
+BANNER_FRAME = "🚨"
+OPS_IMPORT = "from patchgen.runtime import ops\n"
+
+
+def with_imports(module: Module, upstream: Upstream) -> Module:
+    """Drops imported names that nothing uses any more and imports the runtime's operations."""
+    used = {name for block in module if not block.is_import for name in references(ast.parse(block.text))}
+    used |= set(exported_names(module))
+    blocks = []
+    for block in module:
+        blocks += [_with_used_names(block, used)] if block.is_import and not _is_future(block) else [block]
+    blocks = [block for block in blocks if block is not None]
+    position = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
+    if upstream.version is not None:
+        guard = f'\nops.require_transformers(__file__, made_from="{upstream.version}")\n\n'
+    else:
+        guard = "\n"
+    blocks.insert(position, Block(text=OPS_IMPORT + guard))
+    return module.with_blocks(blocks)
+
+
+def exported_names(module: Module) -> list[str]:
+    """The strings of `__all__`, those of later additions included."""
+    statements = [s for block in module if "__all__" in block.binds for s in block.statements]
+    values = [s.value for s in statements if isinstance(s, ast.Assign | ast.AugAssign | ast.AnnAssign)]
+    lists = [value for value in values if isinstance(value, ast.List | ast.Tuple)]
+    return [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
+
+
+def check_stands_alone(module: Module) -> None:
+    """Raises if the module refers to a name that it neither defines nor imports.
+
+    Raises:
+        EmissionError: with each name, where it is used, and what to do.
+    """
+    tree = ast.parse(module.text)
+    known = {name for statement in tree.body for name in bound_names(statement)} | set(dir(builtins)) | _MODULE_NAMES
+    problems = []
+    for block in module:
+        for statement in block.statements:
+            unknown = sorted(name for name in _free_names(statement) if name not in known)
+            where = block.name or f"line {block.line}"
+            problems += [f"  {name} in {where}" for name in unknown]
+    problems += [f"  {name} in __all__" for name in exported_names(module) if name not in known]
+    if problems:
+        raise EmissionError(
+            "The generated file would refer to names that are not in it:\n"
+            + "\n".join(problems)
+            + "\nKeep them with `roots`, or drop what uses them as well."
+        )
+
+
+def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Outcome]], command: str) -> str:
+    """Our record above upstream's own comments, which stay (but for the banner that says not to edit upstream's file)."""
+    passes = [{"name": name, "summary": summary(outcome)} for name, outcome in outcomes if name != "hand_edits"]
+    edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
+    record = render(
+        "header.jinja",
+        patchgen=__version__,
+        upstream=upstream.origin,
+        command=command,
+        path=upstream.path,
+        sha256=upstream.sha256,
+        passes=passes,
+        edits=edits,
+    )
+    return record + without_banner(module.header)
+
+
+def without_banner(text: str) -> str:
+    """Upstream's comments without the banner, framed by two lines of sirens, that says not to edit upstream's file."""
+    lines = text.splitlines(keepends=True)
+    frame = [i for i, line in enumerate(lines) if line.startswith("#") and BANNER_FRAME in line]
+    return "".join(lines[: frame[0]] + lines[frame[-1] + 1 :]) if len(frame) > 1 else text
+
+
+def summary(outcome: Outcome) -> str:
+    """One phrase for the header and the table: hits, what upstream does already, notes."""
+    parts = []
+    if outcome.hits:
+        parts.append(f"{len(outcome.hits)} hit{'s' if len(outcome.hits) != 1 else ''}")
+    if outcome.upstream:
+        parts.append(f"upstream {len(outcome.upstream)}")
+    if outcome.notes:
+        parts.append(f"{len(outcome.notes)} note{'s' if len(outcome.notes) != 1 else ''}")
+    return ", ".join(parts) or "-"
+
+
+def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Sequence[str], roots: Sequence[str]) -> str:
+    """The unified diff of what stayed; dropped symbols are listed by name at its top."""
+    head = render(
+        "diff_head.jinja",
+        model=model,
+        upstream=f"{upstream.origin} ({upstream.path})",
+        dropped=textwrap.wrap(", ".join(dropped), 110),
+        roots=", ".join(roots),
+    )
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True),
+        after.splitlines(keepends=True),
+        fromfile=f"a/{upstream.path}",
+        tofile=f"b/generated_models/{model}/modeling_{model}.py",
+        n=3,
+    )
+    return head + "".join(lines)
+
+
+def text_diff(before: str, after: str) -> str:
+    """A plain unified diff of two texts."""
+    return "".join(
+        difflib.unified_diff(before.splitlines(keepends=True), after.splitlines(keepends=True), "before", "after")
+    )
+
+
+def changed_lines(diff_text: str) -> int:
+    """Added and removed lines of a unified diff."""
+    lines = diff_text.splitlines()
+    return sum(line[:1] in "+-" and not line.startswith(("+++ ", "--- ")) for line in lines if line)
+
+
+_MODULE_NAMES = {"__file__", "__name__", "__doc__", "__all__", "__package__", "__spec__", "__class__"}
+
+
+def _is_future(block: Block) -> bool:
+    return block.is_import and any(getattr(s, "module", None) == "__future__" for s in block.statements)
+
+
+def _with_used_names(block: Block, used: set[str]) -> Block | None:
+    """The import block without unused names, or None if none is left."""
+    if all(name in used for name in block.binds):
+        return block
+    lines = []
+    for statement in block.statements:
+        kept = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
+        if kept:
+            statement = type(statement)(**{**{f: getattr(statement, f) for f in statement._fields}, "names": kept})
+            lines.append(ast.unparse(statement) + "\n")
+    if not lines:
+        return None
+    stripped = block.text.lstrip("\n")
+    blank = block.text[: len(block.text) - len(stripped)]
+    comments = "".join(line for line in stripped.splitlines(keepends=True) if line.startswith("#"))
+    return block.with_text(blank + comments + format_code("".join(lines)))
+
+
+def _free_names(statement: ast.stmt) -> set[str]:
+    """The names that a module-level statement takes from the module's scope."""
+    import symtable
+
+    table = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
+    free: set[str] = set()
+    pending = list(table.get_children())
+    for symbol in table.get_symbols():
+        if symbol.is_referenced() and not symbol.is_assigned() and not symbol.is_imported():
+            free.add(symbol.get_name())
+    while pending:
+        scope = pending.pop()
+        pending += scope.get_children()
+        free |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+    return free

@@ -1,0 +1,31 @@
+"""The errors that patchgen shows its users. Each message says what was expected, what was found, where, and what to do."""
+
+from __future__ import annotations
+
+
+class PatchgenError(Exception):
+    """Base of the errors that the command line prints without a traceback."""
+
+
+class UpstreamNotFound(PatchgenError):
+    """The upstream source cannot be had: unknown model, missing file, wheel out of reach."""
+
+
+class SourceSyntaxError(PatchgenError):
+    """The upstream source does not parse; the message has file, line and column."""
+
+
+class PassMismatch(PatchgenError):
+    """A pass did not hit what it declared. Without this error the model would train on, unpatched."""
+
+
+class EmissionError(PatchgenError):
+    """The rewritten module is not a standalone file, for example because it refers to a name that is gone."""
+
+
+class ConfigError(PatchgenError):
+    """A model config asks for something that does not exist or contradicts itself."""
+
+
+class StaleFile(PatchgenError):
+    """A committed generated file differs from what generation gives, or has edits that would be lost."""

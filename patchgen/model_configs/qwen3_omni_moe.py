@@ -1,0 +1,17 @@
+"""The thinker only: training uses neither the talker nor the vocoder."""
+
+from patchgen.model_configs import ModelConfig
+
+CONFIG = ModelConfig(
+    model="qwen3_omni_moe",
+    roots=("Qwen3OmniMoeThinkerForConditionalGeneration",),
+    expect={
+        "fused_experts": 1,
+        "router_loss": 1,
+        "fused_loss": 1,
+        "language_sp": 1,
+        "position_ids": 1,
+        "fused_ops": 4,
+        "parallel_plan": 1,
+    },
+)

@@ -1,0 +1,59 @@
+"""The passes, and the order in which they run by default."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from patchgen.passes.absolute_imports import AbsoluteImports
+from patchgen.passes.base import Pass
+from patchgen.passes.checkpoint_mapping import CheckpointMapping
+from patchgen.passes.fused_experts import FusedExperts
+from patchgen.passes.fused_loss import FusedLoss
+from patchgen.passes.fused_ops import FusedOps
+from patchgen.passes.hand_edits import HandEdits
+from patchgen.passes.host_sync_lint import HostSyncLint
+from patchgen.passes.language_sp import LanguageSP
+from patchgen.passes.local_classes import LocalClasses
+from patchgen.passes.mixer_sp import MixerSP
+from patchgen.passes.parallel_plan import ParallelPlan
+from patchgen.passes.position_ids import PositionIds
+from patchgen.passes.prune import Prune
+from patchgen.passes.router_loss import RouterLoss
+from patchgen.passes.stacked_experts import StackedExperts
+from patchgen.passes.tied_embeddings import TiedEmbeddings
+
+if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
+
+PASSES: tuple[type[Pass], ...] = (
+    HandEdits,
+    LocalClasses,  # before prune, which would take towers that only an Auto class builds for unreached
+    Prune,
+    AbsoluteImports,
+    TiedEmbeddings,
+    StackedExperts,
+    FusedExperts,
+    RouterLoss,
+    FusedLoss,
+    LanguageSP,
+    MixerSP,
+    PositionIds,
+    FusedOps,
+    ParallelPlan,
+    CheckpointMapping,
+    HostSyncLint,  # last: it reads what the others left
+)
+
+
+def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
+    """The passes with the parameters of a model's config."""
+    arguments = {
+        HandEdits: (config.edits,),
+        Prune: (config.roots,),
+    }
+    passes = [kind(*arguments.get(kind, ())) for kind in PASSES if kind is not HostSyncLint]
+    return (*passes, HostSyncLint(config.allow_sync, strict=config.strict_sync))
+
+
+def pass_named(name: str) -> type[Pass] | None:
+    return next((kind for kind in PASSES if kind.name == name), None)

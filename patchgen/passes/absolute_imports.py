@@ -1,0 +1,113 @@
+"""Relative imports become absolute, wherever they stand."""
+
+from __future__ import annotations
+
+import ast
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import calls, dotted
+from patchgen.errors import PassMismatch
+from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.rewrite import LINE_LENGTH, format_code, transform
+from patchgen.source import Module
+
+
+class AbsoluteImports(Pass):
+    """The generated file lives outside of transformers, so `from ...activations` must name its package. What stood
+    beside a file on disk is copied along with it, and stays a neighbour wherever the output goes."""
+
+    name = "absolute_imports"
+    purpose = "Relative imports become absolute, also inside functions and TYPE_CHECKING blocks."
+    expects = "every relative import of the file, but for those of modules that are copied along"
+    EXAMPLES = (
+        Example(
+            "one, two and three dots, and a line that becomes too long",
+            before=(
+                "from ...activations import ACT2FN\n"
+                "from ..auto import AutoModel\n"
+                "from .configuration_example import ExampleConfig\n"
+                "\n\n"
+                "def lazy():\n"
+                "    from ...utils import logging  # only when needed\n"
+                "\n"
+                "    return logging\n"
+            ),
+            after=(
+                "from transformers.activations import ACT2FN\n"
+                "from transformers.models.auto import AutoModel\n"
+                "from transformers.models.example.configuration_example import ExampleConfig\n"
+                "\n\n"
+                "def lazy():\n"
+                "    from transformers.utils import logging  # only when needed\n"
+                "\n"
+                "    return logging\n"
+            ),
+        ),
+    )
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        package = anatomy.upstream.package.split(".")
+        neighbours = {name.removesuffix(".py") for name in anatomy.upstream.siblings}
+        hits = []
+        for block in module:
+            relative = [
+                node
+                for statement in block.statements
+                for node in ast.walk(statement)
+                if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
+            ]
+            beyond = next((node for node in relative if node.level > len(package)), None)
+            tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
+            dynamic = next((call for call in calls(tree) if _is_dynamic(call)), None)
+            if beyond is not None or dynamic is not None:
+                raise PassMismatch(
+                    f"The pass '{self.name}' cannot name what `{ast.unparse(beyond or dynamic)}` (upstream line "
+                    f"{block.line} or below) imports: it starts from {anatomy.upstream.package}. It expects {self.expects}."
+                )
+            if not relative:
+                continue
+            rewritten = transform(block, _MakeAbsolute(package, neighbours))
+            if block.is_import:
+                rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
+            module = module.swap(block, rewritten)
+            hits += [Hit(f"import {'.' * node.level}{node.module or ''}", block.line, "absolute") for node in relative]
+        return Outcome(module, tuple(hits))
+
+
+def _is_neighbour(node: ast.ImportFrom, neighbours: set[str]) -> bool:
+    """Whether this imports from a module that is copied along with the generated file."""
+    return node.level == 1 and bool(node.module) and node.module.split(".")[0] in neighbours
+
+
+def _is_dynamic(call: ast.Call) -> bool:
+    """`import_module(".name", package)`: a relative import that is no import statement."""
+    name = call.args[0].value if call.args and isinstance(call.args[0], ast.Constant) else None
+    return dotted(call.func).endswith("import_module") and isinstance(name, str) and name.startswith(".")
+
+
+class _MakeAbsolute(cst.CSTTransformer):
+    def __init__(self, package: list[str], neighbours: set[str]) -> None:
+        self._package, self._neighbours = package, neighbours
+
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
+        level = len(updated_node.relative)
+        if not level:
+            return updated_node
+        if _is_neighbour(ast.parse(cst.Module([]).code_for_node(original_node)).body[0], self._neighbours):
+            return updated_node
+        base = self._package[: len(self._package) - level + 1]
+        tail = cst.Module([]).code_for_node(updated_node.module).split(".") if updated_node.module else []
+        return updated_node.with_changes(
+            relative=(),
+            module=cst.parse_expression(".".join([*base, *tail])),
+            whitespace_after_from=cst.SimpleWhitespace(" "),
+        )
+
+
+def _wrap_long_import(text: str) -> str:
+    if all(len(line) <= LINE_LENGTH for line in text.splitlines()):
+        return text
+    blank_lines = text[: len(text) - len(text.lstrip("\n"))]
+    return blank_lines + format_code(text.lstrip("\n"))

@@ -1,0 +1,196 @@
+"""The contract of a pass.
+
+A pass is one class in one file with one purpose. It names the sites that it must rewrite (`sites`) and rewrites one of
+them (`rewrite`). The base class does the rest: it collects hits, and raises `PassMismatch` for every site that was not
+rewritten and for signs of sites where there were none. Nothing is silently inactive.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from patchgen.anatomy import Anatomy
+from patchgen.errors import PassMismatch
+from patchgen.source import Block, Module
+
+
+@dataclass(frozen=True)
+class Site:
+    """A place that a pass must rewrite: a class or function of the file, and the member in it."""
+
+    name: str  # "Qwen3MoeExperts.forward"
+    block: str  # the class or function that holds it
+    line: int  # in the upstream file
+    why: str  # the role that makes it a site
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A site that was rewritten, or that upstream already has in the wanted form."""
+
+    site: str
+    line: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """The outcome of `rewrite`: the new text of the site's block (and blocks to put around it)."""
+
+    block: Block
+    what: str
+    before: tuple[Block, ...] = ()
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The outcome of `rewrite` where upstream already does the pass's work."""
+
+    what: str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """The outcome of `rewrite` for a site that the pass knows and does not serve; it is listed as a note."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class Missed:
+    """The outcome of `rewrite` where the site does not have the form that the pass knows."""
+
+    looked_for: str
+    closest: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a pass returns."""
+
+    module: Module
+    hits: tuple[Hit, ...] = ()
+    upstream: tuple[Hit, ...] = ()
+    notes: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()  # classes that upstream does not have: later passes see them in the anatomy
+
+
+@dataclass(frozen=True)
+class Example:
+    """A source before and after a pass: its documentation and its test."""
+
+    title: str
+    before: str
+    after: str
+
+
+class Pass(abc.ABC):
+    """Base of all passes."""
+
+    name: ClassVar[str]
+    purpose: ClassVar[str]
+    expects: ClassVar[str]  # in words, shown by `patchgen explain`
+    EXAMPLES: ClassVar[tuple[Example, ...]] = ()
+
+    @property
+    def mark(self) -> str:
+        """The comment that every rewritten site carries."""
+        return f"patchgen: {self.name}"
+
+    @abc.abstractmethod
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        """Rewrites the module.
+
+        Raises:
+            PassMismatch: the declared hits were not met.
+        """
+
+
+class SitePass(Pass):
+    """A pass that rewrites sites one by one."""
+
+    @abc.abstractmethod
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
+
+    @abc.abstractmethod
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | LeftAlone | Missed:
+        """Rewrites one site in its block."""
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
+        del module, anatomy
+        return ()
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        sites = list(self.sites(module, anatomy))
+        signs = list(self.evidence(module, anatomy))
+        if signs:
+            raise PassMismatch(self._no_site_message(signs))
+        hits, upstream, misses, notes = [], [], [], []
+        for site in sites:
+            block = module.block(site.block)
+            if f"# {self.mark}" in block.text and self.is_done(block, site):
+                upstream.append(Hit(site.name, site.line, "rewritten before"))
+                continue
+            result = self.rewrite(block, site, anatomy)
+            if isinstance(result, Missed):
+                misses.append((site, result))
+            elif isinstance(result, LeftAlone):
+                notes.append(result.why)
+            elif isinstance(result, Upstream):
+                upstream.append(Hit(site.name, site.line, result.what))
+            else:
+                assert result.block.text != block.text, f"{self.name} reports a hit on {site.name} and changed nothing"
+                module = module.swap(block, *result.before, result.block)
+                hits.append(Hit(site.name, site.line, result.what))
+        if misses:
+            raise PassMismatch(self._miss_message(misses))
+        return Outcome(module, tuple(hits), tuple(upstream), (*notes, *self.notes(module, anatomy)))
+
+    def is_done(self, block: Block, site: Site) -> bool:
+        """Whether this very site of a block that carries the pass's mark was rewritten (a block may hold several)."""
+        if "." not in site.name:  # the class or function is the site
+            return True
+        member = site.name.rpartition(".")[2]
+        start = block.text.find(f"def {member}(")
+        end = block.text.find("\n    def ", start + 1)
+        return f"# {self.mark}" in block.text[max(start, 0) : end if end > 0 else None]
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Remarks for the report, for example on variants that were left alone on purpose."""
+        del module, anatomy
+        return ()
+
+    def _miss_message(self, misses: Sequence[tuple[Site, Missed]]) -> str:
+        parts = [f"The pass '{self.name}' missed {len(misses)} site(s). It expects {self.expects}."]
+        for site, miss in misses:
+            parts.append(f"  site     {site.name} (upstream line {site.line}): {site.why}")
+            parts.append(f"  expected {miss.looked_for}")
+            if miss.closest:
+                closest = "\n           ".join(miss.closest.strip().splitlines()[:8])
+                parts.append(f"  closest  {closest}")
+        return "\n".join([*parts, self._way_out()])
+
+    def _no_site_message(self, signs: Sequence[str]) -> str:
+        listed = "\n".join(f"  sign     {sign}" for sign in signs[:5])
+        return (
+            f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}.\n"
+            f"{listed}\n{self._way_out()}"
+        )
+
+    def _way_out(self) -> str:
+        module = self.__class__.__module__.replace(".", "/")
+        return (
+            f"  ways out mend the pass ({module}.py), or state in the model's config "
+            f'`expect={{"{self.name}": Expect(0, reason="...")}}`.'
+        )
+
+
+def method_site(anatomy: Anatomy, owner: str, method: str, why: str) -> Site:
+    """The site of a method."""
+    node = anatomy.classes[owner].methods[method]
+    return Site(f"{owner}.{method}", owner, node.lineno, why)

@@ -1,0 +1,56 @@
+"""Registers upstream's checkpoint conversion for the generated classes."""
+
+from __future__ import annotations
+
+from patchgen.anatomy import Anatomy
+from patchgen.errors import PassMismatch
+from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.rewrite import format_code
+from patchgen.source import Block, Module
+
+
+class CheckpointMapping(Pass):
+    """transformers takes a class outside of `transformers.*` for custom code and skips its conversion: a generated
+    mixture of experts would load with its experts left at random initialisation."""
+
+    name = "checkpoint_mapping"
+    purpose = "Upstream's checkpoint conversions apply to the generated classes too."
+    expects = "one hit per file with model classes"
+    EXAMPLES = (
+        Example(
+            "one call for the model types and classes of the file",
+            before=('class ExampleForCausalLM(PreTrainedModel):\n    pass\n\n\n__all__ = ["ExampleForCausalLM"]\n'),
+            after=(
+                "class ExampleForCausalLM(PreTrainedModel):\n"
+                "    pass\n"
+                "\n\n"
+                "# patchgen: checkpoint_mapping\n"
+                'ops.register_checkpoint_mapping("ExampleForCausalLM")\n'
+                "\n\n"
+                '__all__ = ["ExampleForCausalLM"]\n'
+            ),
+        ),
+    )
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        if f"# {self.mark}" in module.text:
+            return Outcome(module, upstream=(Hit("module", 0, "registered before"),))
+        if "ops.register_stacked_experts(" in module.text:
+            what = "the names in the file are those on disk, but for the stacks, which stacked_experts registers"
+            return Outcome(module, upstream=(Hit("module", 0, what),))
+        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        unknown = [head for head in anatomy.upstream.heads if module.has(head) and head not in models]
+        if unknown:
+            raise PassMismatch(
+                f"The pass '{self.name}' found no PreTrainedModel among the ancestors of {', '.join(unknown)} in "
+                f"{anatomy.upstream.path}. It expects {self.expects}."
+            )
+        if not models:
+            return Outcome(module)
+        model_types = [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind]
+        arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])
+        call = format_code(f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n")
+        blocks = list(module.blocks)
+        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
+        blocks.insert(position, Block(text="\n\n" + call))
+        return Outcome(module.with_blocks(blocks), (Hit("module", 0, f"{len(models)} model classes"),))

@@ -1,0 +1,159 @@
+"""The experts' forward becomes one `ops.fused_moe(...)` seam; the upstream loop stays below it as the eager path."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
+from patchgen.anatomy.roles import DISPATCHER, unread_experts
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import edit_function, insert_at_start, statements
+from patchgen.source import Block, Module
+
+
+class FusedExperts(SitePass):
+    """Upstream chooses the experts' implementation by searching its own source text for a decorator; a seam is a call."""
+
+    name = "fused_experts"
+    purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
+    expects = "one hit per stacked experts class"
+    EXAMPLES = (
+        Example(
+            "gated experts; upstream's dispatching decorator makes room for the call",
+            before=(
+                "@use_experts_implementation\n"
+                "class ExampleExperts(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.num_experts = config.num_experts\n"
+                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
+                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
+                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
+                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
+                "            expert_idx = expert_idx[0]\n"
+                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
+                "            current_state = hidden_states[token_idx]\n"
+                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
+                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
+                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
+                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
+                "        return final_hidden_states\n"
+            ),
+            after=(
+                "class ExampleExperts(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.num_experts = config.num_experts\n"
+                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
+                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
+                "        # patchgen: fused_experts\n"
+                '        if ops.serves("fused_moe"):\n'
+                "            return ops.fused_moe(\n"
+                "                hidden_states,\n"
+                "                top_k_index,\n"
+                "                top_k_weights,\n"
+                "                self.gate_up_proj,\n"
+                "                self.down_proj,\n"
+                "                num_experts=self.num_experts,\n"
+                "                activation=self.act_fn,\n"
+                "            )\n"
+                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
+                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
+                "            expert_idx = expert_idx[0]\n"
+                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
+                "            current_state = hidden_states[token_idx]\n"
+                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
+                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
+                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
+                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
+                "        return final_hidden_states\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"experts: {info.roles[Role.EXPERTS]}")
+            for info in anatomy.with_role(Role.EXPERTS, module)
+        ]
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        info = anatomy.classes[site.block]
+        formula = read_experts(_current_forward(block))
+        if isinstance(formula, Unread):
+            return Missed(formula.expected, formula.found)
+        absent = [name for name in _attributes(formula) if name not in info.attributes and name not in info.methods]
+        if absent or "num_experts" not in info.attributes:
+            missing = ", ".join([*absent, *(["num_experts"] if "num_experts" not in info.attributes else [])])
+            return Missed(f"self.{missing} set in __init__", ast.unparse(info.methods["__init__"]))
+        seam = statements(fused_call(formula), depth=2, comment=self.mark)
+        block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
+        return Rewritten(_without_dispatcher(block), "fused_moe seam")
+
+
+def fused_call(formula: ExpertsFormula) -> str:
+    """The seam's source."""
+    options = {
+        "num_experts": "self.num_experts",
+        "activation": formula.activation and f"self.{formula.activation}",
+        "apply_gate": formula.apply_gate and f"self.{formula.apply_gate}",
+        "gate_up_bias": formula.up_bias and f"self.{formula.up_bias}",
+        "down_bias": formula.down_bias and f"self.{formula.down_bias}",
+        "is_gated": None if formula.is_gated else "False",
+        "is_transposed": "True" if formula.is_transposed else None,
+        "post_expert_norm": formula.post_norm and f"self.{formula.post_norm}",
+    }
+    arguments = [
+        formula.hidden_states,
+        formula.top_k_index,
+        formula.top_k_weights,
+        f"self.{formula.up_weight}",
+        f"self.{formula.down_weight}",
+        *(f"{name}={value}" for name, value in options.items() if value),
+    ]
+    return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
+
+
+def _attributes(formula: ExpertsFormula) -> list[str]:
+    optional = (formula.up_bias, formula.down_bias, formula.activation, formula.apply_gate, formula.post_norm)
+    return [formula.up_weight, formula.down_weight, *(name for name in optional if name)]
+
+
+def _current_forward(block: Block) -> ast.FunctionDef:
+    return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+
+
+def _without_dispatcher(block: Block) -> Block:
+    """Drops the decorator that would choose another implementation before the seam is reached."""
+
+    def keep(decorator: cst.Decorator) -> bool:
+        node = decorator.decorator
+        node = node.func if isinstance(node, cst.Call) else node
+        return not (isinstance(node, cst.Name) and node.value == DISPATCHER)
+
+    tree = block.cst
+    body = [
+        node.with_changes(
+            decorators=[d for d in node.decorators if keep(d)],
+            lines_after_decorators=node.lines_after_decorators,
+        )
+        if isinstance(node, cst.ClassDef)
+        else node
+        for node in tree.body
+    ]
+    return block.with_text(tree.with_changes(body=body).code)

@@ -1,0 +1,236 @@
+"""RMSNorm, rotary embedding and SwiGLU become seams."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.bodies import form_of, normal_form
+from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, edit_function, insert_at_start, statements
+from patchgen.source import Block, Module
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """A known body of an RMSNorm: its helper method if it has one, and what it means for ops.rms_norm."""
+
+    forward: str
+    options: str
+    helper: str | None = None
+
+
+_SQUARES = """
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+"""
+NORM_FORMS = (
+    NormForm(
+        form_of(f"def forward(self, hidden_states):{_SQUARES}    return self.weight * hidden_states.to(input_dtype)"),
+        "",
+    ),
+    NormForm(
+        form_of(
+            f"def forward(self, hidden_states):{_SQUARES}    return (self.weight * hidden_states).to(input_dtype)"
+        ),
+        "in_fp32=True",
+    ),
+    NormForm(
+        form_of(
+            "def forward(self, x):\n"
+            "    output = self._norm(x.float())\n"
+            "    output = output * (1.0 + self.weight.float())\n"
+            "    return output.type_as(x)"
+        ),
+        "offset=1.0, in_fp32=True",
+        helper=form_of("def _norm(self, x):\n    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"),
+    ),
+)
+ROTARY_FORM = form_of(
+    "def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):\n"
+    "    cos = cos.unsqueeze(unsqueeze_dim)\n"
+    "    sin = sin.unsqueeze(unsqueeze_dim)\n"
+    "    q_embed = (q * cos) + (rotate_half(q) * sin)\n"
+    "    k_embed = (k * cos) + (rotate_half(k) * sin)\n"
+    "    return q_embed, k_embed"
+)
+HALF_ROTATION_FORM = form_of(
+    "def rotate_half(x):\n"
+    "    x1 = x[..., : x.shape[-1] // 2]\n"
+    "    x2 = x[..., x.shape[-1] // 2 :]\n"
+    "    return torch.cat((-x2, x1), dim=-1)"
+)
+
+
+class FusedOps(SitePass):
+    """Upstream has the same helper name over dozens of bodies (37 of `apply_rotary_pos_emb`), so bodies decide."""
+
+    name = "fused_ops"
+    purpose = "RMSNorm, half-rotation rotary embedding and SwiGLU become seams, with upstream's code as eager path."
+    expects = "one hit per norm, rotary function and gated MLP of a known formula; other formulas are listed as notes"
+    EXAMPLES = (
+        Example(
+            "a norm",
+            before=(
+                "class ExampleRMSNorm(nn.Module):\n"
+                "    def forward(self, hidden_states):\n"
+                "        input_dtype = hidden_states.dtype\n"
+                "        hidden_states = hidden_states.to(torch.float32)\n"
+                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
+                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
+                "        return self.weight * hidden_states.to(input_dtype)\n"
+            ),
+            after=(
+                "class ExampleRMSNorm(nn.Module):\n"
+                "    def forward(self, hidden_states):\n"
+                "        # patchgen: fused_ops\n"
+                '        if ops.serves("rms_norm"):\n'
+                "            return ops.rms_norm(hidden_states, self.weight, self.eps)\n"
+                "        input_dtype = hidden_states.dtype\n"
+                "        hidden_states = hidden_states.to(torch.float32)\n"
+                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
+                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
+                "        return self.weight * hidden_states.to(input_dtype)\n"
+            ),
+        ),
+        Example(
+            "a gated MLP",
+            before=(
+                "class ExampleMLP(nn.Module):\n"
+                "    def forward(self, x):\n"
+                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+            ),
+            after=(
+                "class ExampleMLP(nn.Module):\n"
+                "    def forward(self, x):\n"
+                "        # patchgen: fused_ops\n"
+                "        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        sites = []
+        for info in anatomy.classes.values():
+            if not module.has(info.name) or "forward" not in info.methods:
+                continue
+            if Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None:
+                sites.append(method_site(anatomy, info.name, "forward", f"norm: {info.roles[Role.NORM]}"))
+            elif Role.MLP in info.roles:
+                sites.append(method_site(anatomy, info.name, "forward", f"MLP: {info.roles[Role.MLP]}"))
+        for name, node in anatomy.functions.items():
+            if module.has(name) and _is_half_rotation(anatomy, node):
+                sites.append(Site(name, name, node.lineno, "rotary embedding of the half-rotation form"))
+        return sites
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        if site.name == site.block:
+            return self._rotary(block, site, anatomy)
+        if Role.NORM in anatomy.classes[site.block].roles:
+            call = _norm_call(anatomy, site.block)
+            seam = statements(f'if ops.serves("rms_norm"):\n    return {call}\n', depth=2, comment=self.mark)
+            return Rewritten(edit_function(block, "forward", lambda f: insert_at_start(f, seam)), "rms_norm seam")
+        return self._swiglu(block)
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        norms = [
+            f"{info.name}: a norm of another formula, left as it is"
+            for info in anatomy.with_role(Role.NORM, module)
+            if "forward" in info.methods and _norm_call(anatomy, info.name) is None
+        ]
+        rotations = [
+            f"{name}: a rotary embedding of another formula, left as it is"
+            for name, node in anatomy.functions.items()
+            if module.has(name)
+            and {"cos", "sin"} <= set(parameter_names(node))
+            and not _is_half_rotation(anatomy, node)
+        ]
+        gated = [
+            f"{info.name}: a gated MLP of another formula, left as it is"
+            for info in anatomy.classes.values()
+            if module.has(info.name) and Role.MLP not in info.roles and _is_like_mlp(info)
+        ]
+        return [*norms, *rotations, *gated]
+
+    def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        names = normal_form(anatomy.functions[site.name]).parameters
+        code = f'if ops.serves("rotary"):\n    return ops.rotary({", ".join(names)})\n'
+        seam = statements(code, depth=1, comment=self.mark)
+        return Rewritten(edit_function(block, site.name, lambda f: insert_at_start(f, seam)), "rotary seam")
+
+    def _swiglu(self, block: Block) -> Rewritten | Missed:
+        replaced = False
+        mark = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
+
+        def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
+            nonlocal replaced
+            body = []
+            for node in forward.body.body:
+                found = m.findall(node, _PRODUCT)
+                if found and not replaced and isinstance(node, cst.SimpleStatementLine):
+                    replaced = True
+                    product = found[0]
+                    gate, up = code_of(product.left.args[0].value), code_of(product.right)
+                    call = cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(product.left.func)})")
+                    node = node.deep_replace(product, call)
+                    node = node.with_changes(leading_lines=[*node.leading_lines, mark])
+                body.append(node)
+            return forward.with_changes(body=forward.body.with_changes(body=body))
+
+        block = edit_function(block, "forward", fuse)
+        if not replaced:
+            forward = next(n for n in block.node.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
+            return Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", ast.unparse(forward))
+        return Rewritten(block, "swiglu seam")
+
+
+_OWN = m.Attribute(value=m.Name("self"))
+_PRODUCT = m.BinaryOperation(
+    left=m.Call(func=_OWN, args=[m.Arg(value=m.Call(func=_OWN))]), operator=m.Multiply(), right=m.Call(func=_OWN)
+)
+
+
+def _norm_call(anatomy: Anatomy, name: str) -> str | None:
+    """The `ops.rms_norm(...)` that computes what the class computes, or None for a formula that is not known."""
+    info = anatomy.classes[name]
+    forward = normal_form(info.methods["forward"])
+    for form in NORM_FORMS:
+        if forward.text != form.forward:
+            continue
+        attributes = list(forward.attributes)
+        if form.helper is not None:
+            helper = info.methods.get(attributes[0])
+            if helper is None or normal_form(helper).text != form.helper:
+                continue
+            attributes = [*normal_form(helper).attributes, attributes[1]]
+        epsilon, weight = attributes[0], attributes[1]
+        options = f", {form.options}" if form.options else ""
+        return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
+    return None
+
+
+def _is_like_mlp(info: ClassInfo) -> bool:
+    """Three projections and an activation, whatever the forward does with them."""
+    projections = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
+    activations = [value for value in info.attributes.values() if dotted(value) == "ACT2FN"]
+    return len(projections) == 3 and len(activations) == 1 and "forward" in info.methods
+
+
+def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
+    form = normal_form(function).text
+    helpers = [
+        node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    ]
+    for helper in dict.fromkeys(helpers):
+        known = anatomy.functions.get(helper)
+        if known is not None and form == ROTARY_FORM.replace("rotate_half", helper):
+            return normal_form(known).text == HALF_ROTATION_FORM
+    return False

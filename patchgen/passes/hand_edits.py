@@ -1,0 +1,268 @@
+"""Hand edits: what a model config states for the one place that no pass serves. Each has a target that must exist, and a
+reason that goes into the header of the generated file."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy
+from patchgen.errors import ConfigError, PassMismatch
+from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.passes.prune import without_mentions
+from patchgen.rewrite import code_of, format_code, replace_statement, statements
+from patchgen.source import Block, Module
+
+
+@dataclass(frozen=True)
+class ReplaceClass:
+    """The whole class is replaced by `code`, a class of the same name."""
+
+    target: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReplaceFunction:
+    """The module-level function is replaced by `code`, a function of the same name."""
+
+    target: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class OverrideMethod:
+    """`Class.method`, which upstream has, is replaced by `code`; its decorators are those of `code`."""
+
+    target: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AddMethod:
+    """`Class.method`, which upstream does not have, is added at the end of the class."""
+
+    target: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class EditMethod:
+    """Inserts `code` before, after or instead of the one statement of `Class.method` that is `match`.
+
+    `match` is compared as structure; a name `__` in it stands for any expression.
+    """
+
+    target: str
+    match: str
+    code: str
+    reason: str
+    where: Literal["before", "after", "instead"] = "before"
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The class or function goes. What still refers to it is an error."""
+
+    target: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AddImport:
+    """An import statement is added."""
+
+    code: str
+    reason: str
+
+    @property
+    def target(self) -> str:
+        return self.code.strip()
+
+
+Edit = ReplaceClass | ReplaceFunction | OverrideMethod | AddMethod | EditMethod | Drop | AddImport
+
+
+class HandEdits(Pass):
+    """A target that is not there is an error that names the nearest one: `override_method` never adds a dead method."""
+
+    name = "hand_edits"
+    purpose = "Applies the hand edits of the model's config."
+    expects = "every edit's target, exactly once"
+    EXAMPLES = (Example("without edits, nothing", before="class A:\n    pass\n", after="class A:\n    pass\n"),)
+
+    def __init__(self, edits: tuple[Edit, ...] = ()) -> None:
+        self.edits = edits
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        hits = []
+        for edit in self.edits:
+            if not edit.reason.strip():
+                raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
+            module = self._apply(edit, module)
+            line = (
+                anatomy.classes[edit.target.split(".")[0]].node.lineno
+                if edit.target.split(".")[0] in anatomy.classes
+                else 0
+            )
+            hits.append(Hit(edit.target, line, f"{_verb(edit)}: {edit.reason}"))
+        return Outcome(module, tuple(hits))
+
+    def _apply(self, edit: Edit, module: Module) -> Module:
+        if isinstance(edit, AddImport):
+            position = max((i + 1 for i, block in enumerate(module.blocks) if block.is_import), default=0)
+            blocks = list(module.blocks)
+            blocks.insert(position, Block(text=f"# {self.mark}\n{edit.code.strip()}\n"))
+            return module.with_blocks(blocks)
+        block = self._block(edit, module)
+        if isinstance(edit, Drop):
+            rest = module.swap(block)
+            exported = [without_mentions(b, {edit.target}) if "__all__" in b.binds else b for b in rest]
+            return rest.with_blocks(exported)
+        if isinstance(edit, ReplaceClass | ReplaceFunction):
+            return module.swap(block, self._replaced(edit, block))
+        return module.swap(block, self._with_method(edit, block))
+
+    def _block(self, edit: Edit, module: Module) -> Block:
+        name = edit.target.split(".")[0]
+        wants_class = isinstance(edit, ReplaceClass) or "." in edit.target
+        if module.has(name):
+            block = module.block(name)
+            is_class = isinstance(block.node, ast.ClassDef)
+            if isinstance(edit, Drop) or is_class == wants_class:
+                return block
+        kind = "class" if wants_class else "function"
+        names = [b.name for b in module if b.name and isinstance(b.node, ast.ClassDef) == wants_class]
+        raise PassMismatch(
+            f"{_verb(edit)} wants the {kind} '{name}', which {module.path} does not have. "
+            f"Nearest: {', '.join(difflib.get_close_matches(name, names, n=3, cutoff=0.2)) or 'none'}."
+        )
+
+    def _replaced(self, edit: ReplaceClass | ReplaceFunction, block: Block) -> Block:
+        code = format_code(edit.code)
+        node = ast.parse(code).body[0]
+        if getattr(node, "name", None) != block.name:
+            raise ConfigError(f"{_verb(edit)} of {block.name}: the code defines '{getattr(node, 'name', '?')}'.")
+        leading = block.text[: len(block.text) - len(block.text.lstrip("\n"))]
+        return block.with_text(f"{leading}# {self.mark}\n{code}")
+
+    def _with_method(self, edit: OverrideMethod | AddMethod | EditMethod, block: Block) -> Block:
+        class_name, _, method = edit.target.partition(".")
+        tree = block.cst
+        node = next(n for n in tree.body if isinstance(n, cst.ClassDef))
+        members = list(node.body.body)
+        at = [
+            i
+            for i, member in enumerate(members)
+            if isinstance(member, cst.FunctionDef) and member.name.value == method
+        ]
+        if isinstance(edit, AddMethod):
+            if at:
+                raise PassMismatch(f"add_method: {edit.target} exists upstream; use override_method.")
+            new = self._method(edit, method)
+            members.append(new.with_changes(leading_lines=[cst.EmptyLine(indent=False), *new.leading_lines]))
+        else:
+            if not at:
+                names = [member.name.value for member in members if isinstance(member, cst.FunctionDef)]
+                nearest = difflib.get_close_matches(method, names, n=3, cutoff=0.2)
+                raise PassMismatch(
+                    f"{_verb(edit)} wants {edit.target}, which upstream does not have. Methods of {class_name} near it: "
+                    f"{', '.join(nearest) or 'none'}. To add a method, use add_method."
+                )
+            if isinstance(edit, OverrideMethod):
+                if len(at) > 1:
+                    raise PassMismatch(
+                        f"override_method: {class_name} defines '{method}' {len(at)} times (a property and its setter?); "
+                        "use replace_class."
+                    )
+                old = members[at[0]]
+                new = self._method(edit, method)
+                members[at[0]] = new.with_changes(leading_lines=[*old.leading_lines, *new.leading_lines])
+            else:
+                members[at[-1]] = self._edited(edit, members[at[-1]])
+        node = node.with_changes(body=node.body.with_changes(body=members))
+        body = [node if isinstance(n, cst.ClassDef) else n for n in tree.body]
+        return block.with_text(tree.with_changes(body=body).code)
+
+    def _method(self, edit: OverrideMethod | AddMethod, method: str) -> cst.FunctionDef:
+        new = statements(edit.code, depth=1, comment=self.mark)
+        if len(new) != 1 or not isinstance(new[0], cst.FunctionDef) or new[0].name.value != method:
+            raise ConfigError(f"{_verb(edit)} of {edit.target}: the code must be the one function '{method}'.")
+        return new[0]
+
+    def _edited(self, edit: EditMethod, function: cst.FunctionDef) -> cst.FunctionDef:
+        pattern = ast.parse(edit.match.strip()).body
+        if len(pattern) != 1:
+            raise ConfigError(f"edit_method of {edit.target}: `match` must be one statement.")
+        editor = _StatementEditor(pattern[0], statements(edit.code, depth=2, comment=self.mark), edit.where)
+        edited = function.visit(editor)
+        if editor.hits != 1:
+            lines = [code_of(s).splitlines()[0] for s in function.body.body]
+            nearest = difflib.get_close_matches(edit.match.strip(), lines, n=2, cutoff=0.1)
+            raise PassMismatch(
+                f"edit_method of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
+                f"{editor.hits} times. Nearest: {' | '.join(nearest) or 'none'}."
+            )
+        return edited
+
+
+class _StatementEditor(cst.CSTTransformer):
+    def __init__(self, pattern: ast.stmt, new: tuple[cst.BaseStatement, ...], where: str) -> None:
+        self._pattern, self._new, self._where = pattern, new, where
+        self.hits = 0
+
+    def leave_SimpleStatementLine(self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine):
+        return self._edit(original_node, updated_node)
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If):
+        return self._edit(original_node, updated_node)
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For):
+        return self._edit(original_node, updated_node)
+
+    def _edit(self, original: cst.BaseStatement, updated: cst.BaseStatement):
+        parsed = ast.parse(code_of(original)).body
+        if len(parsed) != 1 or not same_structure(self._pattern, parsed[0]):
+            return updated
+        self.hits += 1
+        if self._where == "instead":
+            return cst.FlattenSentinel(replace_statement(updated, self._new))
+        if self._where == "after":
+            return cst.FlattenSentinel([updated, *self._new])
+        return cst.FlattenSentinel([*self._new, updated])
+
+
+def same_structure(pattern: ast.AST, node: ast.AST) -> bool:
+    """Whether two pieces of code are equal as trees; the name `__` in the pattern stands for any expression."""
+    if isinstance(pattern, ast.Name) and pattern.id == "__":
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    for name in pattern._fields:
+        left, right = getattr(pattern, name, None), getattr(node, name, None)
+        if isinstance(left, list):
+            if not isinstance(right, list) or len(left) != len(right):
+                return False
+            if not all(
+                same_structure(a, b) if isinstance(a, ast.AST) else a == b for a, b in zip(left, right, strict=True)
+            ):
+                return False
+        elif isinstance(left, ast.AST):
+            if not isinstance(right, ast.AST) or not same_structure(left, right):
+                return False
+        elif left != right:
+            return False
+    return True
+
+
+def _verb(edit: Edit) -> str:
+    name = type(edit).__name__
+    return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

@@ -1,0 +1,144 @@
+"""Position ids follow the slice of the sequence that this rank holds."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    function_body,
+    insert_before,
+    parameters,
+    statements,
+    uses_name,
+    with_body,
+)
+from patchgen.source import Block, Module
+
+POSITIONS = "position_ids"
+
+
+class LanguageSP(SitePass):
+    """Slicing once at the entry of the model covers rotary embeddings, learned positions and whatever layers read."""
+
+    name = "language_sp"
+    purpose = "Position ids are those of this rank's slice of the sequence, set before the model first reads them."
+    expects = "one hit per decoder that takes position ids"
+    EXAMPLES = (
+        Example(
+            "above the default that upstream fills in",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
+                "\n"
+                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
+                "        if inputs_embeds is None:\n"
+                "            inputs_embeds = self.embed_tokens(input_ids)\n"
+                "\n"
+                "        if position_ids is None:\n"
+                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
+                "        hidden_states = inputs_embeds\n"
+                "        for layer in self.layers:\n"
+                "            hidden_states = layer(hidden_states, position_ids)\n"
+                "        return hidden_states\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
+                "\n"
+                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
+                "        if inputs_embeds is None:\n"
+                "            inputs_embeds = self.embed_tokens(input_ids)\n"
+                "\n"
+                "        # patchgen: language_sp\n"
+                "        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)\n"
+                "\n"
+                "        if position_ids is None:\n"
+                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
+                "        hidden_states = inputs_embeds\n"
+                "        for layer in self.layers:\n"
+                "            hidden_states = layer(hidden_states, position_ids)\n"
+                "        return hidden_states\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"decoder: {info.roles[Role.DECODER]}")
+            for info in anatomy.with_role(Role.DECODER, module)
+            if POSITIONS in parameter_names(info.methods["forward"]) or _knows_positions(anatomy, info)
+        ]
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Models that take tokens and build a rotary embedding, and are no decoder."""
+        signs = []
+        for info in anatomy.classes.values():
+            forward = info.methods.get("forward")
+            if not module.has(info.name) or forward is None or Role.DECODER in info.roles:
+                continue
+            takes_tokens = {"input_ids", "inputs_embeds"} & set(parameter_names(forward))
+            if anatomy.is_model(info.name) and takes_tokens and _rotary_attributes(anatomy, info):
+                signs.append(f"{info.name} takes tokens and builds a rotary embedding, and is no decoder")
+        return signs
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        del anatomy
+        miss: list[Missed] = []
+
+        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
+            body = function_body(forward)
+            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
+            embeddings = None if anchor is None else _embeddings(forward, body[:anchor])
+            if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
+                closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
+                miss.append(Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest))
+                return forward
+            code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
+            return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
+
+        block = edit_function(block, "forward", insert)
+        return miss[0] if miss else Rewritten(block, "position ids of this rank's slice")
+
+
+def _embeddings(forward: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -> str | None:
+    """The name that holds `[B, S, H]` above the anchor."""
+    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
+        if name in parameters(forward) and any(_assigns(node, name) for node in before):
+            return name
+        if any(_assigns(node, name) and not isinstance(node, cst.If) for node in before):
+            return name
+    return None
+
+
+def _assigns(node: cst.BaseStatement, name: str) -> bool:
+    return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
+
+
+def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
+    """The attributes that hold rotary embeddings."""
+    rotary = {other.name for other in anatomy.with_role(Role.ROTARY)}
+    return {build.attribute for build in anatomy.builds(info.name) if build.target in rotary and build.attribute}
+
+
+def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """Whether the forward computes rotary embeddings or looks positions up in a table."""
+    learned = {name for name, value in info.attributes.items() if "position" in ast.unparse(value) and _embeds(value)}
+    known = _rotary_attributes(anatomy, info) | learned
+    return any(dotted(call.func).removeprefix("self.") in known for call in calls(info.methods["forward"]))
+
+
+def _embeds(value: ast.expr) -> bool:
+    return dotted(value).endswith("Embedding")

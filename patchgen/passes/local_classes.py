@@ -1,0 +1,153 @@
+"""`AutoModel.from_config(...)` becomes the class of this file that it would build."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy, Build
+from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, transform
+from patchgen.source import Block, Module
+
+AUTO_CLASSES = ("AutoModel", "AutoBackbone")  # and every AutoModelFor...
+
+
+class LocalClasses(SitePass):
+    """Without this pass the generated file instantiates upstream's towers: no pass acts in them, the loss still matches."""
+
+    name = "local_classes"
+    purpose = "Auto classes become the classes of this file that they would build."
+    expects = "every Auto.from_config whose class is in this file"
+    EXAMPLES = (
+        Example(
+            "a language model found through the one class that is written for its config",
+            before=(
+                "class ExampleTextModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config: ExampleTextConfig):\n"
+                "        super().__init__(config)\n"
+                "\n\n"
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config: ExampleConfig):\n"
+                "        super().__init__(config)\n"
+                "        self.language_model = AutoModel.from_config(config.text_config)\n"
+            ),
+            after=(
+                "class ExampleTextModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config: ExampleTextConfig):\n"
+                "        super().__init__(config)\n"
+                "\n\n"
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config: ExampleConfig):\n"
+                "        super().__init__(config)\n"
+                "        # patchgen: local_classes\n"
+                "        self.language_model = ExampleTextModel._from_config(config.text_config)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        sites = []
+        for info in anatomy.classes.values():
+            builds = _local_builds(anatomy, info.name) if module.has(info.name) else []
+            if builds:
+                what = ", ".join(build.code for build in builds)
+                sites.append(method_site(anatomy, info.name, builds[0].method, f"builds by {what}"))
+        return sites
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
+        del anatomy
+        imported = imported_names(statement for block in module for statement in block.statements)
+        auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
+        signs = []
+        for block in module if auto_classes else ():
+            known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
+            for statement in block.statements:
+                handled = {
+                    id(call.func.value)
+                    for call in calls(statement)
+                    if isinstance(call.func, ast.Attribute) and call.func.attr in known
+                }
+                signs += [
+                    f"{block.name or f'line {block.line}'} uses {node.id}"
+                    for node in ast.walk(statement)
+                    if isinstance(node, ast.Name) and node.id in auto_classes and id(node) not in handled
+                ]
+        return signs
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        wanted = {}
+        for build in _local_builds(anatomy, site.block):
+            target = anatomy.target_of(build)
+            if target is None:
+                return Missed(f"one class of this file that is written for the config {build.config}", build.code)
+            wanted[build.code] = target
+        rewriter = _UseLocalClass(wanted, self.mark)
+        rewritten = transform(block, rewriter)
+        if rewriter.found != set(wanted):
+            return Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
+        return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return [
+            f"{info.name}.{build.attribute or build.method}: {build.auto_class}.from_config({build.config}) builds "
+            f"{_elsewhere(anatomy.target_of(build))}"
+            for info in anatomy.classes.values()
+            for build in (info.auto_builds if module.has(info.name) else ())
+            if _is_elsewhere(anatomy, build)
+        ]
+
+
+def _local_builds(anatomy: Anatomy, owner: str) -> list[Build]:
+    """The constructions that are not known to be of another file."""
+    return [build for build in anatomy.classes[owner].auto_builds if not _is_elsewhere(anatomy, build)]
+
+
+def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
+    """Whether the class is known to be of another file, or left to the checkpoint's config."""
+    target = anatomy.target_of(build)
+    return target is not None and target not in anatomy.classes
+
+
+def _elsewhere(target: str | None) -> str:
+    if target.endswith("Config") and target != "AutoConfig":
+        return f"the model of {target}, which is not in this file"
+    return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
+
+
+class _UseLocalClass(cst.CSTTransformer):
+    """Replaces `Auto.from_config(config...)` in statements, each marked with a comment."""
+
+    def __init__(self, wanted: dict[str, str], mark: str) -> None:
+        self._wanted, self._mark = wanted, mark
+        self.found: set[str] = set()
+        self._changed = False
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if not m.matches(original_node.func, m.Attribute(attr=m.OneOf(*map(m.Name, CONSTRUCTORS)))):
+            return updated_node
+        code = ast.unparse(ast.parse(code_of(original_node)))
+        target = self._wanted.get(code)
+        if target is None:
+            return updated_node
+        self.found.add(code)
+        self._changed = True
+        func = cst.Attribute(value=cst.Name(target), attr=cst.Name("_from_config"))
+        return updated_node.with_changes(func=func)
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._changed = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if not self._changed:
+            return updated_node
+        self._changed = False
+        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
+        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, comment])

@@ -1,0 +1,64 @@
+"""The heads report their expert parameters, found from the anatomy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.roles import unread_heads
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.rewrite import append_method
+from patchgen.source import Block, Module
+
+
+class ParallelPlan(SitePass):
+    """A plan typed by hand forgets parameters; this one lists what the experts' forward uses."""
+
+    name = "parallel_plan"
+    purpose = "Each head reports which parameters carry the expert dimension."
+    expects = "one hit per causal head"
+    EXAMPLES = (
+        Example(
+            "a head without experts below it",
+            before=(
+                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
+                "    def forward(self, input_ids, labels=None):\n"
+                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
+            ),
+            after=(
+                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
+                "    def forward(self, input_ids, labels=None):\n"
+                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
+                "\n"
+                "    # patchgen: parallel_plan\n"
+                "    def get_parallel_plan(self) -> ops.ParallelPlan:\n"
+                "        return ops.parallel_plan(self, experts={})\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            Site(info.name, info.name, info.node.lineno, f"causal head: {info.roles[Role.HEAD]}")
+            for info in anatomy.with_role(Role.HEAD, module)
+        ]
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        return unread_heads(module, anatomy)
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        below = anatomy.reached_from([site.block])
+        experts = {}
+        for info in anatomy.with_role(Role.EXPERTS):
+            if info.name not in below:
+                continue
+            formula = read_experts(info.methods["forward"])
+            if isinstance(formula, Unread):
+                return Missed(formula.expected, formula.found)
+            names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
+            experts[info.name] = tuple(name for name in names if name)
+        header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r})"
+        listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
+        return Rewritten(append_method(block, code, self.mark), listed or "no experts")

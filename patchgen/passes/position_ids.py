@@ -1,0 +1,98 @@
+"""Collated multimodal position ids `(batch, 3, L)` become `(3, batch, L)`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import ClassInfo, parameter_names
+from patchgen.anatomy.roles import PIXELS
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
+from patchgen.source import Block, Module
+
+POSITIONS = "position_ids"
+BATCH = "inputs_embeds"
+
+
+class PositionIds(SitePass):
+    """Samples are stacked along the batch dimension; upstream's multimodal models want it second."""
+
+    name = "position_ids"
+    purpose = "Multimodal position ids arrive as the collator stacks them, (batch, 3, L), and become (3, batch, L)."
+    expects = "one hit per fusion model that computes multimodal positions"
+    EXAMPLES = (
+        Example(
+            "before the model would compute them itself",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_rope_index(self, input_ids):\n"
+                "        return input_ids\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
+                "        if position_ids is None:\n"
+                "            position_ids = self.get_rope_index(input_ids)\n"
+                "        return self.language_model(inputs_embeds, position_ids)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_rope_index(self, input_ids):\n"
+                "        return input_ids\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
+                "        # patchgen: position_ids\n"
+                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)\n"
+                "        if position_ids is None:\n"
+                "            position_ids = self.get_rope_index(input_ids)\n"
+                "        return self.language_model(inputs_embeds, position_ids)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"fusion model with get_rope_index: {info.roles[Role.FUSION]}")
+            for info in anatomy.with_role(Role.FUSION, module)
+            if anatomy.method(info.name, "get_rope_index") and POSITIONS in parameter_names(info.methods["forward"])
+        ]
+
+    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """A class that takes pixels above a rotary embedding with three rows of positions, and no fusion model."""
+        if self.sites(module, anatomy):
+            return []
+        rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]
+        return [
+            f"{info.name} takes {', '.join(sorted(pixels))}, and {rows[0]} turns three rows of positions"
+            for info in anatomy.classes.values()
+            if rows and module.has(info.name) and anatomy.is_model(info.name) and "forward" in info.methods
+            if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        del site, anatomy
+        miss: list[Missed] = []
+
+        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
+            body = function_body(forward)
+            anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
+            if anchor is None or not any(uses_name(node, BATCH) for node in body[:anchor]):
+                closest = code_of(body[-1 if anchor is None else anchor])
+                miss.append(Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest))
+                return forward
+            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH})"
+            return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
+
+        block = edit_function(block, "forward", insert)
+        return miss[0] if miss else Rewritten(block, "(batch, 3, L) becomes (3, batch, L)")
+
+
+def _is_multimodal(info: ClassInfo) -> bool:
+    """Whether a rotary embedding reads `mrope_section`: how many frequencies turn with time, height and width."""
+    strings = (node.value for node in ast.walk(info.node) if isinstance(node, ast.Constant))
+    names = (node.attr for node in ast.walk(info.node) if isinstance(node, ast.Attribute))
+    return "mrope_section" in {*strings, *names}

@@ -1,0 +1,225 @@
+"""Only what the roots reach stays."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.graph import references
+from patchgen.errors import PassMismatch
+from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.source import Block, Module
+
+
+class Prune(Pass):
+    """A mention in `isinstance(x, C)` does not keep C: if nothing else reaches it, no instance can exist, and the branch
+    goes with the class."""
+
+    name = "prune"
+    purpose = "Classes and functions that the roots do not reach are dropped."
+    expects = "that every root exists"
+    EXAMPLES = (
+        Example(
+            "an unreached class goes, with the branch that asks for it",
+            before=(
+                "class Vocoder(nn.Module):\n"
+                "    pass\n"
+                "\n\n"
+                "class Tower(nn.Module):\n"
+                "    pass\n"
+                "\n\n"
+                "class Model(nn.Module):\n"
+                "    def __init__(self):\n"
+                "        self.tower = Tower()\n"
+                "\n"
+                "    def _init_weights(self, module):\n"
+                "        if isinstance(module, Vocoder):\n"
+                "            init.zeros_(module.offset)\n"
+                "        elif isinstance(module, Tower):\n"
+                "            init.ones_(module.scale)\n"
+                "\n\n"
+                '__all__ = ["Model", "Vocoder"]\n'
+            ),
+            after=(
+                "class Tower(nn.Module):\n"
+                "    pass\n"
+                "\n\n"
+                "class Model(nn.Module):\n"
+                "    def __init__(self):\n"
+                "        self.tower = Tower()\n"
+                "\n"
+                "    def _init_weights(self, module):\n"
+                "        if isinstance(module, Tower):\n"
+                "            init.ones_(module.scale)\n"
+                "\n\n"
+                '__all__ = ["Model"]\n'
+            ),
+        ),
+    )
+
+    def __init__(self, roots: Sequence[str] = ()) -> None:
+        self.roots = tuple(roots)
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        roots = self.roots or default_roots(module, anatomy)
+        defined = {name for block in module if not block.is_import for name in block.binds}
+        unknown = [root for root in roots if root not in defined]
+        if unknown:
+            models = [name for name in anatomy.classes if anatomy.is_model(name)]
+            nearest = [n for root in unknown for n in difflib.get_close_matches(root, models, n=3, cutoff=0.2)]
+            raise PassMismatch(
+                f"The pass '{self.name}' misses the root(s) {', '.join(unknown)} in {anatomy.upstream.path}. "
+                f"Nearest model classes: {', '.join(nearest) or 'none'}.\n"
+                "  ways out correct `roots` in the model's config, or leave them out: upstream's heads are the default."
+            )
+        kept_names = _reachable(module, roots)
+        kept, dropped = [], []
+        for block in module:
+            if _stays(block, kept_names):
+                kept.append(block)
+            else:
+                dropped += block.binds
+        gone = {name for name in dropped if name not in kept_names}
+        blocks = [without_mentions(block, gone) for block in kept]
+        if blocks and not module.header:
+            blocks[0] = blocks[0].with_text(blocks[0].text.lstrip("\n"))
+        hits = tuple(
+            Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions
+        )
+        return Outcome(module.with_blocks(blocks), hits)
+
+
+def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
+    """The heads that upstream's auto maps name for the model; else every head; else what the file exports."""
+    from patchgen.anatomy import Role
+
+    heads = anatomy.upstream.heads or tuple(info.name for info in anatomy.with_role(Role.HEAD))
+    if heads:
+        return heads
+    for block in module:
+        if "__all__" in block.binds:
+            value = block.node.value
+            return tuple(element.value for element in value.elts) if isinstance(value, ast.List | ast.Tuple) else ()
+    return tuple(anatomy.classes)
+
+
+def _reachable(module: Module, roots: Sequence[str]) -> set[str]:
+    """The names that the roots reach, over every block that binds a reached name."""
+    by_name: dict[str, list[Block]] = {}
+    for block in module:
+        for name in block.binds:
+            by_name.setdefault(name, []).append(block)
+    always = [block for block in module if _has_effect(block)]
+    reached: set[str] = set()
+    pending = [*roots, *(name for block in always for name in references(_strip_isinstance(block)))]
+    while pending:
+        name = pending.pop()
+        if name in reached or name not in by_name:
+            continue
+        reached.add(name)
+        for block in by_name[name]:
+            if "__all__" not in block.binds:
+                pending += references(_strip_isinstance(block))
+    return reached
+
+
+def _has_effect(block: Block) -> bool:
+    """Statements that bind nothing (calls, guards) are kept: they were written for what they do."""
+    return not block.binds and not block.is_docstring
+
+
+def _stays(block: Block, kept_names: set[str]) -> bool:
+    if block.is_import or block.is_docstring or _has_effect(block) or "__all__" in block.binds:
+        return True
+    return any(name in kept_names for name in block.binds)
+
+
+def _strip_isinstance(block: Block) -> ast.Module:
+    """The block with `isinstance(x, C)` read as `isinstance(x)`."""
+    tree = ast.parse(block.text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            node.args = node.args[:1]
+    return tree
+
+
+def without_mentions(block: Block, gone: set[str]) -> Block:
+    """Removes names that are gone from `__all__` and from isinstance checks."""
+    if not gone or not any(name in block.text for name in gone):
+        return block
+    tree = block.cst.visit(_DropMentions(gone))
+    return block.with_text(tree.code)
+
+
+class _DropMentions(cst.CSTTransformer):
+    def __init__(self, gone: set[str]) -> None:
+        self._gone = gone
+
+    def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
+        del original_node
+        is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
+        return self._without_gone(updated_node) if is_exports else updated_node
+
+    def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
+        del original_node
+        return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
+
+    def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
+        if not isinstance(node.value, cst.List | cst.Tuple):
+            return node
+        elements = [
+            element
+            for element in node.value.elements
+            if not (isinstance(element.value, cst.SimpleString) and element.value.evaluated_value in self._gone)
+        ]
+        if elements and len(elements) < len(node.value.elements):
+            alone = isinstance(node.value, cst.Tuple) and len(elements) == 1  # `("A",)` keeps its comma
+            comma = cst.MaybeSentinel.DEFAULT if alone else node.value.elements[-1].comma
+            elements[-1] = elements[-1].with_changes(comma=comma)
+        return node.with_changes(value=node.value.with_changes(elements=elements))
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
+        del original_node
+        orelse = updated_node.orelse
+        if isinstance(orelse, cst.If) and self._is_dead(orelse):
+            updated_node = updated_node.with_changes(orelse=orelse.orelse)
+        if not self._is_dead(updated_node):
+            return updated_node
+        rest = updated_node.orelse
+        if rest is None:
+            return cst.RemoveFromParent()
+        if isinstance(rest, cst.If):
+            return rest.with_changes(leading_lines=updated_node.leading_lines)
+        return updated_node  # `if False: ... else: ...` keeps its else branch
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        """`isinstance(x, (A, Gone))` loses the element; `isinstance(x, Gone)` inside a larger test becomes False."""
+        del original_node
+        if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
+            return updated_node
+        kinds = updated_node.args[1].value
+        if isinstance(kinds, cst.Tuple):
+            elements = [
+                e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)
+            ]
+            if len(elements) == len(kinds.elements):
+                return updated_node
+            if len(elements) == 1:
+                only = updated_node.args[1].with_changes(value=elements[0].value)
+                return updated_node.with_changes(args=[updated_node.args[0], only])
+            if elements:
+                elements[-1] = elements[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                changed = updated_node.args[1].with_changes(value=kinds.with_changes(elements=elements))
+                return updated_node.with_changes(args=[updated_node.args[0], changed])
+            return cst.Name("False")
+        if isinstance(kinds, cst.Name) and kinds.value in self._gone:
+            return cst.Name("False")
+        return updated_node
+
+    def _is_dead(self, node: cst.If) -> bool:
+        return m.matches(node.test, m.Name("False"))

@@ -1,0 +1,300 @@
+"""Experts are stacks `gate_up_proj [E, 2I, H]`, `down_proj [E, H, I]`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from dataclasses import replace
+
+import libcst as cst
+
+from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy.classes import own_attribute
+from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
+from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
+from patchgen.errors import PassMismatch
+from patchgen.expert_stacks import initialised, stacked_name, with_torch
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import (
+    edit_function,
+    format_code,
+    function_body,
+    replace_statement,
+    statements,
+    with_body,
+)
+from patchgen.source import Block, Module
+from patchgen.templates import render
+
+
+class StackedExperts(SitePass):
+    """Stacks are what one grouped kernel and one sharded dimension need; a list of modules gives neither."""
+
+    name = "stacked_experts"
+    purpose = (
+        "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
+    )
+    expects = "one hit per list of experts; experts that upstream stacks are upstream's"
+    EXAMPLES = (
+        Example(
+            "a list of modules becomes two stacks, its loop one call",
+            before=(
+                "import torch\n"
+                "from torch import nn\n"
+                "\n"
+                "\n"
+                "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, x):\n"
+                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+                "\n"
+                "\n"
+                "class ExampleMoE(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])\n"
+                "\n"
+                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
+                "        routed = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, "
+                "0)\n"
+                "        for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():\n"
+                "            idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))\n"
+                "            current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])\n"
+                "            current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, "
+                "idx, None]\n"
+                "            routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))\n"
+                "        return routed\n"
+                "\n"
+                "\n"
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def _init_weights(self, module):\n"
+                "        std = self.config.initializer_range\n"
+                "        if isinstance(module, nn.Linear):\n"
+                "            module.weight.data.normal_(mean=0.0, std=std)\n"
+            ),
+            after=(
+                "import torch\n"
+                "from torch import nn\n"
+                "\n"
+                "\n"
+                "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
+                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
+                "        self.act_fn = ACT2FN[config.hidden_act]\n"
+                "\n"
+                "    def forward(self, x):\n"
+                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
+                "\n"
+                "\n"
+                "# patchgen: stacked_experts\n"
+                "class ExampleStackedExperts(nn.Module):\n"
+                '    """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""\n'
+                "\n"
+                "    def __init__(self, expert, num_experts):\n"
+                "        super().__init__()\n"
+                "        self.num_experts = num_experts\n"
+                "        intermediate_size, hidden_size = expert.gate_proj.weight.shape\n"
+                '        like = {"dtype": expert.gate_proj.weight.dtype, "device": '
+                "expert.gate_proj.weight.device}\n"
+                "        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, "
+                "hidden_size, **like))\n"
+                "        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, "
+                "**like))\n"
+                "        self.act_fn = expert.act_fn\n"
+                "\n"
+                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
+                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
+                "        expert_mask = nn.functional.one_hot(top_k_index, "
+                "num_classes=self.num_experts).permute(2, 1, 0)\n"
+                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
+                "            expert_idx = expert_idx[0]\n"
+                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
+                "            current_state = hidden_states[token_idx]\n"
+                "            gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])\n"
+                "            gate, up = gate_up.chunk(2, dim=-1)\n"
+                "            current_state = self.act_fn(gate) * up\n"
+                "            current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])\n"
+                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
+                "            final_hidden_states.index_add_(0, token_idx, "
+                "current_state.to(final_hidden_states.dtype))\n"
+                "        return final_hidden_states\n"
+                "\n"
+                "\n"
+                "class ExampleMoE(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        # patchgen: stacked_experts\n"
+                "        self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)\n"
+                "\n"
+                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
+                "        # patchgen: stacked_experts\n"
+                "        routed = self.experts(hidden_states, selected_experts, routing_weights)\n"
+                "        return routed\n"
+                "\n"
+                "\n"
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def _init_weights(self, module):\n"
+                "        # patchgen: stacked_experts\n"
+                "        if isinstance(module, ExampleStackedExperts):\n"
+                "            nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)\n"
+                "            nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)\n"
+                "        std = self.config.initializer_range\n"
+                "        if isinstance(module, nn.Linear):\n"
+                "            module.weight.data.normal_(mean=0.0, std=std)\n"
+                "\n"
+                "\n"
+                "# patchgen: stacked_experts\n"
+                'ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", '
+                '"down_proj")})\n'
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        stacked = [
+            method_site(anatomy, info.name, "forward", f"{Role.EXPERTS}: {info.roles[Role.EXPERTS]}")
+            for info in anatomy.with_role(Role.EXPERTS, module)
+        ]
+        lists = [
+            Site(info.name, info.name, info.node.lineno, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
+            for info in anatomy.with_role(Role.EXPERT_LIST, module)
+        ]
+        return [*stacked, *lists]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+        info = anatomy.classes[site.block]
+        if Role.EXPERTS in info.roles:
+            formula = read_experts(info.methods["forward"])
+            if isinstance(formula, Unread):
+                return Missed(formula.expected, formula.found)
+            if formula.is_transposed:
+                return Upstream(
+                    "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
+                )
+            return Upstream("stacked as [E, 2I, H] and [E, H, I]")
+        found = read_expert_list(anatomy, info)
+        if isinstance(found, Unread):
+            return Missed(found.expected, found.found)
+        experts, loop = found
+        others = _other_users(anatomy, info, experts.attribute)
+        if others:
+            return Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
+        dtype = _dtype_inside(loop)
+        if isinstance(dtype, Missed):
+            return dtype
+        name = stacked_name(anatomy, info.name)
+        text = render(
+            "stacked_experts.jinja", name=name, block=info.name, experts=experts, dtype=dtype, mark=self.mark
+        )
+        stacked = Block(text="\n\n" + format_code(text.lstrip("\n")))
+        block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
+        block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
+        if _uses(block.node, experts.attribute) != 2:  # built once, called once
+            return Missed(f"no use of self.{experts.attribute} but its loop", block.text)
+        return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        """Rewrites the blocks, then what belongs to the new parameters: initialisation and checkpoint conversion."""
+        outcome = super().apply(module, anatomy)
+        rewritten = [anatomy.classes[hit.site] for hit in outcome.hits]
+        if not rewritten:
+            return outcome
+        lists = [read_expert_list(anatomy, info)[0] for info in rewritten]
+        names = tuple(stacked_name(anatomy, info.name) for info in rewritten)
+        module, hits = self._with_init(outcome.module, anatomy, names, lists)
+        module = self._with_conversion(module, anatomy, lists)
+        return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
+
+    def _build(self, init: cst.FunctionDef, experts: ExpertList, name: str) -> cst.FunctionDef:
+        code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
+        body = function_body(init)
+        new = replace_statement(body[experts.position], statements(code, 2, self.mark))
+        return with_body(init, [*body[: experts.position], *new, *body[experts.position + 1 :]])
+
+    def _call(self, method: cst.FunctionDef, experts: ExpertList, loop: ExpertLoop) -> cst.FunctionDef:
+        routing = f"{loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}"
+        cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
+        code = f"{loop.accumulator} = self.{experts.attribute}({routing}){cast}"
+        first, *rest = statements(code, 2, self.mark)
+        body: list[cst.BaseStatement] = []
+        for position, statement in enumerate(function_body(method)):
+            if position == loop.position:
+                space = [cst.EmptyLine(indent=False)] if body else []
+                body += [first.with_changes(leading_lines=[*space, *first.leading_lines]), *rest]
+            elif position not in loop.superseded:
+                body.append(statement)
+        return with_body(method, body)
+
+    def _with_init(
+        self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
+    ) -> tuple[Module, list[Hit]]:
+        """Every `_init_weights` gives the stacks what it gives to linear layers."""
+        hits = []
+        has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
+        for info in initialising_classes(anatomy, module):
+            rule = read_linear_init(info)
+            if isinstance(rule, Unread):
+                site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
+                raise PassMismatch(self._miss_message([(site, Missed(rule.expected, rule.found))]))
+            block = module.block(info.name)
+            module = module.swap(block, initialised(block, info, rule, has_bias, self.mark))
+            hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
+        return module, hits
+
+    def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
+        """One call that tells transformers how the experts lie on disk."""
+        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        if not models:
+            return module  # nothing in the file loads or saves a checkpoint
+        projections: dict[str, tuple[str, str, str]] = {}
+        for experts in lists:
+            own = (experts.gate, experts.up, experts.down)
+            if projections.setdefault(experts.attribute, own) != own:
+                raise PassMismatch(
+                    f"The pass '{self.name}' found two lists of experts under the name '{experts.attribute}' with "
+                    f"projections {projections[experts.attribute]} and {own}; checkpoint keys cannot tell them apart. "
+                    "Rename one with a hand edit in the model's config."
+                )
+        arguments = ", ".join([*(f'"{name}"' for name in models), f"experts={projections!r}"])
+        call = format_code(f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
+        blocks = list(module.blocks)
+        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
+        blocks.insert(position, Block(text="\n\n" + call))
+        return module.with_blocks(blocks)
+
+
+def _dtype_inside(loop: ExpertLoop) -> str | Missed | None:
+    """The accumulator's dtype in the names of the new class."""
+    if loop.dtype is None or loop.dtype.startswith("torch."):
+        return loop.dtype
+    if loop.dtype == f"{loop.top_k_weights}.dtype":
+        return "top_k_weights.dtype"
+    return Missed(
+        "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
+    )
+
+
+def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
+    """The subclasses that use the list themselves."""
+    return [
+        other.name
+        for other in anatomy.classes.values()
+        if other is not info
+        and any(parent is info for parent in anatomy.lineage(other.name))
+        and _uses(other.node, attribute)
+    ]
+
+
+def _uses(node: ast.AST, attribute: str) -> int:
+    return sum(own_attribute(child) == attribute for child in ast.walk(node))

@@ -1,0 +1,145 @@
+"""upstream source -> parse -> anatomy -> passes -> imports -> checks -> header -> .py + .diff + provenance.json"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from patchgen import emit, provenance, source
+from patchgen.anatomy import Anatomy, Role, study
+from patchgen.errors import ConfigError, PassMismatch
+from patchgen.model_configs import Expect, ModelConfig, config_for
+from patchgen.passes import PASSES, default_pipeline, pass_named
+from patchgen.passes.base import Outcome, Pass
+from patchgen.passes.prune import default_roots
+from patchgen.source import Module
+from patchgen.upstream import Upstream
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass as it ran."""
+
+    name: str
+    outcome: Outcome
+    seconds: float
+    before: Module
+
+    @property
+    def changed_lines(self) -> int:
+        left, right = self.before.text, self.outcome.module.text
+        return 0 if left == right else emit.changed_lines(emit.text_diff(left, right))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A generated model: its files as text, and how they came about."""
+
+    model: str
+    upstream: Upstream
+    config: ModelConfig
+    anatomy: Anatomy
+    steps: tuple[Step, ...]
+    text: str
+    diff: str
+    provenance: str  # JSON
+
+    @property
+    def files(self) -> dict[str, str]:
+        """File name -> text, as they stand in `generated_models/<model>/`."""
+        return {
+            f"modeling_{self.model}.py": self.text,
+            f"modeling_{self.model}.diff": self.diff,
+            "provenance.json": self.provenance,
+            **self.upstream.siblings,
+        }
+
+
+def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
+    """Runs passes in order and holds each to its expected hits."""
+    for name in config.expect:
+        if pass_named(name) is None:
+            nearest = difflib.get_close_matches(name, [kind.name for kind in PASSES], n=3, cutoff=0.2)
+            raise ConfigError(
+                f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
+                f"Nearest: {', '.join(nearest) or 'none'}."
+            )
+    steps = []
+    for current in passes:
+        start = time.perf_counter()
+        outcome = _apply(current, module, anatomy, config)
+        steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module))
+        module = outcome.module
+        if current.name == "hand_edits" and outcome.hits:
+            anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
+        for name in outcome.added:
+            anatomy.add(name, module)
+    return steps
+
+
+def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
+    expected = config.expect.get(current.name)
+    if isinstance(expected, Expect) and expected.hits == 0:
+        return Outcome(module, notes=(f"not run: {expected.reason}",))
+    outcome = current.apply(module, anatomy)
+    wanted = expected.hits if isinstance(expected, Expect) else expected
+    if wanted is not None and len(outcome.hits) != wanted:
+        listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in (*outcome.hits, *outcome.upstream)) or "  none"
+        raise PassMismatch(
+            f"The pass '{current.name}' has {len(outcome.hits)} hits on {anatomy.upstream.origin}, and the config of "
+            f"'{config.model}' expects {wanted}. Hits, and sites that upstream serves:\n{listed}\n"
+            f"  ways out mend the pass, or review the change and correct `expect` in "
+            f"patchgen/model_configs/{config.model}.py."
+        )
+    return outcome
+
+
+def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:
+    """Generates one model.
+
+    Args:
+        upstream: the source.
+        config: what is particular to the model; by default its file in `model_configs`, if any.
+        passes: by default the pipeline of `config`. An empty sequence makes imports absolute and changes nothing else.
+
+    Raises:
+        PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
+    """
+    config = config or config_for(upstream.model)
+    original = source.parse(upstream.text, upstream.path)
+    anatomy = study(original, upstream)
+    if passes is None:
+        passes = default_pipeline(config)
+    if not passes:
+        return _verbatim(upstream, config, original, anatomy)
+
+    steps = run_passes(original, anatomy, passes, config)
+    module = emit.with_imports(steps[-1].outcome.module, upstream)
+    emit.check_stands_alone(module)
+
+    command = provenance.command(upstream)
+    record = emit.header(module, upstream, [(s.name, s.outcome) for s in steps], command)
+    text = record + "".join(block.text for block in module) + module.footer
+
+    roots = config.roots or default_roots(original, anatomy)
+    kept = {block.line for block in module if block.line}
+    dropped = [block.name for block in original if block.name and block.line not in kept]
+    before = emit.without_banner(original.header) + "".join(
+        block.text for block in original if block.line in kept or (block.is_import)
+    )
+    body = emit.without_banner(original.header) + text[len(record) :]
+    diff = emit.diff(upstream.model, upstream, before + original.footer, body, dropped, roots)
+    heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
+    facts = provenance.record(upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text)
+    return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+
+
+def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy: Anatomy) -> Generated:
+    """An empty pipeline: upstream's file with absolute imports."""
+    from patchgen.passes.absolute_imports import AbsoluteImports
+
+    module = AbsoluteImports().apply(original, anatomy).module
+    diff = emit.diff(upstream.model, upstream, original.text, module.text, (), ())
+    return Generated(upstream.model, upstream, config, anatomy, (), module.text, diff, "{}\n")

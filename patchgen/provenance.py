@@ -1,0 +1,161 @@
+"""The record of what a generated file came from, and the files on disk: write, compare, never mix."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchgen import __version__
+from patchgen.anatomy import Anatomy
+from patchgen.errors import StaleFile
+from patchgen.model_configs import ModelConfig
+from patchgen.source import Module
+from patchgen.upstream import Upstream
+
+if TYPE_CHECKING:
+    from patchgen.pipeline import Generated, Step
+
+
+def generated_root() -> Path:
+    """The folder of the committed generated models."""
+    return Path(__file__).parent / "generated_models"
+
+
+def command(upstream: Upstream) -> str:
+    """The command that regenerates the model."""
+    if upstream.version is None:
+        return f"patchgen generate {upstream.model} --source {upstream.path}"
+    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
+
+
+def symbol_hash(node: ast.AST) -> str:
+    """A hash of a class or function that comments and formatting do not change."""
+    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
+
+
+def record(
+    upstream: Upstream,
+    config: ModelConfig,
+    anatomy: Anatomy,
+    module: Module,
+    steps: Sequence[Step],
+    dropped: Sequence[str],
+    roots: Sequence[str],
+    heads: Sequence[str],
+    text: str,
+) -> str:
+    """`provenance.json`, byte-stable: no time, no machine."""
+    models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+    symbols = {
+        name: symbol_hash(node)
+        for table in ({n: i.node for n, i in anatomy.classes.items()}, anatomy.functions)
+        for name, node in table.items()
+        if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
+    }
+    facts = {
+        "model": upstream.model,
+        "patchgen": __version__,
+        "upstream": {
+            "version": upstream.version,
+            "module": upstream.module,
+            "path": upstream.path,
+            "sha256": upstream.sha256,
+        },
+        "command": command(upstream),
+        "roots": list(roots),
+        "heads": list(heads),
+        "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
+        "classes": models,
+        "passes": [
+            {
+                "name": step.name,
+                "hits": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.hits],
+                "upstream": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.upstream],
+                "notes": list(step.outcome.notes),
+            }
+            for step in steps
+        ],
+        "dropped": list(dropped),
+        "symbols": symbols,
+        "generated_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def read(directory: Path) -> dict:
+    """The record in a folder of `generated_models`."""
+    return json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
+
+
+def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
+    """Writes the files of a generated model; returns those that changed.
+
+    Each file is written beside its place and renamed, so a crash leaves the old one whole; a lock on the folder keeps
+    two runs from mixing.
+
+    Raises:
+        StaleFile: the present file was edited by hand, and `force` is not given.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        if not force:
+            _refuse_to_lose_edits(directory, generated)
+        wanted = {directory / name: text for name, text in generated.files.items()}
+        changed = {path: text for path, text in wanted.items() if not _holds(path, text)}
+        with _staged(changed) as temporary:
+            for path in changed:
+                os.replace(temporary[path], path)
+        return list(changed)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
+@contextlib.contextmanager
+def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
+    """Temporary files beside their places, all written before the first is renamed, none left behind."""
+    temporary: dict[Path, str] = {}
+    try:
+        for path, text in files.items():
+            descriptor, temporary[path] = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+            with open(descriptor, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            os.chmod(temporary[path], 0o644)
+        yield temporary
+    finally:
+        for name in temporary.values():
+            Path(name).unlink(missing_ok=True)
+
+
+def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
+    path = directory / f"modeling_{generated.model}.py"
+    if not path.is_file() or not (directory / "provenance.json").is_file():
+        return
+    if _holds(path, generated.text):  # a run that ended between two renames
+        return
+    present = hashlib.sha256(path.read_bytes()).hexdigest()
+    if present != read(directory)["generated_sha256"]:
+        raise StaleFile(
+            f"{path.name} in {directory.name}/ was edited after it was generated; generating would lose the edits.\n"
+            "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
+            "or give --force to overwrite them."
+        )
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,153 @@
+"""Small tools for editing one block with libcst: find a function, insert statements, replace a statement.
+
+Inserted code is formatted with black at the depth where it lands; what was there keeps its bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import libcst as cst
+
+from patchgen.source import Block
+
+LINE_LENGTH = 119
+INDENT = "    "
+
+FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
+
+
+def format_code(code: str, depth: int = 0) -> str:
+    """`code` formatted by black as it would be at `depth` levels of indentation; the result is not indented."""
+    import black  # imported late: half of the passes insert nothing
+
+    mode = black.Mode(line_length=LINE_LENGTH - depth * len(INDENT), target_versions={black.TargetVersion.PY311})
+    return black.format_str(code, mode=mode)
+
+
+@functools.lru_cache(maxsize=512)
+def statements(code: str, depth: int, comment: str | None = None) -> tuple[cst.BaseStatement, ...]:
+    """Parses `code` into statements to insert at `depth`; the first carries `# comment`."""
+    if comment:
+        code = f"# {comment}\n{code}"
+    parsed = cst.parse_module(format_code(code, depth))
+    body = list(parsed.body)
+    body[0] = body[0].with_changes(leading_lines=[*parsed.header, *body[0].leading_lines])
+    return tuple(body)
+
+
+def edit_function(block: Block, name: str, edit: FunctionEdit) -> Block:
+    """The block with one function edited: the method `name` of the class in it, or the function `name` itself.
+
+    Of several definitions of the name the last one is edited, which is what Python keeps.
+    """
+    tree = block.cst
+    body = list(tree.body)
+    for position, node in enumerate(body):
+        if isinstance(node, cst.ClassDef):
+            members = list(node.body.body)
+            members[_last(members, name)] = edit(members[_last(members, name)])
+            body[position] = node.with_changes(body=node.body.with_changes(body=members))
+            return block.with_text(tree.with_changes(body=body).code)
+    body[_last(body, name)] = edit(body[_last(body, name)])
+    return block.with_text(tree.with_changes(body=body).code)
+
+
+def _last(body: Sequence[cst.CSTNode], name: str) -> int:
+    found = [i for i, node in enumerate(body) if isinstance(node, cst.FunctionDef) and node.name.value == name]
+    if not found:
+        raise LookupError(f"no function '{name}' in the block")
+    return found[-1]
+
+
+def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
+    """The block after a libcst transformer."""
+    return block.with_text(block.cst.visit(transformer).code)
+
+
+def function_body(function: cst.FunctionDef) -> list[cst.BaseStatement]:
+    """The statements of a function; a one-line body is refused by name, for nothing can be inserted into it."""
+    if not isinstance(function.body, cst.IndentedBlock):
+        raise ValueError(f"the body of {function.name.value} stands on the line of its header")
+    return list(function.body.body)
+
+
+def with_body(function: cst.FunctionDef, body: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
+    return function.with_changes(body=function.body.with_changes(body=list(body)))
+
+
+def has_docstring(function: cst.FunctionDef) -> bool:
+    return function.get_docstring(clean=False) is not None
+
+
+def insert_at_start(function: cst.FunctionDef, new: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
+    """Inserts statements at the top of a function, below its docstring."""
+    body = function_body(function)
+    position = 1 if has_docstring(function) else 0
+    return with_body(function, [*body[:position], *new, *body[position:]])
+
+
+def insert_before(
+    body: Sequence[cst.BaseStatement], position: int, new: Sequence[cst.BaseStatement]
+) -> list[cst.BaseStatement]:
+    """Inserts statements before `body[position]`, which keeps its comments; a blank line above it is kept on both."""
+    new = list(new)
+    if any(line.comment is None for line in body[position].leading_lines):
+        new[0] = new[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *new[0].leading_lines])
+    return [*body[:position], *new, *body[position:]]
+
+
+def append_method(block: Block, code: str, comment: str) -> Block:
+    """The class block with one method added at its end."""
+    method = statements(code, 1, comment)[0]
+    method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
+    tree = block.cst
+    body = [
+        node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
+        if isinstance(node, cst.ClassDef)
+        else node
+        for node in tree.body
+    ]
+    return block.with_text(tree.with_changes(body=body).code)
+
+
+def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """`new` in the place of `old`, below the comments and blank lines that `old` had."""
+    first, *rest = new
+    return [first.with_changes(leading_lines=[*old.leading_lines, *first.leading_lines]), *rest]
+
+
+def code_of(node: cst.CSTNode) -> str:
+    """The source text of a node, without the comments above it."""
+    if isinstance(node, cst.BaseStatement | cst.SimpleStatementLine) and getattr(node, "leading_lines", ()):
+        node = node.with_changes(leading_lines=[])
+    return cst.Module(body=[]).code_for_node(node).strip()
+
+
+def parameters(function: cst.FunctionDef) -> list[str]:
+    """The names of a function's parameters but for self, `*args` and `**kwargs`."""
+    params = function.params
+    named = [*params.posonly_params, *params.params, *params.kwonly_params]
+    return [param.name.value for param in named if param.name.value != "self"]
+
+
+def uses_name(node: cst.CSTNode, name: str) -> bool:
+    """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
+    found = False
+
+    class Finder(cst.CSTVisitor):
+        def visit_Attribute(self, attribute: cst.Attribute) -> bool:
+            attribute.value.visit(self)
+            return False
+
+        def visit_Arg(self, arg: cst.Arg) -> bool:
+            arg.value.visit(self)
+            return False
+
+        def visit_Name(self, candidate: cst.Name) -> None:
+            nonlocal found
+            found = found or candidate.value == name
+
+    node.visit(Finder())
+    return found

@@ -1,0 +1,199 @@
+"""A modeling file as a sequence of top-level blocks, each with its exact text.
+
+Passes replace the text of single blocks; everything else keeps its bytes, so the diff against upstream is the output
+of the passes and nothing else. Blocks are found with `ast` (fast) and rewritten with libcst (exact), one at a time:
+parsing the one class that a pass changes takes milliseconds where the file takes most of a second.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import libcst as cst
+
+from patchgen.errors import SourceSyntaxError
+
+
+@dataclass(frozen=True)
+class Block:
+    """One or more top-level statements that share lines, with the comments and blank lines that precede them."""
+
+    text: str
+    line: int = 0  # of the first statement in the upstream file, 1-based; 0 for blocks that a pass added
+
+    @property
+    def statements(self) -> list[ast.stmt]:
+        return _parse_ast(self.text).body
+
+    @property
+    def node(self) -> ast.stmt:
+        return self.statements[0]
+
+    @functools.cached_property
+    def binds(self) -> tuple[str, ...]:
+        """The module-level names that this block defines, imports included."""
+        return tuple(dict.fromkeys(name for statement in self.statements for name in bound_names(statement)))
+
+    @property
+    def name(self) -> str | None:
+        """The name of the class or function, if the block is one."""
+        node = self.node
+        return node.name if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+
+    @property
+    def is_import(self) -> bool:
+        return all(isinstance(statement, ast.Import | ast.ImportFrom) for statement in self.statements)
+
+    @property
+    def is_docstring(self) -> bool:
+        node = self.node
+        return (
+            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        )
+
+    @property
+    def cst(self) -> cst.Module:
+        """The block as a libcst module of its own (its text round-trips exactly)."""
+        return _parse_cst(self.text)
+
+    def with_text(self, text: str) -> Block:
+        return replace(self, text=text)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A modeling file: `header + blocks + footer` is its text, byte for byte."""
+
+    header: str  # the comments above the first statement: the licence
+    blocks: tuple[Block, ...]
+    footer: str
+    path: str = "<source>"
+
+    @property
+    def text(self) -> str:
+        return self.header + "".join(block.text for block in self.blocks) + self.footer
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self.blocks)
+
+    def block(self, name: str) -> Block:
+        """The class or function block of that name; of several definitions the last one, which is what Python keeps.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for block in reversed(self.blocks):
+            if block.name == name:
+                return block
+        raise KeyError(name)
+
+    def has(self, name: str) -> bool:
+        return any(block.name == name for block in self.blocks)
+
+    def swap(self, old: Block, *new: Block) -> Module:
+        """This module with `old` replaced by any number of blocks."""
+        position = next(i for i, block in enumerate(self.blocks) if block is old)
+        return replace(self, blocks=(*self.blocks[:position], *new, *self.blocks[position + 1 :]))
+
+    def with_blocks(self, blocks: Iterable[Block]) -> Module:
+        return replace(self, blocks=tuple(blocks))
+
+
+def parse(text: str, path: str = "<source>") -> Module:
+    """Divides a source text into blocks.
+
+    Raises:
+        SourceSyntaxError: with file, line and column.
+    """
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    if text and not text.endswith("\n"):
+        text += "\n"
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        line = error.lineno or text[: text.find("\0")].count("\n") + 1  # for a null byte Python names no line
+        raise SourceSyntaxError(
+            f"{path}:{line}:{error.offset or 1}: this is not valid Python: {error.msg}.\n    {(error.text or '').rstrip()}"
+        ) from error
+
+    lines = [line + "\n" for line in text.split("\n")][:-1]
+    spans = _statement_spans(tree)
+    if not spans:
+        return Module(header=text, blocks=(), footer="", path=path)
+
+    first_line = spans[0][0]
+    header_end = _header_end(lines, first_line - 1)
+    blocks, cursor = [], header_end
+    for start, end in spans:
+        blocks.append(Block(text="".join(lines[cursor:end]), line=start))
+        cursor = end
+    return Module(header="".join(lines[:header_end]), blocks=tuple(blocks), footer="".join(lines[cursor:]), path=path)
+
+
+def bound_names(statement: ast.stmt) -> list[str]:
+    """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included."""
+    names: list[str] = []
+    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [statement.name]
+    if isinstance(statement, ast.Import | ast.ImportFrom):
+        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+    for node in (
+        ast.walk(statement) if not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With) else ()
+    ):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id)
+    if names or not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
+        return names
+    for child in _header_expressions(statement):
+        names += [n.id for n in ast.walk(child) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    for child in _nested_statements(statement):
+        names += bound_names(child)
+    return names
+
+
+def _nested_statements(statement: ast.stmt) -> Iterator[ast.stmt]:
+    for field in ("body", "orelse", "finalbody"):
+        yield from getattr(statement, field, [])
+    for handler in getattr(statement, "handlers", []):
+        yield from handler.body
+
+
+def _header_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
+    for field in ("test", "target", "iter"):
+        if hasattr(statement, field):
+            yield getattr(statement, field)
+    yield from getattr(statement, "items", [])
+
+
+def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:
+    """First and last line of each group of statements that share lines, decorators included."""
+    spans: list[tuple[int, int]] = []
+    for statement in tree.body:
+        decorators = getattr(statement, "decorator_list", [])
+        start = min([statement.lineno, *(decorator.lineno for decorator in decorators)])
+        if spans and start <= spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], statement.end_lineno))
+        else:
+            spans.append((start, statement.end_lineno))
+    return spans
+
+
+def _header_end(lines: list[str], first_statement: int) -> int:
+    """Where the header ends: after the last comment block that a blank line divides from the first statement."""
+    end = first_statement
+    while end > 0 and lines[end - 1].startswith("#"):
+        end -= 1
+    return end if end > 0 and end < first_statement else first_statement
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_ast(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_cst(text: str) -> cst.Module:
+    return cst.parse_module(text)

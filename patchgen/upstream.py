@@ -1,0 +1,424 @@
+"""Where upstream sources come from: the installed transformers, another release's wheel, or a file on disk.
+
+transformers is never imported: its files are read as text and as `ast`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patchgen.errors import SourceSyntaxError, UpstreamNotFound
+
+# The head classes that a training run starts from, in the order in which a model type is looked up.
+HEAD_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+AUTO_CLASS_MAPPINGS = {
+    "AutoModel": "MODEL_MAPPING_NAMES",
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+}
+
+
+@dataclass(frozen=True)
+class SubConfig:
+    """What upstream says of a sub-config: its class ("AutoConfig" if any will do) and the default model type."""
+
+    config_class: str
+    model_type: str | None = None
+
+
+@dataclass(frozen=True)
+class ConfigClass:
+    """A configuration class of upstream: its `model_type` and its sub-configs."""
+
+    name: str
+    model_type: str | None
+    sub_configs: dict[str, SubConfig] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """One upstream modeling file and what stands beside it."""
+
+    model: str  # the name by which generated files go: a model type or the stem of a file
+    text: str
+    origin: str  # shown to people: "transformers 5.23.0" or a path
+    version: str | None  # the transformers release; None for a file on disk that belongs to none
+    module: str  # import path of the file
+    path: str  # inside the release, or as given
+    configs: dict[str, ConfigClass] = field(default_factory=dict)
+    heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
+    release: Release | None = None
+    siblings: dict[str, str] = field(
+        default_factory=dict
+    )  # for a file on disk: the modules that it imports from beside it
+
+    @property
+    def package(self) -> str:
+        """The package that relative imports start from."""
+        return self.module.rpartition(".")[0]
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.text.encode()).hexdigest()
+
+    def auto_model(self, auto_class: str, model_type: str | None) -> str | None:
+        """The class that `auto_class.from_config` builds for a model type, as upstream's auto maps say."""
+        if self.release is None or model_type is None or auto_class not in AUTO_CLASS_MAPPINGS:
+            return None
+        return self.release.auto_map(AUTO_CLASS_MAPPINGS[auto_class]).get(model_type)
+
+
+class Release:
+    """The files of one transformers release, in a folder or in a wheel."""
+
+    def __init__(self, root: Path, version: str, origin: str) -> None:
+        self.version, self.origin = version, origin
+        self._root = root
+        self._wheel = zipfile.ZipFile(root) if root.suffix == ".whl" else None
+
+    def read(self, path: str) -> str | None:
+        """The text of `path` inside the package, or None."""
+        if self._wheel is not None:
+            try:
+                return self._wheel.read(f"transformers/{path}").decode()
+            except KeyError:
+                return None
+        file = self._root / path
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+
+    @functools.cached_property
+    def modeling_files(self) -> dict[str, str]:
+        """`directory -> path` of every `models/*/modeling_<directory>.py`."""
+        pattern = re.compile(r"models/([^/]+)/modeling_\1\.py$")
+        return {match[1]: path for path in self._paths("models") if (match := pattern.search(path))}
+
+    @functools.cached_property
+    def all_modeling_files(self) -> tuple[str, ...]:
+        """Every `models/**/modeling_*.py`."""
+        pattern = re.compile(r"^models/.*/?modeling_[^/]+\.py$")
+        return tuple(sorted(path for path in self._paths("models") if pattern.match(path)))
+
+    def _paths(self, under: str) -> Iterator[str]:
+        if self._wheel is not None:
+            prefix = "transformers/"
+            names = (name.removeprefix(prefix) for name in self._wheel.namelist() if name.startswith(prefix + under))
+            yield from names
+        else:
+            yield from (
+                path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py")
+            )
+
+    @functools.cached_property
+    def _auto_maps(self) -> dict[str, dict[str, str]]:
+        found: dict[str, dict[str, str]] = {}
+        for path in (
+            "models/auto/auto_mappings.py",
+            "models/auto/configuration_auto.py",
+            "models/auto/modeling_auto.py",
+        ):
+            for name, mapping in _ordered_dicts(self.read(path) or ""):
+                found.setdefault(name, {}).update(mapping)
+        return found
+
+    def auto_map(self, name: str) -> dict[str, str]:
+        """One of upstream's `..._MAPPING_NAMES`: model type -> class name (the first one where there are several)."""
+        return self._auto_maps.get(name, {})
+
+    def directory_of(self, model: str) -> str | None:
+        """The folder under `models/` that holds the modeling file of a model type."""
+        special = self.auto_map("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model)
+        for candidate in (model, special, (special or model).replace("-", "_")):
+            if candidate in self.modeling_files:
+                return candidate
+        # A type with a configuration of its own and another model's classes: look for the class that it maps to.
+        classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, "MODEL_MAPPING_NAMES")]
+        definitions = tuple(f"\nclass {name}(" for name in classes if name)
+        for directory, path in self.modeling_files.items() if definitions else ():
+            text = self.read(path)
+            if any(definition in text for definition in definitions):
+                return directory
+        return None
+
+    def defines(self, class_name: str, besides: str) -> bool:
+        """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
+        definition = f"\nclass {class_name}("
+        paths = (path for path in self.all_modeling_files if not besides.endswith(path))
+        return any(definition in (self.read(path) or "") for path in paths)
+
+    def known_models(self) -> list[str]:
+        return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
+
+
+def installed_version() -> str:
+    """The version of the installed transformers; it is not imported."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        raise UpstreamNotFound(
+            "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
+            "--transformers VERSION, or a file with --source PATH."
+        ) from None
+
+
+@functools.lru_cache(maxsize=8)
+def open_release(version: str | None = None) -> Release:
+    """The installed release, or the one of `version` (from the cache of wheels, else downloaded into it).
+
+    Raises:
+        UpstreamNotFound: with the version and the places that were looked at.
+    """
+    present = None
+    if importlib.util.find_spec("transformers") is not None:
+        present = installed_version()
+    if version is None:
+        version = present or installed_version()
+    if version == present:
+        spec = importlib.util.find_spec("transformers")
+        return Release(Path(spec.origin).parent, version, f"transformers {version}")
+    return Release(_wheel(version, present), version, f"transformers {version}")
+
+
+def load(model: str, version: str | None = None, source: Path | None = None) -> Upstream:
+    """The upstream source of a model.
+
+    Args:
+        model: a model type ("qwen3_moe", "gemma3_text") or a folder of `transformers/models`.
+        version: a transformers release; None for the installed one.
+        source: a modeling file, or a folder with one, on disk.
+
+    Raises:
+        UpstreamNotFound: unknown model (with the three nearest names), missing file, wheel out of reach.
+    """
+    if source is not None:
+        return _load_from_disk(model, Path(source))
+    release = open_release(version)
+    directory = release.directory_of(model)
+    if directory is None:
+        nearest = difflib.get_close_matches(model, release.known_models(), n=3, cutoff=0.3)
+        raise UpstreamNotFound(
+            f"{release.origin} has no model '{model}'. Nearest: {', '.join(nearest) or 'none'}. "
+            f"Looked for models/{model}/modeling_{model}.py and in the auto maps."
+        )
+    path = release.modeling_files[directory]
+    return load_file(release, path, model=model)
+
+
+def load_file(release: Release, path: str, model: str | None = None) -> Upstream:
+    """A modeling file of a release by its path, for example `models/llama/modeling_llama.py`."""
+    text = release.read(path)
+    if text is None:
+        raise UpstreamNotFound(f"{release.origin} has no file {path}.")
+    folder, _, name = path.rpartition("/")
+    stem = name.removesuffix(".py")
+    model = model or stem.removeprefix("modeling_")
+    configs = read_configs(release.read(f"{folder}/{stem.replace('modeling_', 'configuration_', 1)}.py") or "", path)
+    upstream = Upstream(
+        model=model,
+        text=text,
+        origin=release.origin,
+        version=release.version,
+        module="transformers." + path.removesuffix(".py").replace("/", "."),
+        path=f"transformers/{path}",
+        configs=configs,
+        release=release,
+    )
+    return _with_heads(upstream)
+
+
+def _with_heads(upstream: Upstream) -> Upstream:
+    """Adds the heads that the auto maps name for this model type, or, for a folder, for any type configured in it."""
+    release, text = upstream.release, upstream.text
+    model_types = [upstream.model, *(c.model_type for c in upstream.configs.values() if c.model_type)]
+    for wanted in ([upstream.model], model_types):
+        heads = [release.auto_map(mapping).get(kind) for mapping in HEAD_MAPPINGS for kind in wanted]
+        here = [head for head in dict.fromkeys(heads) if head and re.search(rf"^class {head}\b", text, re.MULTILINE)]
+        if here:
+            return Upstream(**{**upstream.__dict__, "heads": tuple(here)})
+    return upstream
+
+
+def _load_from_disk(model: str, source: Path) -> Upstream:
+    if source.is_dir():
+        found = sorted(source.glob("modeling_*.py"))
+        preferred = [file for file in found if file.stem == f"modeling_{model}"]
+        if not preferred and len(found) != 1:
+            names = ", ".join(file.name for file in found) or "none"
+            raise UpstreamNotFound(
+                f"{source} should hold modeling_{model}.py or a single modeling_*.py; found: {names}. "
+                "Name the file itself with --source."
+            )
+        source = (preferred or found)[0]
+    if not source.is_file():
+        raise UpstreamNotFound(f"There is no file {source} (given as --source).")
+    text = source.read_text(encoding="utf-8")
+    parts = source.resolve().with_suffix("").parts
+    inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
+    configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
+    configs = (
+        read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
+    )
+    if inside:
+        module, siblings = ".".join(parts[inside[-1] :]), {}
+    else:
+        module, siblings = f"patchgen.generated_models.{model}.{source.stem}", _siblings(source, text)
+    return Upstream(
+        model=model,
+        text=text,
+        origin=source.name,
+        version=None,
+        module=module,
+        path=source.name,
+        configs=configs,
+        siblings=siblings,
+    )
+
+
+def _siblings(source: Path, text: str) -> dict[str, str]:
+    """The files beside a modeling file that it imports relatively; a generated file takes copies along."""
+    found: dict[str, str] = {}
+    pending = [text]
+    while pending:
+        try:
+            tree = ast.parse(pending.pop())
+        except SyntaxError:
+            return found  # the parser of the modeling file reports it with its place
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
+                file = source.with_name(node.module.split(".")[0] + ".py")
+                if file.is_file() and file.name not in found and file != source:
+                    found[file.name] = file.read_text(encoding="utf-8")
+                    pending.append(found[file.name])
+    return found
+
+
+def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
+    """The configuration classes of a `configuration_*.py`, by name; what a class does not state it has from its base."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise SourceSyntaxError(f"{path}:{error.lineno}:{error.offset}: {error.msg}") from error
+    found: dict[str, ConfigClass] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        values: dict[str, ast.expr] = {}
+        for statement in node.body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                values[statement.targets[0].id] = statement.value
+            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
+                values[statement.target.id] = statement.value
+        base = next((found[name] for name in map(ast.unparse, node.bases) if name in found), ConfigClass("", None))
+        model_type = values.get("model_type")
+        sub_configs = dict(base.sub_configs)
+        for table in ("sub_configs", "sub_configs_defaults"):  # the second name since 5.2x
+            sub_configs |= _sub_configs(values.get(table))
+        found[node.name] = ConfigClass(
+            name=node.name,
+            model_type=model_type.value if isinstance(model_type, ast.Constant) else base.model_type,
+            sub_configs=sub_configs,
+        )
+    return found
+
+
+def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
+    """Reads `{"text_config": TextConfig, "vision_config": SubConfigSpec(config_class=AutoConfig, model_type="x")}`."""
+    found = {}
+    for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
+        if not isinstance(key, ast.Constant):
+            continue
+        if isinstance(value, ast.Call):
+            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
+            config_class = arguments.get("config_class", value.args[0] if value.args else None)
+            kind = arguments.get("model_type")
+            found[key.value] = SubConfig(
+                ast.unparse(config_class) if config_class is not None else "AutoConfig",
+                kind.value if isinstance(kind, ast.Constant) else None,
+            )
+        else:
+            found[key.value] = SubConfig(ast.unparse(value))
+    return found
+
+
+def _ordered_dicts(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Module-level `NAME = OrderedDict([...])` and `NAME.update({...})` of strings."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
+            yield node.targets[0].id, _pairs(node.value.args)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            function = node.value.func
+            if (
+                isinstance(function, ast.Attribute)
+                and function.attr == "update"
+                and isinstance(function.value, ast.Name)
+            ):
+                yield function.value.id, _pairs(node.value.args)
+
+
+def _pairs(args: list[ast.expr]) -> dict[str, str]:
+    if not args:
+        return {}
+    if isinstance(args[0], ast.Dict):
+        items = zip(args[0].keys, args[0].values, strict=True)
+    elif isinstance(args[0], ast.List):
+        items = (item.elts for item in args[0].elts if isinstance(item, ast.Tuple) and len(item.elts) == 2)
+    else:
+        return {}
+    pairs = {}
+    for key, value in items:
+        if isinstance(value, ast.Tuple | ast.List) and value.elts:
+            value = value.elts[0]
+        if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+            pairs[key.value] = value.value
+    return pairs
+
+
+def cache_directory() -> Path:
+    """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
+    configured = os.environ.get("PATCHGEN_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(configured) if configured else base / "patchgen"
+
+
+def _wheel(version: str, present: str | None) -> Path:
+    """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
+    if not re.fullmatch(r"\d+(\.\w+)*", version):
+        raise UpstreamNotFound(f"'{version}' is no transformers version. Give it like 5.17.0.")
+    cache = cache_directory()
+    cached = sorted(cache.glob(f"transformers-{version}-*.whl"))
+    if cached:
+        return cached[0]
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        result = subprocess.run(
+            [*command, "--dest", folder, f"transformers=={version}"], capture_output=True, text=True, check=False
+        )
+        wheels = sorted(Path(folder).glob("*.whl"))
+        if result.returncode or not wheels:
+            reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
+            raise UpstreamNotFound(
+                f"The wheel of transformers {version} cannot be had. Looked at: the installed package "
+                f"({present or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
+            )
+        target = cache / wheels[0].name
+        wheels[0].replace(target)
+    return target

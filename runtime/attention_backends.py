@@ -1,0 +1,410 @@
+"""Attention over the whole sequence, by backend: pure functions of q, k, v and a description of who sees whom.
+
+    B rows   S tokens per row   N_q, N_k query and key/value heads   D, D_v head sizes   T = B * S
+
+Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)` and returns `(B, S, N_q, D_v)`.
+`runtime/attention.py` puts them behind transformers' interface and around the exchange of sequence parallelism.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+FEATURES = ("sliding window", "soft cap", "sinks", "dropout", "padding", "overlays")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows: `bounds` `(documents + 1,)` int32 over the T tokens, and the longest one."""
+
+    bounds: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Who sees whom, and how scores become weights.
+
+    Attributes:
+        causal: no token sees a later one.
+        scaling: the factor of the scores.
+        window: None, or the number of tokens a token sees, itself included (on both sides if not causal).
+        softcap: None, or c of `c * tanh(score / c)`.
+        sinks: None, or `(N_q,)`: a logit per head that takes part in the softmax and has no value.
+        dropout: of the weights.
+        documents: None, or the documents that do not see each other.
+        padding: None, or `(B, S)` bool, True for tokens that count.
+        overlay: None, or upstream's own mask (4-D tensor or BlockMask): used instead of all of the above structure.
+    """
+
+    causal: bool
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    documents: Documents | None = None
+    padding: Tensor | None = None
+    overlay: object | None = None
+
+    @cached_property
+    def asks_for(self) -> tuple[str, ...]:
+        """The features (of FEATURES) that a backend must have."""
+        wanted = (self.window, self.softcap, self.sinks, self.dropout or None, self.padding, self.overlay)
+        return tuple(feature for feature, value in zip(FEATURES, wanted, strict=True) if value is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are whole: no window, documents, padding or overlay."""
+        return self.window is None and self.documents is None and self.padding is None and self.overlay is None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A way to compute attention.
+
+    Attributes:
+        function: `(q, k, v, attention) -> out`.
+        features: what it can do beyond causal and full attention over documents.
+        unavailable: says why it cannot run here, or returns None.
+        packs_by_flash: whether vision towers should hand it `cu_seq_lens` (its name then contains `flash`).
+    """
+
+    function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
+    features: frozenset[str]
+    unavailable: Callable[[], str | None]
+
+
+# ------------------------------------------------------------------------------------------------ masks
+
+_MASKS = WeakIdKeyDictionary()  # bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
+
+
+def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:
+    """`(B or 1, 1, S, S)` bool, True where a query (third) sees a key (fourth); None where all see all.
+
+    A padded query sees itself, so that no row of the softmax is empty; nothing reads its output.
+    """
+    if attention.overlay is not None:
+        return attention.overlay
+    if attention.is_plain and not attention.causal:
+        return None
+    key = ("dense", B, S, attention.causal, attention.window)
+    cache = _MASKS.setdefault(attention.documents.bounds, {}) if attention.documents is not None else {}
+    if key not in cache:
+        cache[key] = visible(attention, B, S, device)
+    mask = cache[key]
+    if attention.padding is not None:
+        itself = torch.eye(S, dtype=torch.bool, device=device)
+        mask = (mask & attention.padding[:, None, None, :]) | itself
+    return mask
+
+
+def visible(attention: Attention, B: int, S: int, device: torch.device) -> Tensor:
+    """The mask from order, window and documents, `(B or 1, 1, S, S)` bool."""
+    index = torch.arange(S, device=device)
+    distance = index[:, None] - index[None, :]
+    seen = torch.ones(S, S, dtype=torch.bool, device=device)
+    if attention.causal:
+        seen &= distance >= 0
+    if attention.window is not None:
+        seen &= distance.abs() < attention.window
+    if attention.documents is None:
+        return seen[None, None]
+    document = document_of(attention.documents, B, S)
+    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
+
+
+def document_of(documents: Documents, B: int, S: int) -> Tensor:
+    """`(B, S)`: the number of each token's document."""
+    tokens = torch.arange(B * S, device=documents.bounds.device, dtype=documents.bounds.dtype)
+    return torch.searchsorted(documents.bounds[1:].contiguous(), tokens, right=True).view(B, S)
+
+
+def rows_as_documents(B: int, S: int, device: torch.device) -> Documents:
+    """Rows that are not packed, as documents of the same length."""
+    return Documents(torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=device), S)
+
+
+# ---------------------------------------------------------------------------------------------- backends
+
+
+def repeat_heads(states: Tensor, N_q: int) -> Tensor:
+    """Key/value heads `(B, S, N_k, D)` repeated to `(B, S, N_q, D)`."""
+    return states if states.shape[2] == N_q else states.repeat_interleave(N_q // states.shape[2], dim=2)
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """The formula: softmax in fp32 over scores `(B, N_q, S, S)`; sinks join the softmax and drop out of its result."""
+    B, S, N_q, _ = q.shape
+    k, v = repeat_heads(k, N_q), repeat_heads(v, N_q)
+    scores = torch.matmul(q.transpose(1, 2), k.permute(0, 2, 3, 1)) * attention.scaling
+    if attention.softcap is not None:
+        scores = attention.softcap * torch.tanh(scores / attention.softcap)
+    mask = dense_mask(attention, B, S, q.device)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
+    if attention.sinks is not None:
+        sinks = attention.sinks.to(scores.dtype).view(1, N_q, 1, 1).expand(B, N_q, S, 1)
+        weights = F.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
+    else:
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32)
+    weights = F.dropout(weights.to(q.dtype), p=attention.dropout)
+    return torch.matmul(weights, v.transpose(1, 2)).transpose(1, 2)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`scaled_dot_product_attention`; whole causal rows go without a mask, to its flash kernels.
+
+    With a mask the key heads are repeated, for its fused kernels take a mask or grouped heads, not both.
+    """
+    B, S, N_q, D = q.shape
+    causal_rows = attention.is_plain and attention.causal
+    mask = None if causal_rows else dense_mask(attention, B, S, q.device)
+    grouped = k.shape[2] != N_q and mask is None and D == v.shape[-1] <= 256
+    if not grouped:
+        k, v = repeat_heads(k, N_q), repeat_heads(v, N_q)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        dropout_p=attention.dropout,
+        is_causal=causal_rows and S > 1,
+        scale=attention.scaling,
+        enable_gqa=grouped,
+    )
+    return out.transpose(1, 2)
+
+
+_COMPILED_FLEX: list[Callable] = []
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flex_attention` with a block mask made once per batch; sinks by renormalising with the log-sum-exp:
+    `out * exp(lse) / (exp(lse) + exp(sink)) = out * sigmoid(lse - sink)`.
+
+    Compiled on the GPU; the CPU runs torch's unfused form, which has no log-sum-exp for sinks.
+    """
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    on_gpu = q.device.type == "cuda"
+    if on_gpu and not _COMPILED_FLEX:
+        _COMPILED_FLEX.append(torch.compile(flex_attention))
+    if attention.sinks is not None and not on_gpu:
+        raise ValueError("flex_attention has no log-sum-exp on the CPU, which sinks need. Use 'patchgen_eager' there.")
+    cap, mask = attention.softcap, attention.overlay
+    if mask is None:
+        mask = _block_mask(attention, *q.shape[:2], q.device)
+
+    def soft_cap(score, _batch, _head, _query, _key):
+        return cap * torch.tanh(score / cap)
+
+    out = (_COMPILED_FLEX[0] if on_gpu else flex_attention)(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        score_mod=soft_cap if cap is not None else None,
+        block_mask=mask,
+        scale=attention.scaling,
+        enable_gqa=k.shape[2] != q.shape[2],
+        return_aux=AuxRequest(lse=True) if attention.sinks is not None else None,
+    )
+    if attention.sinks is not None:
+        out, aux = out
+        keep = torch.sigmoid(aux.lse - attention.sinks.float().view(1, -1, 1))
+        out = out * keep.unsqueeze(-1).to(out.dtype)
+    return out.transpose(1, 2)
+
+
+def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    documents, padding, window = attention.documents, attention.padding, attention.window
+    if documents is None and padding is None and window is None and not attention.causal:
+        return None
+    cache = _MASKS.setdefault(documents.bounds, {}) if documents is not None and padding is None else {}
+    key = ("block", B, S, attention.causal, window)
+    if key not in cache:
+        document = document_of(documents, B, S) if documents is not None else None
+
+        def sees(batch, _head, query, key_):
+            result = (query >= key_) if attention.causal else (query == query)
+            if window is not None:
+                result = result & ((query - key_).abs() < window)
+            if document is not None:
+                result = result & (document[batch, query] == document[batch, key_])
+            if padding is not None:
+                result = result & (padding[batch, key_] | (query == key_))
+            return result
+
+        rows = B if document is not None or padding is not None else None
+        cache[key] = create_block_mask(sees, rows, None, S, S, device=device)
+    return cache[key]
+
+
+def _flattened(call: Callable, q: Tensor, k: Tensor, v: Tensor, attention: Attention, *, pad_values: bool) -> Tensor:
+    """Runs a varlen kernel on `(T, N, D)`; pads values to the query's head size where the kernel wants them equal."""
+    B, S, N_q, D = q.shape
+    D_v = v.shape[-1]
+    documents = attention.documents or rows_as_documents(B, S, q.device)
+    if pad_values and D_v != D:
+        v = F.pad(v, (0, D - D_v))
+    out = call(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), documents)
+    return out[..., :D_v].view(B, S, N_q, D_v)
+
+
+def _window(attention: Attention) -> tuple[int, int]:
+    reach = -1 if attention.window is None else attention.window - 1
+    return (reach, 0) if attention.causal else (reach, reach)
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`torch.nn.attention.varlen.varlen_attn`: flash-attention 2 that ships with torch."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # Later releases of torch want grouped heads announced; earlier ones take them as they are.
+    grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
+    announced = {"enable_gqa": True} if grouped else {}
+
+    def call(q_TND, k_TND, v_TND, documents):
+        return varlen_attn(
+            q_TND,
+            k_TND,
+            v_TND,
+            documents.bounds,
+            documents.bounds,
+            documents.longest,
+            documents.longest,
+            scale=attention.scaling,
+            window_size=_window(attention),
+            **announced,
+        )
+
+    return _flattened(call, q, k, v, attention, pad_values=True)
+
+
+def flash_2(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flash_attn.flash_attn_varlen_func`."""
+    from flash_attn import flash_attn_varlen_func
+
+    def call(q_TND, k_TND, v_TND, documents):
+        return flash_attn_varlen_func(
+            q_TND,
+            k_TND,
+            v_TND,
+            documents.bounds,
+            documents.bounds,
+            documents.longest,
+            documents.longest,
+            dropout_p=attention.dropout,
+            softmax_scale=attention.scaling,
+            causal=attention.causal,
+            window_size=_window(attention),
+            softcap=attention.softcap or 0.0,
+        )
+
+    return _flattened(call, q, k, v, attention, pad_values=True)
+
+
+def flash_3(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flash_attn_interface.flash_attn_varlen_func` (Hopper)."""
+    from flash_attn_interface import flash_attn_varlen_func
+
+    def call(q_TND, k_TND, v_TND, documents):
+        out = flash_attn_varlen_func(
+            q_TND,
+            k_TND,
+            v_TND,
+            documents.bounds,
+            documents.bounds,
+            documents.longest,
+            documents.longest,
+            softmax_scale=attention.scaling,
+            causal=attention.causal,
+            window_size=_window(attention),
+            softcap=attention.softcap or 0.0,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return _flattened(call, q, k, v, attention, pad_values=True)
+
+
+def flash_4(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flash_attn.cute.flash_attn_varlen_func`, called directly: torch's own activation of it fails in torch 2.11."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    left, right = _window(attention)
+
+    def call(q_TND, k_TND, v_TND, documents):
+        out = flash_attn_varlen_func(
+            q_TND,
+            k_TND,
+            v_TND,
+            cu_seqlens_q=documents.bounds,
+            cu_seqlens_k=documents.bounds,
+            max_seqlen_q=documents.longest,
+            max_seqlen_k=documents.longest,
+            softmax_scale=attention.scaling,
+            causal=attention.causal,
+            window_size=(None if left < 0 else left, None if right < 0 or attention.causal else right),
+            softcap=attention.softcap or 0.0,
+            learnable_sink=attention.sinks,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    # FA4 takes the head sizes of DeepSeek, (192, 128), as they are.
+    return _flattened(call, q, k, v, attention, pad_values=(q.shape[-1], v.shape[-1]) != (192, 128))
+
+
+def _needs(module: str | None, package: str) -> Callable[[], str | None]:
+    """Why a backend that needs a CUDA device and `module` of `package` cannot run here, or None."""
+
+    def reason() -> str | None:
+        if not torch.cuda.is_available():
+            return "it needs a CUDA device"
+        if module is not None and not _importable(module):
+            return f"it needs the package {package} (`pip install {package}`)"
+        return None
+
+    return reason
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package of `module` is missing
+        return False
+
+
+# The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.
+_FLASH = frozenset({"sliding window"})
+
+BACKENDS: dict[str, Backend] = {
+    "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None),
+    "patchgen_sdpa": Backend(sdpa, frozenset({"sliding window", "dropout", "padding", "overlays"}), lambda: None),
+    "patchgen_flex_attention": Backend(
+        flex, frozenset({"sliding window", "soft cap", "sinks", "padding", "overlays"}), lambda: None
+    ),
+    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs(None, "torch")),
+    "patchgen_flash_attention_2": Backend(
+        flash_2, _FLASH | {"soft cap", "dropout"}, _needs("flash_attn.bert_padding", "flash-attn")
+    ),
+    "patchgen_flash_attention_3": Backend(
+        flash_3, _FLASH | {"soft cap"}, _needs("flash_attn_interface", "flash-attn-3")
+    ),
+    "patchgen_flash_attention_4": Backend(
+        flash_4, _FLASH | {"soft cap", "sinks"}, _needs("flash_attn.cute", "flash-attn-4")
+    ),
+}

@@ -1,0 +1,49 @@
+"""Training on many ranks: FSDP2, expert parallelism and Ulysses sequence parallelism, in every combination.
+
+    config.py        the sizes and the rank map            state.py        meshes and groups of this rank
+    batch.py         a rank's slice of a batch             sequence.py     the exchanges of sequence parallelism
+    mixers.py        convolution and delta rule            experts.py      the token exchange of expert parallelism
+    sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
+    gradients.py     norm, clipping, non-finite reports    checkpointing.py  activation checkpointing
+    watch.py         collectives that stall                report.py       what serves what, bytes per rank
+
+Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
+a state is activated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from patchgen.runtime.parallel.config import ParallelConfig, mesh_text
+
+if TYPE_CHECKING:
+    from patchgen.runtime.parallel.state import ParallelState
+
+__all__ = ["ParallelConfig", "activate", "current", "mesh_text", "using"]
+
+_ACTIVE: ParallelState | None = None
+
+
+def current() -> ParallelState | None:
+    """The parallel state of this process; None: one process, every parallel meaning is the identity."""
+    return _ACTIVE
+
+
+def activate(state: ParallelState | None) -> None:
+    """Makes `state` the one that generated code, attention and losses obey from here on."""
+    global _ACTIVE
+    _ACTIVE = state
+
+
+@contextlib.contextmanager
+def using(state: ParallelState | None) -> Iterator[ParallelState | None]:
+    """As `activate`, undone at the end of the block."""
+    before = _ACTIVE
+    activate(state)
+    try:
+        yield state
+    finally:
+        activate(before)

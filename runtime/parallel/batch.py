@@ -1,0 +1,107 @@
+"""A rank's slice of a batch: what a collator does for sequence parallelism. Runs on the CPU, in data workers too.
+
+B rows   S tokens per row   s = S / n of this rank
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+
+
+def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """The inputs of one SP rank, from the whole batch that all ranks of its SP group hold.
+
+    Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Documents are found
+    before slicing, too: explicit `cu_seq_lens_q`, else `position_ids` `(B, S)` that start again. Multimodal position
+    ids `(3, B, S)` say nothing about documents; hand `cu_seq_lens_q` with them.
+
+    Args:
+        batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
+            shifted, `shift_labels` `(B, S)`, `position_ids` `(..., S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q`
+            `(documents + 1,)` over the rows one after the other. Other entries are handed on as they are.
+        sp, sp_rank: the number of ranks that share the batch, and which of them this is.
+        pad_token_id: fills rows up to a multiple of `sp`; the padding is a document of its own without labels.
+
+    Returns:
+        The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
+        documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *whole* sequence) and `max_length_q`,
+        `max_length_k` (int). An attention mask without zeros is dropped.
+    """
+    out = dict(batch)
+    tokens = out.get("input_ids", out.get("inputs_embeds"))
+    if tokens is None:
+        raise ValueError(f"The batch has neither input_ids nor inputs_embeds, only {sorted(batch)}.")
+    B, S = tokens.shape[:2]
+    padding = -S % sp
+
+    positions = out.get("position_ids")
+    if positions is None:
+        positions = torch.arange(S).expand(B, S)
+    starts = document_starts(B, S, positions, out.pop("cu_seq_lens_q", None))
+    for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
+        out.pop(key, None)
+
+    mask = out.pop("attention_mask", None)
+    if mask is not None and not bool(mask.all()):
+        out["attention_mask"] = F.pad(mask, (0, padding), value=0)
+
+    if out.get("labels") is not None and out.get("shift_labels") is None:
+        shifted = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:]
+        ends = F.pad(starts[:, 1:], (0, 1), value=True)
+        out["shift_labels"] = shifted.masked_fill(ends, IGNORED)
+
+    # From here on the padding counts: it starts a document at its first token.
+    starts = F.pad(starts, (0, padding), value=False)
+    if padding:
+        starts[:, S] = True
+    for key, value in (("input_ids", pad_token_id), ("labels", IGNORED), ("shift_labels", IGNORED)):
+        if out.get(key) is not None:
+            out[key] = F.pad(out[key], (0, padding), value=value)
+    if out.get("inputs_embeds") is not None:
+        out["inputs_embeds"] = F.pad(out["inputs_embeds"], (0, 0, 0, padding))
+    out["position_ids"] = torch.cat([positions, torch.arange(padding).expand(*positions.shape[:-1], padding)], dim=-1)
+
+    if bool(starts[:, 1:].any()):
+        out.update(document_lengths(starts))
+    return _slice(out, (S + padding) // sp, sp_rank)
+
+
+def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | None) -> Tensor:
+    """`(B, S)` bool: the tokens at which a document starts. The first token of a row always does."""
+    starts = torch.zeros(B, S, dtype=torch.bool)
+    starts[:, 0] = True
+    if cu_seq_lens is not None:
+        if int(cu_seq_lens[-1]) != B * S:
+            raise ValueError(
+                f"cu_seq_lens_q ends at {int(cu_seq_lens[-1])}, but the batch has {B} rows of {S} = {B * S} tokens. "
+                "Hand over the lengths of the whole batch, not of a slice."
+            )
+        inner = cu_seq_lens[1:-1].long()
+        starts.view(-1)[inner] = True
+    elif position_ids.ndim == 2:
+        again = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        starts[:, 1:] = again.expand(B, S - 1)
+    return starts
+
+
+def document_lengths(starts: Tensor) -> dict[str, Any]:
+    """The packing arguments of attention, from the tokens at which documents start, `(B, S)` bool."""
+    first = torch.nonzero(starts.view(-1)).view(-1)
+    bounds = F.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def _slice(batch: dict[str, Any], s: int, sp_rank: int) -> dict[str, Any]:
+    window = slice(sp_rank * s, (sp_rank + 1) * s)
+    for key in ("input_ids", "labels", "shift_labels", "attention_mask", "inputs_embeds"):
+        if batch.get(key) is not None:
+            batch[key] = batch[key][:, window].contiguous()
+    batch["position_ids"] = batch["position_ids"][..., window].contiguous()
+    return batch

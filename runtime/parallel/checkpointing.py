@@ -1,0 +1,177 @@
+"""Activation checkpointing: what a layer keeps for the backward, and what it computes again.
+
+    apply(model, "full")        keep a layer's input, compute the layer again
+    apply(model, "selective")   keep matrix products, attention and exchanges; compute the cheap rest again
+    apply(model, "offload")     compute nothing again, keep activations in host memory until the backward
+    apply(model, "none")
+
+Values that reached the host in the forward, such as the sizes of an expert exchange, are remembered, so that computing
+again neither waits for the device nor exchanges sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+
+T = TypeVar("T")
+MODES = ("full", "selective", "offload", "none")
+
+# Outermost first: the value stores of the checkpointed regions that run now; a store under replay hands values out.
+_STORES: list[tuple[list, bool]] = []
+
+
+def remember(compute: Callable[[], T]) -> T:
+    """`compute()`; while a checkpointed region runs again, the value of its first run instead."""
+    if not _STORES:
+        return compute()
+    values, replay = _STORES[-1]
+    if replay:
+        return values.pop(0)
+    # Unseen by selective checkpointing, which counts operations and would miss these in the replay.
+    with _disable_current_modes():
+        values.append(compute())
+    return values[-1]
+
+
+@contextlib.contextmanager
+def _store(values: list, replay: bool) -> Iterator[None]:
+    # A region may run again more than once (a backward with retained graph): each replay takes from its own copy.
+    _STORES.append((list(values), True) if replay else (values, False))
+    try:
+        yield
+    finally:
+        _STORES.pop()
+
+
+def _kept(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
+    keep = operation in _KEPT_OPERATIONS or operation.namespace == "_c10d_functional"
+    return torch_checkpoint.CheckpointPolicy.MUST_SAVE if keep else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_aten = torch.ops.aten
+_KEPT_OPERATIONS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
+    """The contexts of a region's first run and of its replay: what `torch.utils.checkpoint` calls `context_fn`."""
+    values: list = []
+    if mode == "full":
+        return _store(values, replay=False), _Replay(values)
+    first, again = torch_checkpoint.create_selective_checkpoint_contexts(_kept)
+    return _Both(_store(values, replay=False), first), _Both(_Replay(values), again)
+
+
+class _Replay(contextlib.AbstractContextManager):
+    """Opens the store when the region runs again, when its values are there."""
+
+    def __init__(self, values: list) -> None:
+        self.values = values
+
+    def __enter__(self) -> None:
+        self.context = _store(self.values, replay=True)
+        self.context.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.context.__exit__(*error)
+
+
+class _Both(contextlib.AbstractContextManager):
+    def __init__(self, outer, inner) -> None:
+        self.outer, self.inner = outer, inner
+
+    def __enter__(self) -> None:
+        self.outer.__enter__()
+        self.inner.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.inner.__exit__(*error)
+        self.outer.__exit__(*error)
+
+
+def _in_host_memory(layer: Callable, *args):
+    """Runs a layer whose activations wait for the backward in host memory; parameters stay where FSDP2 has them."""
+    pinned = torch.cuda.is_available()
+
+    def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
+        owner = tensor._base if tensor._is_view() else tensor
+        if isinstance(owner, nn.Parameter) or not tensor.is_cuda:
+            return None, tensor
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        copy.copy_(tensor, non_blocking=True)
+        return tensor.device, copy
+
+    def fetch(stored: tuple[torch.device | None, Tensor]) -> Tensor:
+        device, tensor = stored
+        return tensor if device is None else tensor.to(device, non_blocking=True)
+
+    with torch.autograd.graph.saved_tensors_hooks(store, fetch):
+        return layer(*args)
+
+
+def hide_hooks(module: nn.Module) -> None:
+    """Runs the hooks of a module inside a layer, FSDP2's on the experts, unseen by selective checkpointing.
+
+    Whether they gather parameters depends on what was prefetched, so the replay of a layer meets other operations than
+    its first run; selective checkpointing, which counts operations, would stop there.
+    """
+
+    def hidden(hook: Callable) -> Callable:
+        @wraps(hook)
+        def run(*args, **kwargs):
+            with _disable_current_modes():
+                return hook(*args, **kwargs)
+
+        return run
+
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in hooks.items():
+            hooks[key] = hidden(hook)
+
+
+def apply(model: nn.Module, mode: str) -> int:
+    """Checkpoints every layer of `model` that transformers marks as such; before `shard_model`.
+
+    Args:
+        mode: one of MODES.
+
+    Returns:
+        The number of layers.
+
+    Raises:
+        ValueError: an unknown mode, or a model without such layers.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if mode not in MODES:
+        raise ValueError(f"Activation checkpointing knows the modes {', '.join(MODES)}, not '{mode}'.")
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if mode != "none" and not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no GradientCheckpointingLayer, so activation checkpointing '{mode}' would do "
+            "nothing. Use 'none'."
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = mode != "none"
+        if mode == "offload":
+            layer._gradient_checkpointing_func = _in_host_memory
+        elif mode != "none":
+            layer._gradient_checkpointing_func = partial(
+                torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode)
+            )
+    return len(layers)

@@ -1,0 +1,61 @@
+"""How many tokens each expert got: counted on the device, read when somebody asks.
+
+load = ExpertLoad(model)
+...                      # steps
+load.read()              # {"model.layers.0.mlp.experts": tensor([1031, 977, ...]), ...}, over all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel.collectives import all_reduce
+
+
+class ExpertLoad:
+    """Counts the slots `[T, K]` that the routers of a generated model send to each expert, as integers.
+
+    Args:
+        model: its `get_parallel_plan()` says which modules are experts; made before or after `shard_model`.
+        modules: paths of the experts' modules, for models without a plan.
+    """
+
+    def __init__(self, model: nn.Module, modules: list[str] | None = None) -> None:
+        paths = modules or sorted({path.rpartition(".")[0] for path in sharding.own_plan(model)})
+        if not paths:
+            raise ValueError(f"{type(model).__name__} reports no experts: there is no load to count.")
+        self._counts: dict[str, Tensor] = {}
+        self._handles = [
+            model.get_submodule(path).register_forward_pre_hook(self._counter(path), with_kwargs=True)
+            for path in paths
+        ]
+
+    def read(self) -> dict[str, Tensor]:
+        """The counts `(E,)` per experts module over all ranks, since the last read. Waits for the device."""
+        totals = {}
+        for path, counts in self._counts.items():
+            total = all_reduce(counts, operation="add up the expert load") if dist.is_initialized() else counts
+            totals[path] = total.cpu()
+        self._counts.clear()
+        return totals
+
+    def close(self) -> None:
+        """Stops counting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _counter(self, path: str) -> Callable:
+        def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            # Every model hands (hidden states, indices, weights) to its experts, in this order.
+            index = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if "ind" in k)
+            if torch.is_grad_enabled() and not index.is_meta:
+                ones = torch.ones_like(index.reshape(-1))
+                counts = ones.new_zeros(module.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
+                self._counts[path] = self._counts.get(path, 0) + counts[:-1]
+
+        return count

@@ -1,0 +1,264 @@
+"""Expert parallelism: each token goes to the ranks that own its experts, and its results come back.
+
+Example: 4 experts on 2 ranks, K = 2, three tokens on each rank.
+
+    rank 0, owns e0 e1                              rank 1, owns e2 e3
+    tokens   t0:(e0,e2)  t1:(e1,e3)  t2:(e0,e1)     tokens   u0:(e2,e3)  u1:(e0,e2)  u2:(e2,e3)
+    rows sorted by expert
+             t0e0 t2e0 t1e1 t2e1 | t0e2 t1e3                 u1e0 | u0e2 u1e2 u2e2 u0e3 u2e3
+    exchange
+             t0e0 t2e0 t1e1 t2e1 u1e0                        t0e2 t1e3 u0e2 u1e2 u2e2 u0e3 u2e3
+    experts  one fused_moe over the received rows, one slot each, with the routing weights that came along
+    exchange back, then each token sums its own rows in slot order
+
+The routing weight travels with its row, so the kernel applies it where it does without expert parallelism, and the
+results differ by nothing. No atomics: every gather has a gather as its backward.
+
+    T tokens   K experts per token   H hidden size   E experts of the model   e experts of this rank
+    R rows that this rank sends      Q rows that it receives                  n ranks of the EP group
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from patchgen.runtime import seams
+from patchgen.runtime.parallel import checkpointing
+from patchgen.runtime.parallel.collectives import all_to_all
+from patchgen.runtime.parallel.state import ParallelState
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which (token, slot) each row is, both ways.
+
+    Attributes:
+        slot_of_row_R: the slot `t * K + k` that a row carries; rows that carry nothing have any slot.
+        row_of_slot_TK: the row that carries a slot; slots that are left out have any row.
+        left_out_TK: slots that no row carries.
+        empty_R: rows that carry nothing; None: there are none.
+    """
+
+    slot_of_row_R: Tensor
+    row_of_slot_TK: Tensor
+    left_out_TK: Tensor
+    empty_R: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How rows move: sizes per rank (None: equal blocks), and the local expert of each received row.
+
+    Attributes:
+        expert_Q1: in `[0, e]`; e marks a row that carries nothing.
+    """
+
+    send_sizes: list[int] | None
+    receive_sizes: list[int] | None
+    expert_Q1: Tensor
+
+
+@torch.compiler.disable
+def fused_moe(
+    state: ParallelState,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    *,
+    num_experts: int,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    """`ops.fused_moe` over the experts of all ranks; index and `num_experts` are the model's, weights this rank's.
+
+    One host sync (the sizes of the exchange); none if `state.expert_capacity` bounds them.
+    """
+    own = num_experts // state.ep
+    tensors = (gate_up_proj, down_proj, gate_up_bias, down_bias)
+    gate_up_e, down_e, gate_up_bias_e, down_bias_e = (_own_experts(tensor, own) for tensor in tensors)
+    route, exchange = _plan(state, top_k_index, num_experts)
+
+    def there(rows: Tensor, what: str) -> Tensor:
+        return all_to_all(
+            rows,
+            state.ep_group,
+            operation=f"send {what} to their experts",
+            receive_sizes=exchange.receive_sizes,
+            send_sizes=exchange.send_sizes,
+        )
+
+    slots_RH = _Gather.apply(hidden_states, route)
+    weight_R1 = _Gather.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
+    out_QH = _implementation()(
+        there(slots_RH, "tokens"),
+        exchange.expert_Q1,
+        there(weight_R1, "routing weights"),
+        gate_up_e,
+        down_e,
+        num_experts=own,
+        gate_up_bias=gate_up_bias_e,
+        down_bias=down_bias_e,
+        **options,
+    )
+    back_RH = all_to_all(
+        out_QH,
+        state.ep_group,
+        operation="return tokens from their experts",
+        receive_sizes=exchange.send_sizes,
+        send_sizes=exchange.receive_sizes,
+    )
+    return _Combine.apply(back_RH, route)
+
+
+def _implementation() -> Callable[..., Tensor]:
+    """The selected kernel; upstream's own loop cannot run on a part of the experts, so `eager` means torch here."""
+    if seams.selected()["fused_moe"] == seams.EAGER:
+        from patchgen.kernels.fused_moe import fused_moe as torch_experts
+
+        return torch_experts
+    return seams.implementation("fused_moe")
+
+
+def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local.shape[0] != own:
+        raise ValueError(
+            f"This rank owns {own} experts but their parameters have {local.shape[0]}: they were not divided over the "
+            "EP ranks. Call runtime.parallel.sharding.shard_model before the first step."
+        )
+    return local
+
+
+# ---------------------------------------------------------------------------------------------- planning
+
+DROPPED = "rows left out by expert_capacity"
+_dropped: dict[torch.device, Tensor] = {}
+
+
+def dropped_rows() -> int:
+    """Rows that `expert_capacity` left out on this rank since the last call. Waits for the device."""
+    total = sum(int(count) for count in _dropped.values())
+    _dropped.clear()
+    return total
+
+
+def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[Route, Exchange]:
+    expert_S, slot_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    place_of_slot = torch.empty_like(slot_S)
+    place_of_slot[slot_S] = torch.arange(slot_S.numel(), device=slot_S.device)
+    place_TK = place_of_slot.view(top_k_index.shape)
+    if state.expert_capacity is None:
+        sizes = checkpointing.remember(lambda: _exchange_sizes(state, expert_S, num_experts))
+        sent = sum(sizes.send_sizes)
+        return Route(slot_S[:sent], place_TK, top_k_index >= num_experts), sizes
+    return _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
+
+
+def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) -> Exchange:
+    """Each rank tells each other how many rows of each expert it sends; the one wait for the device of the layer."""
+    n, own = state.ep, num_experts // state.ep
+    bounds = torch.arange(num_experts + 1, device=expert_S.device)
+    send_ne = torch.searchsorted(expert_S, bounds).diff().view(n, own)
+    receive_ne = all_to_all(send_ne, state.ep_group, operation="exchange the sizes of the expert exchange")
+    send_sizes, receive_sizes = torch.stack([send_ne.sum(1), receive_ne.sum(1)]).tolist()
+    experts = torch.arange(own, device=expert_S.device).repeat(n)
+    expert_Q = experts.repeat_interleave(receive_ne.view(-1), output_size=sum(receive_sizes))
+    return Exchange(send_sizes, receive_sizes, expert_Q[:, None])
+
+
+def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
+    """Equal blocks of C rows per rank: no size leaves the device. Slots over C are left out and counted."""
+    n, own = state.ep, num_experts // state.ep
+    slots, capacity, device = slot_S.numel(), state.expert_capacity, slot_S.device
+    first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * own)
+    rank_S = torch.div(expert_S, own, rounding_mode="floor")
+    position_S = torch.arange(slots, device=device) - first_n[rank_S.clamp(max=n - 1)]
+    carried_S = (expert_S < num_experts) & (position_S < capacity)
+    # Rows that carry nothing point at the first slot; one row past the end takes what is not carried.
+    row_S = torch.where(carried_S, rank_S * capacity + position_S, n * capacity)
+    slot_of_row = torch.zeros(n * capacity + 1, dtype=slot_S.dtype, device=device)
+    slot_of_row[row_S] = slot_S
+    expert_of_row = torch.full((n * capacity + 1,), own, dtype=expert_S.dtype, device=device)
+    expert_of_row[row_S] = torch.where(carried_S, expert_S % own, own)
+    slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
+    over = ((expert_S < num_experts) & ~carried_S).sum()
+    _dropped[device] = _dropped.get(device, 0) + over.detach()
+    row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
+    expert_Q = checkpointing.remember(
+        lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
+    )
+    route = Route(slot_of_row, row_TK, ~carried_S[place_TK], empty_R=expert_of_row == own)
+    return route, Exchange(None, None, expert_Q[:, None])
+
+
+# ------------------------------------------------------------------------------------------ permutations
+
+
+def _one_slot_each(route: Route) -> Route:
+    """The same rows for values per slot, `(T * K, 1)` instead of `(T, H)`."""
+    return Route(route.slot_of_row_R, route.row_of_slot_TK.view(-1, 1), route.left_out_TK.view(-1, 1), route.empty_R)
+
+
+def _rows_of(tokens: Tensor, route: Route) -> Tensor:
+    if tokens.shape[0] == 0:
+        return tokens.new_zeros(route.slot_of_row_R.shape[0], tokens.shape[1])
+    rows = tokens.index_select(0, route.slot_of_row_R // route.row_of_slot_TK.shape[1])
+    return rows if route.empty_R is None else rows.masked_fill(route.empty_R[:, None], 0)
+
+
+def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
+    """`(T, H)`: the sum over k of the rows of a token's slots, in fp32 and in slot order."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(route.left_out_TK.shape[0], rows.shape[1])
+    # One kernel on a GPU: as separate steps it would write K rows per token in fp32.
+    function = _compiled_sum() if rows.is_cuda else _sum_of_slots
+    return function(rows, route.row_of_slot_TK, route.left_out_TK)
+
+
+def _sum_of_slots(rows: Tensor, row_of_slot_TK: Tensor, left_out_TK: Tensor) -> Tensor:
+    # Slots left out sort past the last row that was sent.
+    per_slot_TKH = rows[row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
+    wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.where(left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
+
+
+@functools.cache
+def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(_sum_of_slots, dynamic=True)
+
+
+class _Gather(torch.autograd.Function):
+    """The token of each row; backward: each token sums its rows."""
+
+    @staticmethod
+    def forward(ctx, tokens, route):
+        ctx.route = route
+        return _rows_of(tokens, route)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _sum_per_token(gradient, ctx.route), None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token sums its rows; backward: the gradient of each row's token."""
+
+    @staticmethod
+    def forward(ctx, rows, route):
+        ctx.route = route
+        return _sum_per_token(rows, route)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _rows_of(gradient, ctx.route), None

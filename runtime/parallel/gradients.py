@@ -1,0 +1,110 @@
+"""One gradient norm over all parameters, whatever mesh they live on; clipping; and gradients that are not finite.
+
+norm = gradients.clip(model, max_norm=1.0)
+if gradients.accept(model, norm, on_nonfinite="skip"):
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from patchgen.runtime.parallel.collectives import all_reduce
+
+logger = logging.getLogger(__name__)
+POLICIES = ("skip", "stop")
+
+
+class NonFiniteGradient(ArithmeticError):
+    """A gradient is infinite or not a number."""
+
+
+def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of all gradients of all ranks, a scalar fp32 tensor that is the same on every rank.
+
+    Squares are added per kind of layout (mesh and the dimensions that hold different parts), then over those
+    dimensions: replicas count once.
+    """
+    layouts: dict[tuple, list[Tensor]] = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if isinstance(gradient, DTensor):
+            parts = tuple(
+                dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
+            )
+            layouts.setdefault((gradient.device_mesh, parts), []).append(gradient.to_local())
+        else:
+            layouts.setdefault((None, ()), []).append(gradient)
+    if not layouts:
+        raise ValueError("No parameter has a gradient: call backward() first, or unfreeze something.")
+    squares = []
+    for (mesh, parts), gradients in layouts.items():
+        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+        if mesh is not None:
+            square = square.to(mesh.device_type)
+        for dim in parts:
+            square = all_reduce(square, group=mesh.get_group(dim), operation="add up the gradient norm")
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+@torch.no_grad()
+def clip(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before. No host sync."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    total = norm(parameters)
+    factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+    torch._foreach_mul_(local, factor.to(local[0].device))
+    return total
+
+
+def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:
+    """Whether the step may be taken. Reads the norm: one host sync per step, the same answer on every rank.
+
+    Args:
+        total: what `clip` or `norm` returned.
+        on_nonfinite: "skip": say which parameter it was and return False; "stop": raise.
+
+    Raises:
+        NonFiniteGradient: with "stop".
+    """
+    if on_nonfinite not in POLICIES:
+        raise ValueError(f"on_nonfinite must be one of {', '.join(POLICIES)}, not '{on_nonfinite}'.")
+    if bool(torch.isfinite(total)):
+        return True
+    name = first_nonfinite(model)
+    message = (
+        f"The gradient norm is {float(total)}. The first parameter with a gradient that is not finite: "
+        f"{name or 'none (the norm itself overflowed)'}."
+    )
+    if on_nonfinite == "stop":
+        raise NonFiniteGradient(f"{message} The step was not taken.")
+    logger.warning("%s This step is skipped.", message)
+    return False
+
+
+def first_nonfinite(model: nn.Module) -> str | None:
+    """The first parameter, in the order of the model, with a non-finite gradient on any rank."""
+    names = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    place, device = len(names), None
+    for index, gradient in enumerate(gradients):
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        device = device or (gradient.device_mesh.device_type if isinstance(gradient, DTensor) else local.device)
+        if not bool(torch.isfinite(local).all()):
+            place = index
+            break
+    if dist.is_initialized():
+        # Ranks stop at different places: the first of all counts.
+        found = torch.tensor(place, device=device)
+        place = int(all_reduce(found, op=dist.ReduceOp.MIN, operation="find the first non-finite gradient"))
+    return names[place] if place < len(names) else None

@@ -1,0 +1,67 @@
+"""Whether a model computes on slices of a sequence what it computes on the whole: one small forward at start-up.
+
+A layer that mixes tokens by other means than attention, a convolution or a recurrence that `ops` serves (a state-space
+scan, positions derived from token ids, hand-written attention) runs on a slice without any error, and trains wrongly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patchgen.runtime import parallel
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.state import ParallelState
+
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
+HALF_PRECISION = 5e-2
+
+
+@torch.no_grad()
+def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 8) -> float:
+    """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the whole sequence.
+
+    Args:
+        model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
+        vocab_size: random token ids lie below it.
+        tokens_per_rank: the length of a slice.
+
+    Returns:
+        The largest relative difference over all ranks; 0 without sequence parallelism.
+
+    Raises:
+        ValueError: the logits differ by more than rounding.
+    """
+    if state.sp == 1:
+        return 0.0
+    device = state.data_mesh.device_type
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
+    mine = slice_batch({"input_ids": ids}, sp=state.sp, sp_rank=state.sp_rank)
+    # All ranks of a group compute the whole sequence; experts stay where they are.
+    config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
+    was_training = model.training
+    model.eval()
+    with parallel.using(replace(state, config=config)):
+        whole = model(input_ids=ids.to(device), use_cache=False).logits
+    with parallel.using(state):
+        inputs = {key: value.to(device) for key, value in mine.items()}
+        own = model(**inputs, use_cache=False).logits
+    model.train(was_training)
+    expected = whole.chunk(state.sp, dim=1)[state.sp_rank]
+    difference = (own - expected).float().abs().max() / whole.float().abs().max().clamp(min=1e-12)
+    worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the whole sequence"))
+    bar = TOLERANCE.get(own.dtype, HALF_PRECISION)
+    if not worst <= bar:
+        name = type(model).__name__.removeprefix("FSDP")
+        raise ValueError(
+            f"{name} on slices of a sequence (sp={state.sp}) computes other logits than on the whole: they differ by "
+            f"{worst:.1e} of the largest, more than {bar:.0e}. Some layer mixes tokens without attention, or attends "
+            "without transformers' attention interface. Train it with sp=1, or generate it with the pass that serves "
+            "its mixer."
+        )
+    return worst

@@ -1,0 +1,263 @@
+"""FSDP2 over both meshes: dense parameters over `fsdp`, experts over `ep` and then `ep_shard`.
+
+    parameter          dense mesh (fsdp)             expert mesh (ep_shard x ep)
+    q_proj [O, I]      Shard(0)                      -
+    gate_up [E, ..]    -                             Shard(0) over ep, then FSDP's shard over ep_shard
+
+Every gradient is the *sum* over the ranks: a rank's loss is its share of the global loss (`loss.py`), so dense and
+expert gradients are gradients of the same number whatever mesh they live on, and no factor has to match another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from patchgen.runtime.parallel import checkpointing
+from patchgen.runtime.parallel.state import ParallelState
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """How parameters are kept and gathered.
+
+    Attributes:
+        param_dtype: what layers compute in; None: as stored. Stored parameters keep their dtype.
+        reduce_dtype: what gradients are summed in; None: as computed.
+        reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
+        prefetch: layers gathered ahead of the one that runs, forward and backward.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        compile_layers: torch.compile each layer.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool = True
+    prefetch: int = 1
+    cpu_offload: bool = False
+    compile_layers: bool = False
+
+
+def shard_model(
+    model: nn.Module,
+    state: ParallelState,
+    *,
+    expert_parameters: Sequence[str] | None = None,
+    layer_classes: Iterable[str] | None = None,
+    options: ShardingOptions | None = None,
+) -> nn.Module:
+    """Divides the parameters of `model` over the ranks, in place. Works on a model on the meta device, too.
+
+    Args:
+        model: with its parameters whole, the same on every rank.
+        expert_parameters: paths of parameters `[E, ...]`; by default those of the model's own `get_parallel_plan()`.
+        layer_classes: class names of the layers that are gathered one at a time; by default those that transformers
+            does not split over devices (`_no_split_modules`), else what the model keeps in lists.
+        options: see `ShardingOptions`.
+
+    Raises:
+        ValueError: a path or class that matches nothing, or experts that do not divide by `ep`.
+    """
+    options = options or ShardingOptions()
+    paths = own_plan(model) if expert_parameters is None else tuple(expert_parameters)
+    if state.ep > 1:
+        check_plan(model, paths, state.ep)
+    layers = find_layers(model, layer_classes)
+    offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
+    policy = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
+        "offload_policy": offload,
+    }
+
+    experts = divide_experts(model, paths, state) if state.ep > 1 else []
+    for module in experts:
+        fully_shard(
+            module,
+            mesh=state.expert_fsdp_mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            shard_placement_fn=lambda parameter: expert_placement(parameter, state),
+            **policy,
+        )
+        checkpointing.hide_hooks(module)
+    for layer in layers:
+        if options.compile_layers:
+            layer.compile()
+        fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=options.reshard_after_forward, **policy)
+    # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is no saving, and
+    # a fused loss may read the head's weight at any time.
+    fully_shard(model, mesh=state.fsdp_mesh, reshard_after_forward=False, **policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    set_prefetch(layers, experts, options.prefetch)
+    return model
+
+
+# --------------------------------------------------------------------------------------------- the plan
+
+
+def own_plan(model: nn.Module) -> tuple[str, ...]:
+    """The expert parameters that a generated class reports itself; none for other classes."""
+    plan = getattr(model, "get_parallel_plan", None)
+    return plan().expert_parameters if plan is not None else ()
+
+
+def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
+    """Raises unless every path is a parameter of `model` whose first dimension divides by `ep`."""
+    parameters = dict(model.named_parameters())
+    missing = [path for path in paths if path not in parameters]
+    if missing:
+        stacked = [name for name, parameter in parameters.items() if parameter.ndim == 3][:6]
+        raise ValueError(
+            f"The parallel plan names {missing[:6]}, which {type(model).__name__} does not have. Its stacked "
+            f"parameters: {stacked or 'none'}."
+        )
+    if not paths:
+        raise ValueError(
+            f"ep={ep}, but {type(model).__name__} reports no expert parameters: train it with ep=1, or generate it "
+            "with the pass `parallel_plan`."
+        )
+    for path in paths:
+        count = parameters[path].shape[0]
+        if count % ep:
+            raise ValueError(f"{path} has {count} experts, which ep={ep} does not divide evenly.")
+
+
+def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[nn.Module]:
+    """The modules of these classes, without those inside another of them."""
+    names = set(layer_classes if layer_classes is not None else getattr(model, "_no_split_modules", None) or ())
+    if layer_classes is None and not any(type(module).__name__ in names for module in model.modules()):
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        names = {type(layer).__name__ for layers in lists for layer in layers}
+    found: list[str] = []
+    for path, module in model.named_modules():
+        inside = any(path.startswith(f"{outer}.") for outer in found)
+        if type(module).__name__ in names and path and not inside:
+            found.append(path)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no modules of the classes {sorted(names) or '(none named)'}: name its "
+            "repeated layers in layer_classes."
+        )
+    # What is not split over devices includes embeddings of some models, which may be tied to the head in the root.
+    repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
+    return [model.get_submodule(path) for path in repeated or found]
+
+
+# -------------------------------------------------------------------------------------------- the experts
+
+
+def divide_experts(model: nn.Module, paths: Sequence[str], state: ParallelState) -> list[nn.Module]:
+    """Gives each EP rank its experts, as DTensors over `ep`; returns the modules that hold them."""
+    modules: dict[str, nn.Module] = {}
+    for path in paths:
+        owner, _, name = path.rpartition(".")
+        module = modules.setdefault(owner, model.get_submodule(owner))
+        whole = module.get_parameter(name)
+        mine = distribute_tensor(whole.data, state.ep_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+    return list(modules.values())
+
+
+def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
+    """Where FSDP cuts an expert parameter: between experts, or, with fewer experts than shards, inside each."""
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    shards = state.config.ep_shard
+    if local.shape[0] >= shards:
+        return Shard(0)
+    inside = [dim for dim in range(1, local.ndim) if local.shape[dim] % shards == 0]
+    return Shard(inside[0]) if inside else Shard(0)
+
+
+def set_prefetch(layers: Sequence[nn.Module], experts: Sequence[nn.Module], ahead: int) -> None:
+    """Gathers the parameters of the next layers while one runs: the host sync of an exchange hides no gather."""
+    known = {id(module) for module in experts}
+
+    def units(layer: nn.Module) -> list[nn.Module]:
+        return [layer, *(module for module in layer.modules() if id(module) in known)]
+
+    for place, layer in enumerate(layers):
+        following = layers[place + 1 : place + 1 + ahead]
+        preceding = layers[max(0, place - ahead) : place][::-1]
+        layer.set_modules_to_forward_prefetch([unit for other in following for unit in units(other)])
+        layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
+
+
+def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = False) -> None:
+    """Says, before a backward, whether it belongs to the last micro-batch of the step.
+
+    Args:
+        is_last: replicas (HSDP) add up their gradients in this backward only.
+        keep_whole: shards, too, are reduced in the last backward only: less communication, whole gradients in memory.
+    """
+    model.set_requires_all_reduce(is_last)
+    model.set_requires_gradient_sync(is_last or not keep_whole)
+
+
+def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+    """The trained parameters for an optimizer, one group per mesh.
+
+    torch's foreach and fused optimizers update a group in one call, and DTensors of one call must share their mesh.
+    """
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault(mesh, []).append(parameter)
+    return [{"params": members} for members in groups.values()]
+
+
+# -------------------------------------------------------------------------------------------- whole tensors
+
+
+def local_part(whole: Tensor, like: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, laid out as `like`: the expert dimension first, then FSDP's cut."""
+    from torch.distributed.tensor import Replicate
+
+    part = whole
+    # The expert mesh lists ep last, but ep divides first; a mesh of one dimension has no order.
+    for dimension, placement in reversed(list(enumerate(like.placements))):
+        if isinstance(placement, Replicate):
+            continue
+        size = like.device_mesh.size(dimension)
+        chunks = part.chunk(size, dim=placement.dim)
+        rank = like.device_mesh.get_local_rank(dimension)
+        part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
+    return part
+
+
+@torch.no_grad()
+def materialise(model: nn.Module, device: torch.device | str) -> None:
+    """Gives a model that was built and sharded on the meta device its memory, uninitialised: load it next.
+
+    Buffers that no checkpoint holds (rotary frequencies) are computed by upstream's own initialisation of modules.
+    """
+    model.to_empty(device=device)
+    for module in model.modules():
+        kept = set(module._buffers) & set(module._non_persistent_buffers_set)
+        if kept:
+            model._init_weights(module)
+
+
+@torch.no_grad()
+def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Fills a sharded model, just materialised or not, from whole tensors that every rank has.
+
+    Raises:
+        ValueError: names that do not match the parameters and persistent buffers of the model.
+    """
+    own = model.state_dict()
+    wrong = sorted(set(own) ^ set(tensors))
+    if wrong:
+        raise ValueError(f"The tensors do not match {type(model).__name__}: {wrong[:8]} are on one side only.")
+    for name, target in own.items():
+        if isinstance(target, DTensor):
+            target.to_local().copy_(local_part(tensors[name], target))
+        else:
+            target.copy_(tensors[name])

@@ -1,0 +1,115 @@
+"""The meshes and process groups of this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from patchgen.runtime.parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class ParallelState:
+    """What parallel code needs to know of this rank; made once by `create` and immutable.
+
+    The three meshes are views of the same ranks in the same order (`ParallelConfig` draws them):
+
+        data     (data, sp)                        data = dp_replicate * dp_shard: one batch each
+        dense    (dp_replicate, fsdp)              fsdp = dp_shard * sp: shards of dense parameters
+        expert   (dp_replicate, ep_shard, ep)      shards and owners of experts
+
+    Attributes:
+        expert_capacity: None, or the number of rows that a rank sends to each other rank in a token exchange, the same
+            on all ranks (the even share is `tokens * K / ep`). With it the exchange needs no host sync; rows over it
+            are left out and counted.
+    """
+
+    config: ParallelConfig
+    data_mesh: DeviceMesh
+    dense_mesh: DeviceMesh
+    expert_mesh: DeviceMesh
+    expert_capacity: int | None = None
+
+    @classmethod
+    def create(cls, config: ParallelConfig, device_type: str, *, expert_capacity: int | None = None) -> ParallelState:
+        """Builds the meshes; every rank must call it.
+
+        Args:
+            config: its sizes must multiply to the world size.
+            device_type: "cuda" or "cpu".
+
+        Raises:
+            ValueError: the sizes do not fit the ranks that run.
+            RuntimeError: torch.distributed is not initialised.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "ParallelState.create needs torch.distributed: launch with torchrun and call "
+                "torch.distributed.init_process_group() first."
+            )
+        if expert_capacity is not None and expert_capacity < 1:
+            raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
+        config.require_world(dist.get_world_size())
+
+        def mesh(**dimensions: int) -> DeviceMesh:
+            return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+
+        return cls(
+            config=config,
+            data_mesh=mesh(data=config.num_batches, sp=config.sp),
+            dense_mesh=mesh(dp_replicate=config.dp_replicate, fsdp=config.num_shards),
+            expert_mesh=mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep),
+            expert_capacity=expert_capacity,
+        )
+
+    @property
+    def sp(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self.config.sp
+
+    @property
+    def ep(self) -> int:
+        """The number of groups of experts."""
+        return self.config.ep
+
+    @property
+    def sp_rank(self) -> int:
+        """Which slice of the sequence this rank holds."""
+        return self.data_mesh.get_local_rank("sp")
+
+    @property
+    def ep_rank(self) -> int:
+        """Which group of experts this rank holds."""
+        return self.expert_mesh.get_local_rank("ep")
+
+    @property
+    def batch_index(self) -> int:
+        """Which of the `num_batches` batches of a micro-step this rank works on."""
+        return self.data_mesh.get_local_rank("data")
+
+    @property
+    def sp_group(self) -> dist.ProcessGroup:
+        return self.data_mesh.get_group("sp")
+
+    @property
+    def ep_group(self) -> dist.ProcessGroup:
+        return self.expert_mesh.get_group("ep")
+
+    @property
+    def fsdp_mesh(self) -> DeviceMesh:
+        """Where FSDP2 puts dense parameters: `fsdp`, with replicas `(dp_replicate, fsdp)`."""
+        return self.dense_mesh["fsdp"] if self.config.dp_replicate == 1 else self.dense_mesh["dp_replicate", "fsdp"]
+
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """Where FSDP2 puts experts: `ep_shard`, with replicas `(dp_replicate, ep_shard)`."""
+        if self.config.dp_replicate == 1:
+            return self.expert_mesh["ep_shard"]
+        return self.expert_mesh["dp_replicate", "ep_shard"]
+
+    @property
+    def ep_mesh(self) -> DeviceMesh:
+        """The mesh of the expert dimension: `ep`."""
+        return self.expert_mesh["ep"]

@@ -1,0 +1,126 @@
+"""Collectives that stall end with a message, not with half an hour of silence.
+
+    with watch.Watch(model, timeout=300):
+        train()
+
+Each collective of ours names itself (`operation`), and hooks note which module runs. A thread looks at both: when one
+operation has not ended, or no module has been entered, for `timeout` seconds, it prints the rank, the module, the
+operation and the Python stack, and ends the process, so that the launcher ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+EXIT_STATUS = 75
+
+
+@dataclass
+class _Progress:
+    """What this process does now. Written by the training thread, read by the watching one."""
+
+    module: str = "(no module yet)"
+    operations: list[str] = field(default_factory=list)
+    changed: float = field(default_factory=time.monotonic)
+
+
+_PROGRESS = _Progress()
+
+
+@contextlib.contextmanager
+def operation(name: str) -> Iterator[None]:
+    """Marks a blocking operation for as long as the block runs."""
+    _PROGRESS.operations.append(name)
+    _PROGRESS.changed = time.monotonic()
+    try:
+        yield
+    finally:
+        _PROGRESS.operations.pop()
+        _PROGRESS.changed = time.monotonic()
+
+
+def describe() -> str:
+    """What this process is doing, in one line: rank, module, operation."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    running = _PROGRESS.operations[-1] if _PROGRESS.operations else "its forward or backward (no exchange of ours)"
+    return f"rank {rank}: module {_PROGRESS.module}, operation {running}"
+
+
+class Watch:
+    """Watches the progress of a model until the end of a `with` block.
+
+    Args:
+        model: its modules report when they are entered, forward and backward.
+        timeout: seconds without progress after which the process ends.
+        on_stall: called with the message instead of ending the process.
+    """
+
+    def __init__(self, model: nn.Module, timeout: float, on_stall: Callable[[str], None] | None = None) -> None:
+        self.model = model
+        self.timeout = timeout
+        self.on_stall = on_stall or _end_process
+        self._handles: list = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="collective-watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        for path, module in self.model.named_modules():
+            label = path or type(self.model).__name__
+            self._handles.append(module.register_forward_pre_hook(_note(label)))
+            self._handles.append(module.register_forward_hook(_note_backward(f"{label} (backward)")))
+        _PROGRESS.changed = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stop.set()
+        self._thread.join()
+        for handle in self._handles:
+            handle.remove()
+
+    def _run(self) -> None:
+        while not self._stop.wait(min(1.0, self.timeout / 4)):
+            silent = time.monotonic() - _PROGRESS.changed
+            if silent > self.timeout:
+                self.on_stall(
+                    f"No progress for {silent:.0f} s on {describe()}. The other ranks of this collective have not "
+                    "come: compare this line on every rank; those that differ took another path through the model or "
+                    "stopped before."
+                )
+                return
+
+
+def _note(label: str) -> Callable:
+    def hook(*_) -> None:
+        _PROGRESS.module = label
+        _PROGRESS.changed = time.monotonic()
+
+    return hook
+
+
+def _note_backward(label: str) -> Callable:
+    """Notes the module when the gradient of its output arrives; changes nothing in the graph, unlike module hooks."""
+
+    def hook(_module: nn.Module, _args: tuple, output: object) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(lambda _gradient: _note(label)())
+
+    return hook
+
+
+def _end_process(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback(file=sys.stderr)
+    os._exit(EXIT_STATUS)

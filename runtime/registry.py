@@ -1,0 +1,189 @@
+"""The generated models there are, and how transformers' auto classes come to build them.
+
+    from patchgen.runtime import registry
+
+    registry.register_all()
+    model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B")     # the generated class
+    model = registry.build_model(config)                                    # or without the auto classes
+
+Nothing about a model is typed here: `provenance.json` beside each generated file says what it came from, and which
+auto class serves a generated class follows from transformers' own mappings, by class name:
+
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["qwen3_moe"] == "Qwen3MoeForCausalLM"
+      -> AutoModelForCausalLM: Qwen3MoeConfig -> generated Qwen3MoeForCausalLM
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+PACKAGE = "patchgen.generated_models"
+AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+
+
+class UnknownModelError(LookupError):
+    """No generated model of that name or for that config."""
+
+
+@dataclass(frozen=True)
+class GeneratedModel:
+    """One generated model: its folder, and what `provenance.json` says of it."""
+
+    name: str
+    directory: Path
+    upstream_module: str
+    upstream_version: str
+    model_types: tuple[str, ...]
+    heads: tuple[str, ...]
+    classes: tuple[str, ...]
+
+    @property
+    def file(self) -> Path:
+        """The generated modeling file."""
+        return self.directory / f"modeling_{self.name}.py"
+
+    def load(self) -> ModuleType:
+        """The imported generated module, in `sys.modules` (transformers looks for a class's source there)."""
+        if self.directory.parent == installed_directory():
+            return importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
+        if not self.file.is_file():
+            raise FileNotFoundError(
+                f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
+            )
+        location = hashlib.sha256(str(self.file.resolve()).encode()).hexdigest()[:12]
+        package = f"patchgen_generated_{location}"  # the folder as a package: the file may import from its neighbours
+        if package not in sys.modules:
+            sys.modules[package] = ModuleType(package)
+            sys.modules[package].__path__ = [str(self.directory.resolve())]
+        return importlib.import_module(f"{package}.{self.file.stem}")
+
+
+def installed_directory() -> Path:
+    """The folder of the generated models that come with this installation."""
+    import patchgen
+
+    return Path(patchgen.__file__).parent / "generated_models"
+
+
+def read_model(directory: Path) -> GeneratedModel:
+    """Reads the generated model in `directory`.
+
+    Raises:
+        FileNotFoundError: there is no `provenance.json`.
+        ValueError: it lacks a field, or is not JSON; the message names it.
+    """
+    record = directory / "provenance.json"
+    if not record.is_file():
+        raise FileNotFoundError(f"{directory} holds no generated model: there is no provenance.json.")
+    try:
+        fields = json.loads(record.read_text())
+        return GeneratedModel(
+            name=fields["model"],
+            directory=directory,
+            upstream_module=fields["upstream"]["module"],
+            upstream_version=fields["upstream"]["version"],
+            model_types=tuple(fields["model_types"]),
+            heads=tuple(fields["heads"]),
+            classes=tuple(fields["classes"]),
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{record} is not JSON: {error}. Run `make regen MODEL={directory.name}`.") from error
+    except KeyError as error:
+        raise ValueError(f"{record} lacks the field {error}. Run `make regen MODEL={directory.name}`.") from error
+
+
+def generated_models(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
+    """The generated models below `directory` (default: those of this installation), by name."""
+    root = directory or installed_directory()
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} does not exist: there are no generated models. Run `make regen-all`.")
+    return tuple(read_model(record.parent) for record in sorted(root.glob("*/provenance.json")))
+
+
+def find_model(name: str, directory: Path | None = None) -> GeneratedModel:
+    """The generated model of that name, or that serves that model type.
+
+    Raises:
+        UnknownModelError: there is none; the message names the nearest.
+    """
+    models = generated_models(directory)
+    for model in models:
+        if name == model.name or name in model.model_types:
+            return model
+    raise UnknownModelError(_unknown(f"There is no generated model '{name}'.", name, models))
+
+
+def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kwargs: object) -> PreTrainedModel:
+    """Builds the generated model of a config, with random weights.
+
+    Args:
+        config: a config of one of the generated heads.
+        kwargs: for transformers' `_from_config` (`dtype`, `attn_implementation`, ...).
+
+    Raises:
+        UnknownModelError: no generated head takes a config of this class; the message names the nearest.
+    """
+    return find_head(config, directory=directory)._from_config(config, **kwargs)
+
+
+def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:
+    """The generated head (the first in `provenance.json`) whose config class is that of `config`."""
+    models = generated_models(directory)
+    package = type(config).__module__.rpartition(".")[0]
+    for model in models:
+        # Imported only where it can be the one: a config class stands beside its modeling file, or names its type.
+        if config.model_type not in model.model_types and model.upstream_module.rpartition(".")[0] != package:
+            continue
+        module = model.load()
+        for head in model.heads:
+            if getattr(module, head).config_class is type(config):
+                return getattr(module, head)
+    what = f"No generated model takes a {type(config).__name__} (model type '{config.model_type}')."
+    raise UnknownModelError(_unknown(what, config.model_type, models))
+
+
+def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
+    """Makes transformers' auto classes build the generated classes, in this process; returns the models.
+
+    `from_config` and `from_pretrained` of the auto classes in `AUTO_CLASSES` are served, for each config that upstream
+    serves with a class of the same name.
+    """
+    models = generated_models(directory)
+    for model in models:
+        module = model.load()
+        for class_name in model.classes:
+            for mapping, config_class in _served_configs(class_name):
+                # the mapping's own register: that of the auto class refuses heads of a composite's text config
+                mapping.register(config_class, getattr(module, class_name), exist_ok=True)
+    return models
+
+
+def _served_configs(class_name: str) -> Iterator[tuple[object, type[PreTrainedConfig]]]:
+    """The auto mappings, with config class, in which upstream has a class of this name."""
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    for auto_class in AUTO_CLASSES:
+        mapping = getattr(modeling_auto, auto_class)._model_mapping
+        for model_type, served in mapping._model_mapping.items():
+            if class_name in ((served,) if isinstance(served, str) else served):
+                yield mapping, transformers.CONFIG_MAPPING[model_type]
+
+
+def _unknown(what: str, name: str, models: tuple[GeneratedModel, ...]) -> str:
+    known = {alias: model.name for model in models for alias in (model.name, *model.model_types)}
+    nearest = dict.fromkeys(known[alias] for alias in difflib.get_close_matches(name, known, n=3, cutoff=0.4))
+    there_are = ", ".join(nearest) or ", ".join(model.name for model in models) or "none at all"
+    return f"{what} Nearest of those that exist: {there_are}.\nGenerate it with `make regen MODEL={name}`."

@@ -1,0 +1,122 @@
+"""One training step of a model, and the differences between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.runtime.verify.inputs import Case
+
+SEED = 1234
+GRADIENT_FLOOR = 1e-5
+"""A gradient smaller than this share of the model's largest counts as that share when a relative difference is taken:
+below it there is only rounding (a key bias, for one, has no gradient in exact arithmetic)."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a training step produced."""
+
+    outputs: Mapping[str, Tensor]
+    """Every floating-point tensor of the model's output by its path: "loss", "logits", "aux_loss", ..."""
+    gradients: Mapping[str, Tensor | None]
+    """The gradient of every parameter, None where the step left none."""
+
+    def dead(self) -> list[str]:
+        """Parameters without a gradient, or with one that is zero throughout: this step says nothing about them."""
+        return [name for name, gradient in self.gradients.items() if gradient is None or not gradient.any()]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far a tensor is from its reference."""
+
+    is_equal: bool
+    absolute: float = 0.0
+    """max |a - b|"""
+    relative: float = 0.0
+    """|a - b| / |b|, both in the 2-norm"""
+
+    def worst(self, other: Difference) -> Difference:
+        """The larger of both, number by number."""
+        return Difference(
+            self.is_equal and other.is_equal, max(self.absolute, other.absolute), max(self.relative, other.relative)
+        )
+
+
+EQUAL = Difference(True)
+DIFFERENT_STRUCTURE = Difference(False, float("inf"), float("inf"))
+
+
+def train_step(model: nn.Module, case: Case) -> Step:
+    """Runs forward and backward in training mode.
+
+    Without labels in the case, or a loss in the output, a fixed random projection of the logits is differentiated.
+    """
+    model.train()
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(SEED)
+    batch = {name: tensor.clone() for name, tensor in case.batch.items()}
+    output = model(**batch, use_cache=False)
+    outputs = dict(floating_tensors(output))
+    loss = outputs["loss"] if "loss" in outputs else _projection(outputs)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return Step({name: tensor.detach() for name, tensor in outputs.items()}, gradients)
+
+
+def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
+    """The floating-point tensors in nested mappings and sequences, with their paths ("router_logits.0")."""
+    if isinstance(value, Tensor):
+        return [(path, value)] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return []
+    return [found for key, item in items for found in floating_tensors(item, f"{path}.{key}" if path else str(key))]
+
+
+def difference(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> Difference:
+    """The difference of two tensors; one that exists on one side only, or has another shape, is infinitely far.
+
+    Args:
+        floor: the least 2-norm of `expected` that a relative difference is taken from.
+    """
+    if actual is None and expected is None:
+        return EQUAL
+    if actual is None or expected is None or actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return DIFFERENT_STRUCTURE
+    if torch.equal(actual, expected):
+        return EQUAL
+    distance = actual.double() - expected.double()
+    scale = max(expected.double().norm().item(), floor)
+    relative = distance.norm().item() / scale if scale else float("inf")
+    return Difference(False, distance.abs().max().item(), relative)
+
+
+def compare_outputs(actual: Step, expected: Step) -> dict[str, Difference]:
+    """The difference of each output that either step has."""
+    names = dict.fromkeys([*expected.outputs, *actual.outputs])
+    return {name: difference(actual.outputs.get(name), expected.outputs.get(name)) for name in names}
+
+
+def compare_gradients(actual: Step, expected: Step) -> dict[str, Difference]:
+    """The difference of each parameter's gradient."""
+    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
+    floor = GRADIENT_FLOOR * max(norms, default=0.0)
+    names = dict.fromkeys([*expected.gradients, *actual.gradients])
+    return {name: difference(actual.gradients.get(name), expected.gradients.get(name), floor) for name in names}
+
+
+def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
+    if not outputs:
+        raise ValueError("The model's output has no floating-point tensor: there is nothing to differentiate.")
+    name = "logits" if "logits" in outputs else next(iter(outputs))
+    generator = torch.Generator().manual_seed(SEED)
+    weights = torch.randn(outputs[name].shape, generator=generator).to(outputs[name].device)
+    return (outputs[name] * weights).mean()

@@ -1,0 +1,68 @@
+"""The few layers of a small model that show every kind of layer which the full model has.
+
+A config says per layer what the layer is, in two shapes:
+
+    one entry per layer     layer_types = ["linear_attention", "linear_attention", "full_attention", ...]
+    a list of layer numbers mlp_only_layers = [0, 1]
+
+Read side by side these lists give each layer one column, its kind. The first layer of each kind is kept, in order:
+
+    layer            0       1       2       3       4  ...       kept     0       1       3
+    layer_types      linear  linear  linear  full    linear       ->       linear  linear  full
+    mlp_layer_types  dense   sparse  sparse  sparse  sparse                dense   sparse  sparse
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices)$")
+
+
+@dataclass(frozen=True)
+class LayerSelection:
+    """The layers kept (numbers in the full model), and what the per-layer fields become."""
+
+    kept: tuple[int, ...]
+    overrides: dict[str, list] = field(default_factory=dict)
+
+
+def select_layers(values: Mapping[str, object], num_layers: int, min_layers: int) -> LayerSelection:
+    """Keeps one layer of each kind.
+
+    Args:
+        values: the fields of the full config.
+        num_layers: layers of the full config.
+        min_layers: if there are fewer kinds than this, the last kind is repeated.
+    """
+    per_layer = {name: value for name, value in values.items() if _is_per_layer(name, value, num_layers)}
+    indices = {name: value for name, value in values.items() if _is_index_list(name, value, num_layers)}
+    kinds: dict[tuple, int] = {}
+    for layer in range(num_layers):
+        kind = tuple(repr(value[layer]) for value in per_layer.values())
+        kind += tuple(layer in value for value in indices.values())
+        kinds.setdefault(kind, layer)
+    kept = sorted(kinds.values())
+    if values.get("num_kv_shared_layers"):
+        kept.append(kept[-1])  # the last layers reuse the keys of an earlier layer of their own kind
+    while len(kept) < min_layers:
+        kept.append(kept[-1])
+    overrides: dict[str, list] = {name: [value[layer] for layer in kept] for name, value in per_layer.items()}
+    for name, value in indices.items():
+        overrides[name] = [new for new, old in enumerate(kept) if old in value]
+    return LayerSelection(tuple(kept), overrides)
+
+
+def _is_index_list(name: str, value: object, num_layers: int) -> bool:
+    if not isinstance(value, (list, tuple)) or not value or not INDEX_LIST_NAME.match(name):
+        return False
+    numbers = all(type(number) is int and 0 <= number < num_layers for number in value)
+    return numbers and all(a < b for a, b in itertools.pairwise(value))
+
+
+def _is_per_layer(name: str, value: object, num_layers: int) -> bool:
+    is_list = isinstance(value, (list, tuple)) and len(value) == num_layers and num_layers > 1
+    return is_list and not _is_index_list(name, value, num_layers)

@@ -1,0 +1,138 @@
+"""Upstream's model and the generated one, built from the same config and holding the same weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+SEED = 42
+SPREAD = 0.02
+CONSTANT_SPREAD = 0.1
+
+
+@dataclass
+class ModelPair:
+    """Both models, and where their structure differs (`problems` is empty when they can be compared)."""
+
+    upstream: PreTrainedModel
+    generated: PreTrainedModel
+    problems: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    """Classes in the generated model that live in modeling files of other models; towers of their own right."""
+
+
+def build_pair(
+    upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> ModelPair:
+    """Builds both models in fp32 with eager attention and experts; both hold upstream's perturbed weights."""
+    pair = ModelPair(build_model(upstream_class, config), build_model(generated_class, config))
+    pair.problems += _class_problems(pair.generated, upstream_class)
+    pair.problems += _tensor_problems(
+        "parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters()
+    )
+    pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
+    pair.foreign = _foreign_classes(pair.generated, upstream_class)
+    if pair.problems:
+        return pair
+    perturb(pair.upstream)
+    pair.generated.load_state_dict(pair.upstream.state_dict(), strict=True)
+    pair.problems += _buffer_value_problems(pair)
+    return pair
+
+
+def enable_checkpointing(model: PreTrainedModel) -> None:
+    """Lets the model recompute its layers in the backward pass."""
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.23
+        model.activation_checkpointing_enable()
+    else:
+        model.gradient_checkpointing_enable()
+
+
+def perturb(model: nn.Module, seed: int = SEED) -> None:
+    """Moves every floating-point weight off its initial value, constants (zero routers, unit norms) the furthest.
+
+    A comparison on fresh weights would not see an unused bias or a norm without its weight. Buffers that are saved
+    (score corrections, ...) move as parameters do; what is derived from the config stays.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            if not tensor.is_floating_point() or tensor.numel() == 0:
+                continue
+            is_constant = bool((tensor == tensor.flatten()[0]).all())
+            if name not in parameters and not is_constant:
+                continue
+            spread = CONSTANT_SPREAD if is_constant else SPREAD
+            noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32)
+            tensor.add_((noise * spread).to(tensor))
+
+
+def build_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """A model in fp32 and training mode, with eager attention and experts and a seeded init; `config` stays."""
+    torch.manual_seed(SEED)
+    return model_class._from_config(
+        copy.deepcopy(config), attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+    ).train()
+
+
+def _class_problems(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
+    """Live modules whose class is upstream's, the outermost of each: no pass acts there, and all numbers agree."""
+    upstreams = {
+        path for path, module in generated.named_modules() if type(module).__module__ == upstream_class.__module__
+    }
+    return [
+        f"Module '{path}' of the generated model is upstream's {type(module).__name__} ({type(module).__module__}), "
+        "so no pass acts on it. Let the pass local_classes build the class of the generated file."
+        for path, module in generated.named_modules()
+        if path in upstreams and not upstreams.intersection(_ancestors(path))
+    ]
+
+
+def _ancestors(path: str) -> list[str]:
+    """The paths of the modules around the one at `path`: `a.b.c` lies in `a.b`, `a` and the model itself, ``."""
+    names = path.split(".") if path else []
+    return [".".join(names[:length]) for length in range(len(names))]
+
+
+def _foreign_classes(generated: nn.Module, upstream_class: type[nn.Module]) -> list[str]:
+    found = {
+        f"{type(module).__module__}.{type(module).__name__}"
+        for module in generated.modules()
+        if type(module).__module__.startswith("transformers.models.")
+        and type(module).__module__ != upstream_class.__module__
+    }
+    return sorted(found)
+
+
+def _tensor_problems(kind: str, generated: dict, upstream) -> list[str]:
+    expected = dict(upstream)
+    problems = [f"The generated model lacks {kind} '{name}'." for name in expected if name not in generated]
+    problems += [
+        f"The generated model has {kind} '{name}', upstream has not." for name in generated if name not in expected
+    ]
+    for name in expected.keys() & generated.keys():
+        ours, theirs = generated[name], expected[name]
+        if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+            problems.append(
+                f"{kind.capitalize()} '{name}' is {ours.dtype} {list(ours.shape)} in the generated model, "
+                f"{theirs.dtype} {list(theirs.shape)} upstream."
+            )
+    return sorted(problems)
+
+
+def _buffer_value_problems(pair: ModelPair) -> list[str]:
+    """Buffers that are computed from the config (rotary frequencies, masks) and not part of a checkpoint."""
+    generated = dict(pair.generated.named_buffers())
+    return [
+        f"Buffer '{name}' has other values in the generated model."
+        for name, buffer in pair.upstream.named_buffers()
+        if not torch.equal(buffer, generated[name])
+    ]

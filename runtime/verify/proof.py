@@ -1,0 +1,192 @@
+"""The proof that a generated class equals upstream's: same structure, same numbers, same checkpoints.
+
+Everything is compared in fp32, in training mode, with eager attention and experts, from the same weights:
+
+    structure    no live module of upstream's file, the same parameters and buffers by name, shape and dtype
+    eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit
+    fused seams  loss and every gradient within 1e-4 relative, and the kernel was really called
+    round trip   a checkpoint saved by one is loaded whole by the other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from patchgen.runtime.verify.comparison import (
+    EQUAL,
+    Difference,
+    Step,
+    compare_gradients,
+    compare_outputs,
+    train_step,
+)
+from patchgen.runtime.verify.inputs import Case
+from patchgen.runtime.verify.model_pair import build_pair, enable_checkpointing
+from patchgen.runtime.verify.round_trip import round_trip_problems
+from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, prove_seams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+NUM_NAMED = 3
+"""How many of several like failures are named; the others are counted."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One input through both models."""
+
+    name: str
+    variant: str
+    loss: Difference
+    logits: Difference
+    outputs: Difference
+    """The worst over all outputs, loss and logits included."""
+    gradient: Difference
+    """The worst over all parameters."""
+    num_parameters: int
+    dead_parameters: tuple[str, ...]
+    """Parameters that upstream's own step gives no gradient: this case says nothing about them."""
+
+
+@dataclass
+class Proof:
+    """What was compared, and everything that failed."""
+
+    model: str
+    head: str
+    overrides: Mapping[str, object] = field(default_factory=dict)
+    """What the small config was given, for a reader to see what ran."""
+    cases: list[CaseResult] = field(default_factory=list)
+    seams: list[SeamResult] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Variants that upstream's own config class refuses, with its reason."""
+    upstream_version: str = ""
+    file_sha256: str = ""
+    """Of the generated file."""
+    unclassified: tuple[str, ...] = ()
+    """Large config fields whose meaning no rule knew: they kept upstream's value."""
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether at least one case ran and nothing failed."""
+        return bool(self.cases) and not self.failures
+
+    @property
+    def dead_parameters(self) -> tuple[str, ...]:
+        """Parameters that no case exercised."""
+        if not self.cases:
+            return ()
+        dead = set.intersection(*(set(case.dead_parameters) for case in self.cases))
+        return tuple(name for name in self.cases[0].dead_parameters if name in dead)
+
+
+def prove(
+    upstream_class: type[PreTrainedModel],
+    generated_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    cases: Iterable[Case],
+    *,
+    variant: str = "base",
+    tolerance: float = 0.0,
+    gradient_checkpointing: bool = False,
+    implementations: Collection[str] | None = None,
+    round_trip: bool = True,
+) -> Proof:
+    """Proves `generated_class` against `upstream_class` on one config.
+
+    Args:
+        cases: the inputs; the fused seams run on the first.
+        variant: what distinguishes this config, for the record.
+        tolerance: the relative difference that is still equal; 0.0 means bit for bit. Only a pass that declares that
+            it reorders arithmetic earns more (1e-6).
+        gradient_checkpointing: whether both models recompute their layers in the backward pass.
+        implementations: names of the implementations of seams to compare; None for all, empty for none.
+        round_trip: whether checkpoints are exchanged.
+    """
+    proof = Proof(type(config).model_type, upstream_class.__name__)
+    pair = build_pair(upstream_class, generated_class, config)
+    proof.foreign = pair.foreign
+    proof.failures += pair.problems
+    if pair.problems:
+        return proof
+    if gradient_checkpointing:
+        enable_checkpointing(pair.upstream)
+        enable_checkpointing(pair.generated)
+    first: tuple[Case, Step] | None = None
+    for case in cases:
+        with all_eager():
+            expected, actual = train_step(pair.upstream, case), train_step(pair.generated, case)
+        first = first or (case, expected)
+        result, failures = _compare(case.name, variant, actual, expected, tolerance)
+        proof.cases.append(result)
+        proof.failures += failures
+    if first is not None and not proof.failures:
+        proof.seams = prove_seams(pair.generated, *first, implementations)
+        proof.failures += [
+            f"seam {result.seam}={result.implementation}: {result.reason}"
+            for result in proof.seams
+            if result.status == FAILED
+        ]
+    if round_trip:
+        proof.failures += round_trip_problems(pair)
+    return proof
+
+
+def merge(proofs: Iterable[Proof]) -> Proof:
+    """One proof of a model from the proofs of its variants; the first gives the name, the overrides and the seams."""
+    first, *others = proofs
+    for proof in others:
+        first.cases += proof.cases
+        first.failures += proof.failures
+    return first
+
+
+def _compare(name: str, variant: str, actual: Step, expected: Step, tolerance: float) -> tuple[CaseResult, list[str]]:
+    outputs = compare_outputs(actual, expected)
+    gradients = compare_gradients(actual, expected)
+    where = f"case {name}, variant {variant}"
+    failures = _failures(f"{where}: output", outputs, tolerance) + _failures(
+        f"{where}: gradient of", gradients, tolerance
+    )
+    dead = expected.dead()
+    if len(dead) == len(gradients):
+        failures.append(f"{where}: upstream's own step gives no parameter a gradient, so nothing was compared.")
+    if not all(tensor.isfinite().all() for key, tensor in expected.outputs.items() if key in ("loss", "logits")):
+        failures.append(f"{where}: upstream's own loss or logits are not finite.")
+    return CaseResult(
+        name=name,
+        variant=variant,
+        loss=outputs.get("loss", EQUAL),
+        logits=outputs.get("logits", EQUAL),
+        outputs=_worst(outputs),
+        gradient=_worst(gradients),
+        num_parameters=len(gradients),
+        dead_parameters=tuple(dead),
+    ), failures
+
+
+def _failures(what: str, differences: Mapping[str, Difference], tolerance: float) -> list[str]:
+    failing = {name: found for name, found in differences.items() if not found.is_equal and found.relative > tolerance}
+    named = sorted(failing.items(), key=lambda item: -item[1].relative)[:NUM_NAMED]
+    failures = [f"{what} '{name}' differs: {_describe(found)}." for name, found in named]
+    if len(failing) > NUM_NAMED:
+        failures.append(f"{what} ... and {len(failing) - NUM_NAMED} more.")
+    return failures
+
+
+def _describe(found: Difference) -> str:
+    if found.absolute == float("inf"):
+        return "it exists on one side only, or its shape or dtype differs"
+    return f"absolute {found.absolute:.1e}, relative {found.relative:.1e}"
+
+
+def _worst(differences: Mapping[str, Difference]) -> Difference:
+    worst = EQUAL
+    for found in differences.values():
+        worst = worst.worst(found)
+    return worst

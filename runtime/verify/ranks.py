@@ -1,0 +1,122 @@
+"""Real ranks for proofs and tests: gloo processes on this machine that start once and run many cases.
+
+Starting processes and importing torch costs more than most cases, so a `RankPool` keeps its ranks and sends them
+functions. A case is a function of an importable module; every rank runs it and its return values come back.
+
+    pool = RankPool(world=4)
+    pool.run(some_module.some_case, "argument")   # -> [result of rank 0, ..., result of rank 3]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+PRELOADED = ["torch", "torch.distributed.fsdp", "transformers.modeling_utils"]
+COLLECTIVE_TIMEOUT = 90.0
+
+
+class CaseFailed(AssertionError):
+    """A case raised on a rank, or did not end."""
+
+
+class RankPool:
+    """`world` gloo ranks on this machine; a failed case ends them, the next one gets fresh ranks."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._processes: list = []
+        self._connections: list[Connection] = []
+
+    def run(self, case: Callable, *args, timeout: float = 240.0, **kwargs) -> list:
+        """Runs `case(*args, **kwargs)` on every rank.
+
+        Raises:
+            CaseFailed: with the tracebacks of the ranks that raised, and the ranks that did not end in time.
+        """
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((case, args, kwargs))
+        results: dict[int, object] = {}
+        errors: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        while len(results) + len(errors) < self.world and time.monotonic() < deadline:
+            pending = {
+                connection: rank
+                for rank, connection in enumerate(self._connections)
+                if rank not in results and rank not in errors
+            }
+            for connection in wait(list(pending), timeout=1.0):
+                rank = pending[connection]
+                try:
+                    good, value = connection.recv()
+                except EOFError:
+                    good, value = False, "the process ended\n"
+                (results if good else errors)[rank] = value
+                if not good:
+                    deadline = min(deadline, time.monotonic() + 5.0)  # the others may wait for this one forever
+        if len(results) == self.world:
+            return [results[rank] for rank in range(self.world)]
+        silent = [rank for rank in range(self.world) if rank not in results and rank not in errors]
+        self.close()
+        parts = [f"rank {rank}:\n{text}" for rank, text in sorted(errors.items())]
+        if silent:
+            parts.append(f"ranks {silent} did not end")
+        raise CaseFailed("\n".join(parts))
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        store = Path(tempfile.mkdtemp(prefix="patchgen-ranks-")) / "store"
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+
+def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),
+    )
+    while True:
+        try:
+            case, args, kwargs = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = (True, case(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(answer)

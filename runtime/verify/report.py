@@ -1,0 +1,141 @@
+"""What a reader sees of a proof: a table on the terminal, and `verify.json` beside the generated file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from packaging.version import Version
+from rich.console import Console
+from rich.table import Table
+
+from patchgen.runtime.verify.comparison import Difference
+from patchgen.runtime.verify.proof import Proof
+from patchgen.runtime.verify.seam_proof import FAILED, PASSED
+
+FILE_NAME = "verify.json"
+PROVEN = "proven"
+
+
+def print_proof(proof: Proof, console: Console | None = None) -> None:
+    """Prints the small config, every case, every seam, and what failed."""
+    console = console or Console()
+    console.print(f"[bold]{proof.model}[/bold] {proof.head} against transformers {transformers.__version__}")
+    console.print(f"small config: {_describe_overrides(proof.overrides)}", style="dim", highlight=False)
+    table = Table("case", "variant", "loss", "logits", "all outputs", "gradients", "gradients compared")
+    for case in proof.cases:
+        live = case.num_parameters - len(case.dead_parameters)
+        differences = (case.loss, case.logits, case.outputs, case.gradient)
+        table.add_row(case.name, case.variant, *map(_cell, differences), f"{live} of {case.num_parameters}")
+    console.print(table)
+    if proof.seams:
+        seam_table = Table("seam", "implementation", "status", "calls", "loss", "gradients", "reason")
+        for seam in proof.seams:
+            ran = seam.status in (PASSED, FAILED)
+            numbers = (_cell(seam.loss), _cell(seam.gradient)) if ran else ("", "")
+            seam_table.add_row(seam.seam, seam.implementation, seam.status, str(seam.calls), *numbers, seam.reason)
+        console.print(seam_table)
+    if proof.dead_parameters:
+        names = ", ".join(proof.dead_parameters[:5]) + (", ..." if len(proof.dead_parameters) > 5 else "")
+        console.print(f"{len(proof.dead_parameters)} parameters have no gradient in any case: {names}", style="yellow")
+    if proof.unclassified:
+        console.print(f"config fields left at upstream's size: {', '.join(proof.unclassified)}", style="yellow")
+    for variant, reason in proof.refused.items():
+        console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
+    for name in proof.foreign:
+        console.print(f"built from another upstream model: {name}", style="dim")
+    for failure in proof.failures:
+        console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
+    verdict = "[green]proven equal to upstream[/green]" if proof.is_proven else "[red]not equal to upstream[/red]"
+    console.print(verdict)
+
+
+def write_proof(proof: Proof, directory: Path) -> Path:
+    """Writes `verify.json` into `directory` and returns its path.
+
+    Its content follows from the proof alone: no times, no paths. Other releases that the same generated file, byte
+    for byte, was proven with stay listed; the installed one is listed if this proof holds.
+    """
+    path = directory / FILE_NAME
+    record = proof_record(proof)
+    if path.is_file():
+        before = json.loads(path.read_text())
+        if before.get("sha256") == proof.file_sha256:
+            others = set(before["transformers"]) - {transformers.__version__}
+            record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def proof_record(proof: Proof) -> dict[str, object]:
+    """The content of `verify.json`."""
+    return {
+        "model": proof.model,
+        "head": proof.head,
+        "status": PROVEN if proof.is_proven else "failed",
+        "upstream": proof.upstream_version,
+        "sha256": proof.file_sha256,
+        "transformers": [transformers.__version__] if proof.is_proven else [],
+        "torch": torch.__version__.partition("+")[0],
+        "config": _plain(proof.overrides),
+        "cases": [
+            {
+                "case": case.name,
+                "variant": case.variant,
+                "loss": _number(case.loss),
+                "logits": _number(case.logits),
+                "outputs": _number(case.outputs),
+                "gradient": _number(case.gradient),
+                "parameters": case.num_parameters,
+                "without_gradient": len(case.dead_parameters),
+            }
+            for case in proof.cases
+        ],
+        "seams": [
+            {
+                "seam": seam.seam,
+                "implementation": seam.implementation,
+                "status": seam.status,
+                "calls": seam.calls,
+                "loss": _number(seam.loss),
+                "gradient": _number(seam.gradient),
+                "reason": seam.reason,
+            }
+            for seam in proof.seams
+        ],
+        "without_gradient": list(proof.dead_parameters),
+        "refused_variants": proof.refused,
+        "foreign_classes": proof.foreign,
+        "failures": proof.failures,
+    }
+
+
+def _number(found: Difference) -> dict[str, object]:
+    return {
+        "equal": found.is_equal,
+        "absolute": f"{found.absolute:.0e}" if found.absolute else "0",
+        "relative": f"{found.relative:.0e}" if found.relative else "0",
+    }
+
+
+def _cell(found: Difference) -> str:
+    return "[green]equal[/green]" if found.is_equal else f"{found.absolute:.1e} ({found.relative:.1e} rel.)"
+
+
+def _plain(overrides: object) -> object:
+    if isinstance(overrides, dict):
+        return {str(key): _plain(value) for key, value in sorted(overrides.items(), key=lambda item: str(item[0]))}
+    if isinstance(overrides, (list, tuple)):
+        return [_plain(item) for item in overrides]
+    return overrides
+
+
+def _describe_overrides(overrides: object) -> str:
+    if not isinstance(overrides, dict):
+        return str(overrides)
+    return " ".join(
+        f"{key}=({_describe_overrides(value)})" if isinstance(value, dict) else f"{key}={value}"
+        for key, value in overrides.items()
+    )

@@ -1,0 +1,97 @@
+"""Checkpoints in both directions: saved by one of the two classes, loaded by the other, nothing lost or invented."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from patchgen.runtime.verify.model_pair import ModelPair
+
+
+NUM_NAMED = 3
+"""How many of several like problems are named; the others are counted."""
+
+
+def round_trip_problems(pair: ModelPair) -> list[str]:
+    """What goes wrong between the two: empty if both directions keep every key and every value.
+
+    The models of `pair` hold the same weights; what each saves is loaded by the other's class and compared with them.
+    """
+    with tempfile.TemporaryDirectory() as directory, _no_progress_bars():
+        ours, theirs = Path(directory) / "generated", Path(directory) / "upstream"
+        pair.generated.save_pretrained(ours)
+        pair.upstream.save_pretrained(theirs)
+        problems = _key_problems(_saved_keys(ours), _saved_keys(theirs))
+        problems += _load_problems(type(pair.upstream), ours, pair.generated, "saved by generated, loaded by upstream")
+        problems += _load_problems(
+            type(pair.generated), theirs, pair.upstream, "saved by upstream, loaded by generated"
+        )
+    return problems
+
+
+@contextlib.contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
+
+
+def _saved_keys(directory: Path) -> set[str]:
+    keys: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            keys |= set(tensors.keys())
+    return keys
+
+
+def _key_problems(ours: set[str], theirs: set[str]) -> list[str]:
+    problems = []
+    if theirs - ours:
+        problems.append(f"The generated model does not save {_some(theirs - ours)}; upstream does.")
+    if ours - theirs:
+        problems.append(f"The generated model saves {_some(ours - theirs)}; upstream does not.")
+    return problems
+
+
+def _some(names: Iterable[object]) -> str:
+    """The first names and the number of the others."""
+    listed = sorted(map(str, names))
+    more = f" and {len(listed) - NUM_NAMED} more" if len(listed) > NUM_NAMED else ""
+    return ", ".join(listed[:NUM_NAMED]) + more
+
+
+def _load_problems(
+    model_class: type[PreTrainedModel], directory: Path, saved: PreTrainedModel, direction: str
+) -> list[str]:
+    loaded, info = model_class.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    problems = [
+        f"{direction}: {kind.replace('_', ' ')} {_some(info[kind])}."
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+        if info.get(kind)
+    ]
+    actual = loaded.state_dict()
+    changed = [
+        name
+        for name, tensor in saved.state_dict().items()
+        if name not in actual or not torch.equal(tensor, actual[name])
+    ]
+    if changed:
+        problems.append(f"{direction}: other values in {_some(changed)}.")
+    return problems

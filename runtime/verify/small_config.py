@@ -1,0 +1,390 @@
+"""A small config for any model of transformers, derived from upstream's config class alone.
+
+    small_config("qwen3_moe").overrides                 # hidden_size=64, num_experts=4, mlp_only_layers=[0], ...
+    python -m patchgen.runtime.verify.coverage          # every text type, one line each: ok or the reason
+
+The class is built once with its defaults. Each field is then read by its meaning (`field_semantics.py`), the layers
+are thinned to one of each kind (`layer_selection.py`), sub-configs are treated alike, and relations that hold among
+the defaults (as many key/value heads as heads, hidden = heads x head size, ...) are made to hold again. What a class
+derives for itself (fields declared as None) is left for it to derive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub.errors import StrictDataclassError
+
+from patchgen.runtime.verify import field_semantics as sizes
+from patchgen.runtime.verify.layer_selection import select_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class SmallConfigError(ValueError):
+    """A config class that no small config could be derived for, with the overrides that were tried.
+
+    `reason` is upstream's own, in one line.
+    """
+
+    def __init__(self, config_class: type[PreTrainedConfig], overrides: Mapping[str, object], cause: Exception):
+        self.reason = " ".join(f"{type(cause).__name__}: {cause}".split())
+        super().__init__(
+            f"{config_class.__name__} refuses a small config: {self.reason}\nTried {dict(overrides)}. "
+            "Give the field that is to blame a rule in runtime/verify/field_semantics.py."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallConfig:
+    """A small config, and what was given to its class to get it (nested for sub-configs)."""
+
+    config: PreTrainedConfig
+    overrides: dict[str, object]
+    unclassified: tuple[str, ...] = ()
+    """Fields with a large number whose meaning no rule knows: they keep upstream's value."""
+
+
+# What a config class raises on values that do not fit together.
+REFUSALS = (
+    StrictDataclassError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
+    ZeroDivisionError,
+)  # fmt: skip
+
+MLP_KINDS = ("sparse", "dense")  # named in `mlp_layer_types`; every other kind is one of `layer_types`
+
+# What a variant sets, at every level of a composite config that has the field.
+VARIANTS: dict[str, dict[str, object]] = {
+    "base": {},
+    "router_logits": {"output_router_logits": True},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    "window": {"use_sliding_window": True, "sliding_window": sizes.WINDOW},
+    "experts": {"enable_moe_block": True, "is_moe": True},
+    "no_window": {"use_sliding_window": False, "sliding_window": None},
+}
+
+
+def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "base") -> SmallConfig:
+    """Derives a small config.
+
+    Args:
+        config_class: upstream's config class, or a model type ("qwen3_moe").
+        variant: a key of `VARIANTS`.
+
+    Raises:
+        SmallConfigError: upstream's class refuses its defaults or the small values; its reason is in the message.
+        KeyError: an unknown model type or variant.
+    """
+    if isinstance(config_class, str):
+        from transformers import CONFIG_MAPPING
+
+        config_class = CONFIG_MAPPING[config_class]
+    return _shrink(config_class, {}, VARIANTS[variant])
+
+
+def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
+    """The variants that say something about this config: those that change a field it has."""
+    base = small_config(config_class).config
+    found = ["base"]
+    if "output_router_logits" in _all_fields(base):
+        found.append("router_logits")
+    text = base.get_text_config(decoder=True)
+    if "tie_word_embeddings" in _all_fields(base):
+        found.append("untied" if base.tie_word_embeddings else "tied")
+    if any(vars(text).get(switch) is False for switch in VARIANTS["experts"]):
+        found.append("experts")
+    window = _field(type(text), "sliding_window")
+    if window is not None:
+        has_switch = _field(type(text), "use_sliding_window") is not None
+        by_layer = _field(type(text), "layer_types") is not None  # then the base config has both kinds of layer
+        if vars(text).get("sliding_window") is None:
+            found.append("window")
+        elif has_switch or ("None" in str(window.type) and not by_layer):
+            found.append("no_window")
+    return tuple(found)
+
+
+def _all_fields(config: PreTrainedConfig) -> set[str]:
+    names = {field.name for field in dataclasses.fields(config)}
+    for key in type(config).sub_configs:
+        sub_config = vars(config).get(key)
+        if dataclasses.is_dataclass(sub_config):
+            names |= _all_fields(sub_config)
+    return names
+
+
+def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:
+    return {field.name: field for field in dataclasses.fields(config_class)}.get(name)
+
+
+# ------------------------------------------------------------------------------------------- one config class
+
+
+def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping) -> SmallConfig:
+    """The small form of `config_class(**given)`."""
+    own_fields = _own_fields(config_class)
+    explicit = dict(given) | {name: value for name, value in variant.items() if name in own_fields}
+    if type(_declared(own_fields["is_decoder"]) if "is_decoder" in own_fields else None) is bool:
+        explicit["is_decoder"] = True  # the causal form of a class that is an encoder by default
+    if "mlp_only_layers" in own_fields and not _declared(own_fields["mlp_only_layers"]):
+        explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
+    overrides, sub_overrides, unclassified = {}, {}, []
+    for key, (sub_class, sub_given) in _sub_configs(config_class).items():
+        sub = _shrink(sub_class, sub_given, variant)
+        overrides[key] = sub.config
+        sub_overrides[key] = sub.overrides
+        unclassified += [f"{key}.{name}" for name in sub.unclassified]
+    prototype = _construct(config_class, explicit | overrides)
+    values = {name: vars(prototype).get(name) for name in own_fields}
+    common_names = {own: common for common, own in config_class.attribute_map.items()}
+
+    next_special_id = iter(range(sizes.VOCAB - 1, sizes.VOCAB - sizes.NUM_RESERVED_IDS, -1))
+    for name, field in own_fields.items():
+        if name in overrides:
+            continue
+        declared = explicit.get(name, _declared(field))
+        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict)):
+            declared = values[name]  # derived by the class, but not from other fields
+        names = common_names.get(name, name), name
+        small = _small_value(declared, names, next_special_id)
+        if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
+            unclassified.append(name)
+        if small != declared or name in explicit:
+            overrides[name] = small
+        elif declared is None and values[name] is None:
+            rule = sizes.rule_for(*names)
+            if rule is not None and rule.meaning in sizes.REQUIRED:
+                overrides[name] = rule.small(sys.maxsize)
+    for name in _undeclared_ids(config_class):
+        if not hasattr(prototype, name):
+            overrides[name] = next(next_special_id)
+    overrides |= {name: value for name, value in given.items() if name not in own_fields}
+    overrides |= _layers(config_class, values, _per_layer_config(prototype))
+    overrides |= _related(own_fields, values, explicit, overrides)
+    rope = _small_rope(values.get("rope_parameters"), overrides, values)
+    if rope is not None:
+        overrides["rope_parameters"] = rope
+    config = _construct(config_class, overrides)
+    return SmallConfig(config, overrides | sub_overrides, tuple(unclassified))
+
+
+def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTrainedConfig:
+    try:
+        return config_class(**overrides)
+    except REFUSALS as error:
+        raise SmallConfigError(config_class, overrides, error) from error
+
+
+def _own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
+    from transformers import PreTrainedConfig
+
+    common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+    return {field.name: field for field in dataclasses.fields(config_class) if field.name not in common}
+
+
+def _declared(field: dataclasses.Field) -> object:
+    if field.default is not dataclasses.MISSING:
+        return field.default
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None
+
+
+def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[PreTrainedConfig], dict]]:
+    """The classes of the sub-configs, with what upstream gives them by default."""
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    found = {}
+    specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
+    for key, sub_class in config_class.sub_configs.items():
+        given = dict(specs[key].init_kwargs) if key in specs else {}
+        if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
+            model_type = specs[key].model_type if key in specs else given.pop("model_type", None)
+            if not model_type:
+                continue
+            sub_class = CONFIG_MAPPING[model_type]
+        given |= sizes.UNDECLARED.get(key, {})
+        found[key] = (sub_class, given)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ one value
+
+
+NO_IDS: Iterator[int] = iter(())
+
+
+def _small_value(declared: object, names: tuple[str, ...], special_ids: Iterator[int] = NO_IDS) -> object:
+    """The small form of a field; `names` are its common name and its own, `special_ids` the ids not yet given away."""
+    if sizes.is_special_id(names[-1]):
+        return _small_id(declared, special_ids)
+    if isinstance(declared, bool):
+        return declared
+    if sizes.is_dropout(names[-1]) and isinstance(declared, (int, float)):
+        return 0.0
+    rule = sizes.rule_for(*names)
+    if rule is None:
+        return declared
+    if isinstance(declared, int):
+        return rule.small(declared)
+    if isinstance(declared, (list, tuple)) and all(type(item) is int for item in declared):
+        return type(declared)(rule.small(item) for item in declared)
+    if isinstance(declared, dict) and declared and all(type(item) is int for item in declared.values()):
+        return {key: rule.small(item) for key, item in declared.items()}
+    return declared
+
+
+def _small_id(declared: object, special_ids: Iterator[int]) -> object:
+    if isinstance(declared, (list, tuple)):
+        return type(declared)(_small_id(item, special_ids) for item in declared)
+    if type(declared) is int and declared >= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
+        return next(special_ids)
+    return declared
+
+
+def _small_rope(rope: object, overrides: Mapping[str, object], values: Mapping[str, object]) -> dict | None:
+    """Rotary parameters with sections that fit the small head, None where nothing in them is a size."""
+    kinds = overrides.get("layer_types") or values.get("layer_types")
+    if rope == {} and kinds:  # per kind of layer, left to the checkpoint
+        section = _split(sizes.HEAD_DIM // 2, [24, 20, 20])
+        return {kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section} for kind in set(kinds)}
+    if not isinstance(rope, dict) or "section" not in str(rope):
+        return None
+    head_dim = overrides.get("head_dim") or values.get("head_dim") or sizes.HEAD_DIM
+    small = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            small[key] = _small_rope(value, overrides, values) or value
+        elif key.endswith("section"):
+            half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            small[key] = _split(half, value)
+    return small
+
+
+def _split(total: int, shares: list[int]) -> list[int]:
+    """Splits `total` in proportion to `shares`, each part at least 1 while that is possible."""
+    parts = [max(1, total * share // sum(shares)) for share in shares]
+    parts[0] += total - sum(parts)
+    return parts
+
+
+# ----------------------------------------------------------------------------------------- layers, relations
+
+_LAYER_PATTERN = re.compile(
+    r".*(_interval|_period|_step|_pattern|every_n_layers|group_size|first_k_dense_replace|num_dense_layers)$"
+)
+
+
+def _layers(
+    config_class: type[PreTrainedConfig], values: Mapping, by_layer: Mapping[int, Mapping]
+) -> dict[str, object]:
+    """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
+    count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    if type(values.get(count_name)) is not int:
+        return {}
+    has_pattern = any(_LAYER_PATTERN.match(name) and type(value) is int for name, value in values.items())
+    if "layer_types" in values and not values["layer_types"]:
+        kinds = _kinds_in_source(config_class)
+        if len(kinds) > 1:
+            return {count_name: len(kinds), "layer_types": kinds}
+    if values.get("layer_types") and len(set(values["layer_types"])) == 1:
+        values = {**values, "layer_types": _with_every_kind(config_class, values)}
+    selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
+    found: dict[str, object] = {count_name: len(selection.kept)}
+    if by_layer:
+        found["per_layer_config"] = {
+            new: {name: _small_value(value, (name,)) for name, value in by_layer[old].items()}
+            | _equal_heads(by_layer[old])
+            for new, old in enumerate(selection.kept)
+            if old in by_layer
+        }
+    for name, per_layer in selection.overrides.items():
+        found[name] = type(values[name])(_small_value(list(per_layer), (name,)))
+    return found
+
+
+def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> list[str]:
+    """The layers of a config that are all of one kind by default, ending in one of each other kind there is code for.
+
+    Windowed kinds need a window: without one they are left out.
+    """
+    layer_types = list(values["layer_types"])
+    has_window = values.get("sliding_window") is not None
+    others = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
+    others = [kind for kind in others if has_window or "sliding" not in kind]
+    rope = values.get("rope_parameters") or {}
+    if all(isinstance(parameters, dict) for parameters in rope.values()) and rope:  # per kind: it names them all
+        others = [kind for kind in others if kind in rope]
+    return layer_types[: len(layer_types) - len(others)] + others
+
+
+def _per_layer_config(config: PreTrainedConfig) -> dict[int, dict[str, object]]:
+    """What a heterogeneous config overrides for single layers, by layer number."""
+    by_layer = config.to_dict().get("per_layer_config") or {}
+    return {int(layer): overrides for layer, overrides in by_layer.items()}
+
+
+def _equal_heads(values: Mapping) -> dict[str, object]:
+    """Multi-head attention stays multi-head: as many key/value heads as heads where the full config says so."""
+    if "num_key_value_heads" not in values or values["num_key_value_heads"] != values.get("num_attention_heads"):
+        return {}
+    return {"num_key_value_heads": _small_value(values["num_attention_heads"], ("num_attention_heads",))}
+
+
+def _kinds_in_source(config_class: type[PreTrainedConfig]) -> list[str]:
+    """The kinds of layer that the modeling file beside a config class knows, for a class that leaves them unsaid."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    source = _modeling_source(config_class)
+    return [kind for kind in ALLOWED_LAYER_TYPES if kind not in MLP_KINDS and f'"{kind}"' in source]
+
+
+def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
+    """The token ids that the modeling file reads off a composite config and released checkpoints bring along."""
+    if not config_class.sub_configs:
+        return []
+    return sorted(set(re.findall(r"self\.config\.(\w+_token_id)\b", _modeling_source(config_class))))
+
+
+def _modeling_source(config_class: type[PreTrainedConfig]) -> str:
+    config_file = Path(inspect.getfile(config_class))
+    modeling_file = config_file.with_name(config_file.name.replace("configuration_", "modeling_"))
+    return modeling_file.read_text() if modeling_file.is_file() else ""
+
+
+def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: Mapping) -> dict[str, object]:
+    """What keeps the relations that hold among the defaults."""
+    found: dict[str, object] = {}
+    small = dict(values) | dict(overrides)
+    heads, key_value = "num_attention_heads", "num_key_value_heads"
+    if heads in own_fields and key_value in own_fields:
+        if values[heads] == values[key_value] and _declared(own_fields[key_value]) is not None:
+            found[key_value] = small[heads]
+        elif _declared(own_fields[key_value]) is None and "kv_lora_rank" not in own_fields:
+            found[key_value] = sizes.KEY_VALUE_HEADS
+    if {"head_dim", "qk_rope_head_dim"} <= own_fields.keys() and values["head_dim"] == values["qk_rope_head_dim"]:
+        found["head_dim"] = small["qk_rope_head_dim"]
+    parts = {"head_dim", "qk_nope_head_dim", "qk_rope_head_dim"}
+    if parts <= own_fields.keys() and values["head_dim"] != values["qk_rope_head_dim"]:
+        found["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
+    inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
+    if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
+        found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
+        found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
+    if "hash_seed" in own_fields:
+        found["hash_seed"] = 0
+    if "languages" in own_fields and "default_language" in own_fields:
+        found["default_language"] = values["languages"][0]
+    if "attention_types" in own_fields:  # [[[kinds], repetitions]]
+        kinds = values["attention_types"][0][0]
+        found |= {"attention_types": [[kinds, 1]], "num_layers": len(kinds)}
+    return found

@@ -1,0 +1,88 @@
+"""`patchgen verify MODEL`: the proof of one generated model, over the variants that its config knows."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from patchgen.runtime import registry
+from patchgen.runtime.verify.inputs import text_cases
+from patchgen.runtime.verify.proof import Proof, merge, prove
+from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
+
+BASE = "base"
+CHECKPOINTING = "checkpointing"
+
+
+def verify_model(
+    model: str,
+    *,
+    directory: Path | None = None,
+    head: str | None = None,
+    variants: Iterable[str] | None = None,
+    implementations: Collection[str] | None = None,
+) -> Proof:
+    """Proves a generated model against the upstream module that `provenance.json` names.
+
+    Args:
+        model: its name ("qwen3_moe").
+        directory: the folder that holds `modeling_<model>.py` and `provenance.json`; default: the model of this name
+            among the installed ones.
+        head: the class to prove; default: the first of the heads in `provenance.json`.
+        variants: names out of `small_config.VARIANTS` and "checkpointing"; default: all that the config knows.
+        implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
+
+    Raises:
+        registry.UnknownModelError: no such model, or no such head in it.
+        SmallConfigError: upstream's config class refuses every small config.
+    """
+    generated = registry.read_model(directory) if directory is not None else registry.find_model(model)
+    head = head or generated.heads[0]
+    if head not in generated.classes:
+        raise registry.UnknownModelError(
+            f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
+            f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
+        )
+    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    generated_class = getattr(generated.load(), head)
+    config_class = upstream_class.config_class
+    chosen = tuple(variants) if variants is not None else _variants(upstream_class)
+    if not chosen:
+        raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
+    proofs: list[Proof] = []
+    refused: dict[str, str] = {}
+    for variant in chosen:
+        try:
+            small = small_config(config_class, variant="base" if variant == CHECKPOINTING else variant)
+        except SmallConfigError as error:
+            if variant in (BASE, CHECKPOINTING):
+                raise
+            refused[variant] = error.reason
+            continue
+        cases = text_cases(small.config, upstream_class)
+        is_first = not proofs
+        proof = prove(
+            upstream_class,
+            generated_class,
+            small.config,
+            cases if is_first else cases[:1],
+            variant=variant,
+            gradient_checkpointing=variant == CHECKPOINTING,
+            implementations=implementations if is_first else (),
+            round_trip=is_first or variant in ("tied", "untied"),
+        )
+        proof.overrides, proof.unclassified = small.overrides, small.unclassified
+        proofs.append(proof)
+    merged = merge(proofs)
+    merged.refused = refused
+    merged.model, merged.head = generated.name, head
+    merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
+    merged.upstream_version = generated.upstream_version
+    return merged
+
+
+def _variants(upstream_class: type) -> tuple[str, ...]:
+    variants = applicable_variants(upstream_class.config_class)
+    return (*variants, CHECKPOINTING) if upstream_class.supports_gradient_checkpointing else variants

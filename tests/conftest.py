@@ -1,0 +1,29 @@
+"""Skips what this machine cannot run, and lets Triton's interpreter run what can."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+# Triton looks once, when it is imported; torch, which could tell whether there is a GPU, is not needed by every test.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped without a CUDA device; torch is asked only if there is such a test."""
+    marked = [item for item in items if "gpu" in item.keywords]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _has_cuda() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,136 @@
+"""What each rank does in the tests of expert parallelism; see test_experts.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from cases_sequence import state_of
+from torch import Tensor
+
+from patchgen.kernels.fused_moe import fused_moe as one_process
+from patchgen.runtime import ops, parallel
+from patchgen.runtime.parallel import checkpointing, experts
+
+TOKENS, HIDDEN, INTERMEDIATE, SLOTS = 13, 16, 8, 3
+
+
+def silu(x: Tensor) -> Tensor:
+    return torch.nn.functional.silu(x)
+
+
+def _tensors(num_experts: int, biased: bool) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    made = {
+        "gate_up_proj": normal(num_experts, 2 * INTERMEDIATE, HIDDEN),
+        "down_proj": normal(num_experts, HIDDEN, INTERMEDIATE),
+    }
+    if biased:
+        made |= {"gate_up_bias": normal(num_experts, 2 * INTERMEDIATE), "down_bias": normal(num_experts, HIDDEN)}
+    return made
+
+
+def routing(kind: str, rank: int, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, expert indices and weights of one rank."""
+    generator = torch.Generator().manual_seed(10 + rank)
+    tokens = {"no tokens on rank 1": 0 if rank == 1 else TOKENS, "uneven": TOKENS + 5 * rank}.get(kind, TOKENS)
+    hidden = torch.randn(tokens, HIDDEN, generator=generator)
+    weights = torch.rand(tokens, SLOTS, generator=generator)
+    shuffled = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)
+    index = shuffled[:, :SLOTS].clone()
+    if kind == "all on one expert":
+        index.fill_(num_experts - 1)
+    elif kind == "none for rank 0":
+        index = torch.randint(num_experts // 2, num_experts, (tokens, SLOTS), generator=generator)
+    elif kind == "slots left out":
+        index[:, 1] = num_experts
+        index[::2, 2] = num_experts
+    return hidden, index, weights
+
+
+def require_close(got: Tensor, expected: Tensor, what: str) -> None:
+    """Within 1e-5 of the largest element: sums of many tokens round in another order."""
+    largest = max(float(expected.abs().max()), 1e-12) if expected.numel() else 1.0
+    worst = float((got - expected).abs().max()) / largest if expected.numel() else 0.0
+    assert got.shape == expected.shape and worst <= 1e-5, f"{what}: relative difference {worst:.1e}"
+
+
+def agrees(kind: str, num_experts: int, biased: bool = False, capacity: int | None = None) -> None:
+    """Experts over all ranks against all experts in this process: outputs and every gradient, twice, bit for bit."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = state_of(ep=world, expert_capacity=capacity)
+    whole = _tensors(num_experts, biased)
+    own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
+    hidden, index, weights = routing(kind, rank, num_experts)
+    direction = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(20 + rank))
+
+    def run(tensors, with_state):
+        leaves = {name: t.clone().requires_grad_() for name, t in {"x": hidden, "w": weights, **tensors}.items()}
+        with parallel.using(with_state):
+            call = ops.fused_moe if with_state is not None else one_process
+            projections = {name: leaves[name] for name in tensors}
+            out = call(leaves["x"], index, leaves["w"], **projections, num_experts=num_experts, activation=silu)
+        (out * direction).sum().backward()
+        return out.detach(), {name: leaf.grad for name, leaf in leaves.items()}
+
+    out, gradients = run(own, state)
+    again, gradients_again = run(own, state)
+    torch.testing.assert_close(out, again, rtol=0, atol=0)
+    expected, expected_gradients = run(whole, None)
+    require_close(out, expected, "output")
+    for name in ("x", "w"):
+        require_close(gradients[name], expected_gradients[name], name)
+    for name in whole:
+        torch.testing.assert_close(gradients[name], gradients_again[name], rtol=0, atol=0)
+        total = expected_gradients[name].clone()
+        dist.all_reduce(total)  # every rank's tokens reach the experts
+        require_close(gradients[name], total.chunk(world)[rank], name)
+
+
+def capacity_drops_and_counts() -> None:
+    """With all tokens on one expert, a bound keeps so many rows of each rank and counts the others."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    kept = 20
+    state = state_of(ep=world, expert_capacity=kept)
+    whole = _tensors(2 * world, biased=False)
+    own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
+    hidden, index, weights = routing("all on one expert", rank, 2 * world)
+    experts.dropped_rows()
+    with parallel.using(state):
+        out = ops.fused_moe(hidden, index, weights, **own, num_experts=2 * world, activation=silu)
+    assert experts.dropped_rows() == TOKENS * SLOTS - kept
+    left = index.clone().view(-1)
+    left[kept:] = 2 * world  # rows are kept in slot order
+    expected = one_process(hidden, left.view_as(index), weights, **whole, num_experts=2 * world, activation=silu)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def recomputation_exchanges_no_sizes(mode: str) -> int:
+    """The number of size exchanges of a checkpointed layer, forward and backward."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = state_of(ep=world)
+    own = {name: t.chunk(world)[rank].requires_grad_() for name, t in _tensors(2 * world, biased=False).items()}
+    hidden, index, weights = routing("uneven", rank, 2 * world)
+    calls = []
+    original = experts._exchange_sizes
+
+    def counted(*args):
+        calls.append(args)
+        return original(*args)
+
+    experts._exchange_sizes = counted
+    try:
+        with parallel.using(state):
+            out = torch.utils.checkpoint.checkpoint(
+                lambda x: ops.fused_moe(x, index, weights, **own, num_experts=2 * world, activation=silu),
+                hidden.requires_grad_(),
+                use_reentrant=False,
+                context_fn=lambda: checkpointing.contexts(mode),
+            )
+            out.sum().backward()
+    finally:
+        experts._exchange_sizes = original
+    return len(calls)

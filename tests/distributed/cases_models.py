@@ -1,0 +1,460 @@
+"""A model trained on several ranks against upstream's own class on one; see test_models.py."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+import itertools
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import cases_sequence
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchgen.runtime import attention, parallel
+from patchgen.runtime.parallel import batch, checkpointing, collectives, gradients, loss, sharding
+
+ROWS, LENGTH, VOCABULARY = 16, 16, 61
+DOCUMENTS = (0, 3, 4, 10, 16)  # of a packed row
+LEARNING_RATE, MAX_NORM = 1e-3, 0.7
+
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+# model type -> (class name, what its config has beyond _SMALL)
+MODELS: dict[str, tuple[str, dict]] = {
+    "qwen3": ("Qwen3ForCausalLM", {}),
+    "llama": ("LlamaForCausalLM", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_EXPERTS, "num_experts": 8, "norm_topk_prob": True}),
+    "qwen3_moe_router_loss": (
+        "Qwen3MoeForCausalLM",
+        {**_EXPERTS, "num_experts": 8, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek_v3": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_EXPERTS,
+            "n_routed_experts": 8,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+            "head_dim": 4,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_EXPERTS,
+            "num_local_experts": 4,
+            "sliding_window": 3,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            **_EXPERTS,
+            "num_experts": 4,
+            "shared_expert_intermediate_size": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+}
+
+
+def model_type(name: str) -> str:
+    return name.removesuffix("_router_loss")
+
+
+@cache
+def import_generated(kind: str):
+    """The committed generated module of a model type; generated on the spot where none is committed."""
+    from patchgen import pipeline, provenance, upstream
+
+    folder = provenance.generated_root() / kind
+    if not folder.is_dir():
+        folder = Path(tempfile.mkdtemp(prefix="patchgen-generated-")) / kind
+        provenance.write(pipeline.generate(upstream.load(kind)), folder)
+    specification = importlib.util.spec_from_file_location(f"generated_{kind}", folder / f"modeling_{kind}.py")
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = module
+    specification.loader.exec_module(module)
+    return module
+
+
+@cache
+def config_of(name: str):
+    class_name, more = MODELS[name]
+    kind = model_type(name)
+    module = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
+    return getattr(module, class_name.replace("ForCausalLM", "Config"))(**_SMALL | more)
+
+
+def build(name: str, *, generated: bool, attention_name: str):
+    """The model with reproducible weights. Expert parameters are large enough for their gradients to be seen."""
+    kind = model_type(name)
+    module = (
+        import_generated(kind) if generated else importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    )
+    cls = getattr(module, MODELS[name][0])
+    config = copy.deepcopy(config_of(name))
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = cls._from_config(config, attn_implementation=attention_name)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0, 0.2, generator=generator)
+            elif parameter.ndim == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.train()
+
+
+def global_batch(step: int, packed: bool) -> dict[str, Tensor]:
+    """All rows of one optimizer step, with labels of uneven number per row, the last row without any."""
+    generator = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = batch.IGNORED
+    labels[-1] = batch.IGNORED
+    if packed:
+        for start in DOCUMENTS[:-1]:
+            labels[:, start] = batch.IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def positions(packed: bool) -> Tensor:
+    if not packed:
+        return torch.arange(LENGTH)
+    return torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(DOCUMENTS)])
+
+
+# -------------------------------------------------------------------------------------------- one rank
+
+
+@cache
+def reference(name: str, packed: bool, micro_batches: int) -> tuple[list[float], dict, list[float], dict]:
+    """Upstream's class in one process: losses, first gradients, norms, parameters after three steps.
+
+    Packed rows are run document by document, so nothing of packing is taken on trust. Only with the router loss, which
+    is not a sum over documents, are they packed by upstream itself.
+    """
+    model = build(name, generated=False, attention_name="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    losses, norms, first = [], [], {}
+    for step in range(3):
+        whole = global_batch(step, packed)
+        items = (whole["labels"][:, 1:] != batch.IGNORED).sum()
+        total = 0.0
+        for rows in torch.arange(ROWS).chunk(micro_batches):
+            for piece in _pieces(name, packed, rows):
+                part = {key: value[piece] for key, value in whole.items()}
+                more = (
+                    {"position_ids": positions(True).expand(len(rows), -1)}
+                    if part["labels"].shape[1] == LENGTH and packed
+                    else {}
+                )
+                out = model(**part, **more, num_items_in_batch=items, use_cache=False)
+                share = out.loss
+                if getattr(out, "aux_loss", None) is not None and model.config.output_router_logits:
+                    share = share - model.config.router_aux_loss_coef * out.aux_loss * (1 - 1 / micro_batches)
+                share.backward()
+                total += float(share)
+        if step == 0:
+            first = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+        losses.append(total)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first, norms, {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+
+
+def _pieces(name: str, packed: bool, rows: Tensor):
+    if not packed or name.endswith("_router_loss"):
+        return [(rows, slice(None))]
+    return [(rows, slice(a, b)) for a, b in itertools.pairwise(DOCUMENTS)]
+
+
+# ------------------------------------------------------------------------------------------ many ranks
+
+
+def agrees(
+    name: str,
+    *,
+    sp: int = 1,
+    ep: int = 1,
+    dp_replicate: int = 1,
+    packed: bool = False,
+    micro_batches: int = 1,
+    generated: bool = True,
+    attention_name: str = "patchgen_eager",
+    checkpoint: str = "none",
+    tolerance: float = 1e-5,
+    expert_capacity: int | None = None,
+    meta: bool = False,
+    reduce_last: str = "",
+    **options: object,
+) -> dict[str, float]:
+    """Trains three steps on all ranks and compares with `reference`; returns the largest relative differences."""
+    attention.register()
+    state = cases_sequence.state_of(sp=sp, ep=ep, dp_replicate=dp_replicate, expert_capacity=expert_capacity)
+    model = build(name, generated=generated, attention_name=attention_name)
+    whole_tensors = {key: value.clone() for key, value in model.state_dict().items()}
+    if meta:
+        model = _on_meta(model)
+    checkpointing.apply(model, checkpoint)
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
+    if meta:
+        sharding.materialise(model, "cpu")
+        sharding.load_whole(model, whole_tensors)
+    optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=LEARNING_RATE, foreach=True)
+
+    losses, norms, first = [], [], {}
+    for step in range(3):
+        micro = [own_part(step, packed, state, index, micro_batches) for index in range(micro_batches)]
+        items = loss.count_items(micro, "cpu")
+        total = torch.zeros(())
+        with parallel.using(state):
+            for inputs in micro:
+                if reduce_last:
+                    last = inputs is micro[-1]
+                    sharding.reduce_gradients(model, is_last=last, keep_whole=reduce_last == "shards too")
+                with loss.step(items, micro_batches):
+                    share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+                    share.backward()
+                total += share.detach()
+        dist.all_reduce(total)
+        losses.append(float(total))
+        if step == 0:
+            first = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+        norms.append(float(gradients.clip(model, MAX_NORM)))
+        optimizer.step()
+        optimizer.zero_grad()
+    last = {key: _whole(parameter.detach()) for key, parameter in model.named_parameters()}
+    if dist.get_rank() != 0:
+        return {}
+    return compare((losses, first, norms, last), reference(name, packed, micro_batches), tolerance)
+
+
+def _on_meta(model):
+    cls, config = type(model), model.config
+    with torch.device("meta"):
+        return cls._from_config(config, attn_implementation=config._attn_implementation).train()
+
+
+def own_part(step: int, packed: bool, state, index: int, micro_batches: int) -> dict:
+    """This rank's slice of its rows in one micro-batch."""
+    rows = torch.arange(ROWS).chunk(micro_batches)[index].chunk(state.config.num_batches)[state.batch_index]
+    whole = global_batch(step, packed)
+    mine = {key: value[rows] for key, value in whole.items()}
+    mine["position_ids"] = positions(packed).expand(len(rows), -1)
+    return batch.slice_batch(mine, sp=state.sp, sp_rank=state.sp_rank)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    # The clone waits for the gather, before anything changes what is gathered.
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
+
+
+def difference_in_norm(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def compare(got: tuple, expected: tuple, tolerance: float) -> dict[str, float]:
+    """The largest relative differences; raises with the worst tensors where one is over the tolerance.
+
+    Gradients are compared element by element, parameters in norm: AdamW moves an element by its gradient's sign, so
+    where that is all but zero, rounding moves it.
+    """
+    worst = {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(got[0], expected[0], strict=True)),
+        "norm": max(abs(a - b) / abs(b) for a, b in zip(got[2], expected[2], strict=True)),
+    }
+    failures = [f"{key}: {value:.2e}" for key, value in worst.items() if value > tolerance]
+    for label, place, measure in (("gradients", 1, difference), ("parameters", 3, difference_in_norm)):
+        if set(got[place]) != set(expected[place]):
+            raise AssertionError(f"{label}: other names {sorted(set(got[place]) ^ set(expected[place]))}")
+        found = {key: measure(got[place][key], expected[place][key]) for key in expected[place]}
+        worst[label] = max(found.values())
+        failures += [f"{label} {key}: {value:.2e}" for key, value in found.items() if not value <= tolerance]
+    if failures:
+        raise AssertionError(f"over {tolerance}:\n" + "\n".join(failures) + f"\nlosses {got[0]} against {expected[0]}")
+    return worst
+
+
+# ----------------------------------------------------------------------------------------- other cases
+
+
+def documents_stay_apart(name: str, attention_name: str, sp: int) -> None:
+    """Changing a token of document 3 changes later outputs of document 3, and no output of another document.
+
+    The changed token is in one rank's slice, the document and its neighbours in several. Without experts nothing may
+    change by a bit; with experts other tokens share a matrix product with the changed one, so rounding may.
+    """
+    attention.register()
+    state = cases_sequence.state_of(sp=sp)
+    model = build(name, generated=True, attention_name=attention_name).eval()
+    start, end = DOCUMENTS[2], DOCUMENTS[3]
+    changed_at = start + 1
+
+    def logits(change: bool) -> Tensor:
+        whole = global_batch(0, True)
+        ids = whole["input_ids"][:1].clone()
+        if change:
+            ids[0, changed_at] = (ids[0, changed_at] + 1) % VOCABULARY
+        inputs = {"input_ids": ids, "position_ids": positions(True)[None]}
+        mine = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank)
+        with torch.no_grad(), parallel.using(state):
+            own = model(**mine).logits
+        return collectives.all_gather(own, state.sp_group, dim=1, operation="test")
+
+    before, after = logits(False), logits(True)
+    bound = 1e-5 * float(before.abs().max()) if any("expert" in key for key, _ in model.named_parameters()) else 0.0
+    differs = ((before - after).abs() > bound).any(dim=-1)[0]
+    outside = torch.ones(LENGTH, dtype=torch.bool)
+    outside[start:end] = False
+    assert not differs[outside].any(), f"outputs of other documents changed at {torch.nonzero(differs & outside)}"
+    assert differs[changed_at:end].all(), "the document itself did not change"
+    assert not differs[start:changed_at].any(), "earlier tokens of the document changed"
+
+
+def frozen_parameters_stay(name: str) -> None:
+    """With embeddings and one layer's attention frozen, the other gradients are those of the whole model."""
+    attention.register()
+    state = cases_sequence.state_of(sp=2, ep=2)
+    model = build(name, generated=True, attention_name="patchgen_eager")
+    frozen = [key for key, _ in model.named_parameters() if "embed_tokens" in key or "layers.0.self_attn" in key]
+    for key in frozen:
+        model.get_parameter(key).requires_grad_(False)
+    sharding.shard_model(model, state)
+    _one_backward(model, state)
+    assert all(model.get_parameter(key).grad is None for key in frozen)
+    own = {key: _whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    if dist.get_rank() == 0:
+        expected = reference(name, False, 1)[1]
+        assert set(own) == set(expected) - set(frozen)
+        worst = max(difference(own[key], expected[key]) for key in own)
+        assert worst < 1e-5, worst
+
+
+def half_precision_is_near(name: str, **options) -> tuple[float, float]:
+    """Loss and norm in bf16 with fp32 parameters and reduction, relative to fp32 in one process."""
+    attention.register()
+    state = cases_sequence.state_of(sp=2, ep=2)
+    model = build(name, generated=True, attention_name="patchgen_eager")
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, **options))
+    total = _one_backward(model, state)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+    norm = float(gradients.norm(model.parameters()))
+    if dist.get_rank() != 0:
+        return 0.0, 0.0
+    losses, _, norms, _ = reference(name, False, 1)
+    return abs(total - losses[0]) / losses[0], abs(norm - norms[0]) / norms[0]
+
+
+def every_token_goes_to_the_same_experts(name: str) -> None:
+    """A router of zeros: the first experts get all tokens, the last rank's experts none, in model and reference."""
+    attention.register()
+    state = cases_sequence.state_of(ep=dist.get_world_size())
+
+    def even(model):
+        with torch.no_grad():
+            for key, parameter in model.named_parameters():
+                if key.endswith("mlp.gate.weight"):
+                    parameter.zero_()
+        return model
+
+    model = even(build(name, generated=True, attention_name="patchgen_eager"))
+    sharding.shard_model(model, state)
+    total = _one_backward(model, state)
+    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+    if dist.get_rank() == 0:
+        alone = even(build(name, generated=False, attention_name="eager"))
+        whole = global_batch(0, False)
+        items = (whole["labels"][:, 1:] != batch.IGNORED).sum()
+        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
+        value.backward()
+        assert abs(total - float(value.detach())) < 1e-5 * float(value.detach())
+        expected = {key: parameter.grad for key, parameter in alone.named_parameters()}
+        unused = [key for key in expected if "experts" in key and float(expected[key][-1].abs().max()) == 0]
+        assert unused, "every expert got tokens: the case does not test what it says"
+        worst = max(difference(own[key], expected[key]) for key in own)
+        assert worst < 1e-5, worst
+
+
+def _one_backward(model, state) -> float:
+    inputs = own_part(0, False, state, 0, 1)
+    items = loss.count_items([inputs], "cpu")
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    return float(total)
+
+
+def padded_rows_agree(name: str, sp: int) -> None:
+    """Rows padded left and right, over slices, against upstream's eager attention on the same mask."""
+    attention.register()
+    state = cases_sequence.state_of(sp=sp)
+    whole = global_batch(0, False)
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    mask[0, :5] = 0
+    mask[1, -9:] = 0
+    mask[2, :1] = 0
+    # What stands before the first token of a row is padding: it sees nothing, so nobody may ask it for that token.
+    counts = mask.bool() & torch.cat([torch.zeros(ROWS, 1, dtype=torch.bool), mask[:, :-1].bool()], dim=1)
+    whole["labels"] = whole["labels"].masked_fill(~counts, batch.IGNORED)
+    whole |= {"attention_mask": mask, "position_ids": torch.arange(LENGTH).expand(ROWS, -1)}
+    model = sharding.shard_model(build(name, generated=True, attention_name="patchgen_sdpa"), state)
+    rows = torch.arange(ROWS).chunk(state.config.num_batches)[state.batch_index]
+    inputs = batch.slice_batch({k: v[rows] for k, v in whole.items()}, sp=state.sp, sp_rank=state.sp_rank)
+    items = loss.count_items([inputs], "cpu")
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}
+    if dist.get_rank() == 0:
+        alone = build(name, generated=False, attention_name="eager")
+        value = alone(**whole, num_items_in_batch=items, use_cache=False).loss
+        value.backward()
+        assert abs(float(total) - float(value.detach())) < 1e-5 * float(value.detach()), (total, value)
+        found = {key: difference(own[key], parameter.grad) for key, parameter in alone.named_parameters()}
+        assert max(found.values()) < 1e-5, {key: error for key, error in found.items() if error > 1e-5}

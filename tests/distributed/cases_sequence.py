@@ -1,0 +1,109 @@
+"""What each rank does in the tests of sequence parallelism; see test_sequence.py."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from patchgen.runtime import attention, parallel
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.parallel import ParallelConfig, sequence
+from patchgen.runtime.parallel.state import ParallelState
+
+
+@cache
+def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, expert_capacity: int | None = None) -> ParallelState:
+    """One state per configuration and process: meshes make process groups, which are never freed."""
+    config = ParallelConfig.for_world(dist.get_world_size(), dp_replicate=dp_replicate, sp=sp, ep=ep)
+    return ParallelState.create(config, "cpu", expert_capacity=expert_capacity)
+
+
+def exchange_round_trip() -> None:
+    """Heads scattered and gathered again are the same tensor, and so is the gradient; the head slices are right."""
+    size = dist.get_world_size()
+    state = state_of(sp=size)
+    torch.manual_seed(0)
+    B, S, D = 2, 4 * size, 3
+    whole = [torch.randn(B, S, 2 * size, D), torch.randn(B, S, size, D + 2), torch.randn(B, S, size, 1).bfloat16()]
+    mine = [t.chunk(size, dim=1)[state.sp_rank].clone().requires_grad_() for t in whole]
+    scattered = sequence.scatter_heads(mine, state, operation="test")
+    for got, full in zip(scattered, whole, strict=True):
+        torch.testing.assert_close(got, full.chunk(size, dim=2)[state.sp_rank], rtol=0, atol=0)
+    weights = torch.randn(B, S, 2 * size, D)
+    back = sequence.gather_heads(scattered[0], state, operation="test")
+    torch.testing.assert_close(back, mine[0], rtol=0, atol=0)
+    (back * weights.chunk(size, dim=1)[state.sp_rank]).sum().backward()
+    torch.testing.assert_close(mine[0].grad, weights.chunk(size, dim=1)[state.sp_rank], rtol=0, atol=0)
+
+
+class AttentionModule(nn.Module):
+    """What transformers hands to an attention function as `module`."""
+
+    is_causal = True
+
+
+def attention_agrees(name: str, heads: tuple[int, int], head_sizes: tuple[int, int], packed: bool, **options) -> None:
+    """One backend over slices against the same backend over the whole sequence: outputs and all gradients.
+
+    Torch has no backward of flex attention on the CPU: there, outputs only.
+    """
+    differentiable = name != "patchgen_flex_attention"
+    size = dist.get_world_size()
+    state = state_of(sp=size)
+    N_q, N_k = heads
+    D, D_v = head_sizes
+    B, S = (1, 24) if packed else (2, 16)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    whole = [normal(B, N_q, S, D), normal(B, N_k, S, D), normal(B, N_k, S, D_v)]
+    direction = normal(B, S, N_q, D_v)
+    arguments = dict(options)
+    if arguments.pop("with_sinks", False):
+        arguments["s_aux"] = normal(N_q)
+    if packed:
+        arguments |= {"cu_seq_lens_q": torch.tensor([0, 5, 6, 19, 24], dtype=torch.int32), "max_length_q": 13}
+    call = attention.attention_function(name, BACKENDS[name])
+
+    def run(states, weights, with_state):
+        inputs = [t.detach().clone().requires_grad_(differentiable) for t in states]
+        extra = {k: v.clone().requires_grad_() if k == "s_aux" else v for k, v in arguments.items()}
+        with parallel.using(with_state):
+            out, _ = call(AttentionModule(), *inputs, None, **extra)
+        if differentiable:
+            (out * weights).sum().backward()
+        sink_gradient = extra["s_aux"].grad if "s_aux" in extra else torch.zeros(())
+        return out.detach(), [t.grad for t in inputs], sink_gradient
+
+    expected, expected_gradients, expected_sinks = run(whole, direction, None)
+    rank = state.sp_rank
+    got, gradients, sinks = run([t.chunk(size, dim=2)[rank] for t in whole], direction.chunk(size, dim=1)[rank], state)
+    torch.testing.assert_close(got, expected.chunk(size, dim=1)[rank], rtol=1e-5, atol=1e-6)
+    for gradient, full in zip(gradients, expected_gradients, strict=True):
+        if not differentiable:
+            break
+        torch.testing.assert_close(gradient, full.chunk(size, dim=2)[rank], rtol=1e-5, atol=1e-6)
+    dist.all_reduce(sinks)
+    torch.testing.assert_close(sinks, expected_sinks, rtol=1e-5, atol=1e-6)
+
+
+def towers_that_were_not_sliced_are_refused() -> None:
+    """Every rank holds the whole input of a tower, with the lengths of the whole."""
+    state = state_of(sp=dist.get_world_size())
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    states = torch.randn(1, 4, 8, 8)
+    lengths = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with parallel.using(state):
+        try:
+            call(AttentionModule(), states, states, states, None, is_causal=False, cu_seq_lens_q=lengths)
+        except ValueError as error:
+            assert "was handed lengths of 8 tokens for a gathered sequence of 16" in str(error), error
+        else:
+            raise AssertionError("a tower that was not sliced was accepted")
+        with parallel.using(None):
+            call(AttentionModule(), states, states, states, None, is_causal=False, cu_seq_lens_q=lengths)

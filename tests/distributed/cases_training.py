@@ -1,0 +1,183 @@
+"""What each rank does in the tests of norms, losses, reports and stalls; see test_training.py."""
+
+from __future__ import annotations
+
+import time
+
+import cases_models
+import cases_sequence
+import torch
+import torch.distributed as dist
+
+from patchgen.runtime import attention, ops, parallel, seams
+from patchgen.runtime.parallel import gradients, loss, report, sharding, watch
+from patchgen.runtime.parallel.expert_load import ExpertLoad
+from patchgen.runtime.parallel.selfcheck import require_sliceable
+
+
+def _model(name: str = "qwen3_moe", **layout):
+    attention.register()
+    state = cases_sequence.state_of(**layout)
+    model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
+    return sharding.shard_model(model, state), state
+
+
+def norm_is_one_number(**layout) -> None:
+    """Of gradients that are known: parameter i has gradient i + 1 in every element, experts scaled by their number."""
+    model, _ = _model(**layout)
+    square = 0.0
+    for place, (_, parameter) in enumerate(model.named_parameters()):
+        parameter.grad = torch.full_like(parameter, float(place + 1))
+        square += (place + 1) ** 2 * parameter.numel()  # a DTensor's numel is the whole tensor's
+    expected = square**0.5
+    total = gradients.norm(model.parameters())
+    assert abs(float(total) - expected) < 1e-5 * expected, (float(total), expected)
+    before = gradients.clip(model, max_norm=expected / 2)
+    assert abs(float(before) - expected) < 1e-5 * expected
+    assert abs(float(gradients.norm(model.parameters())) - expected / 2) < 1e-4 * expected
+
+
+def nonfinite_gradient_is_named(rank_with_nan: int, policy: str) -> None:
+    """One rank's shard of one parameter is not a number: all ranks name it and decide alike."""
+    model, _ = _model(ep=2)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    name = "model.layers.1.mlp.experts.down_proj"
+    if dist.get_rank() == rank_with_nan:
+        dict(model.named_parameters())[name].grad.to_local().view(-1)[0] = float("nan")
+    total = gradients.norm(model.parameters())
+    if policy == "skip":
+        assert not gradients.accept(model, total, on_nonfinite="skip")
+        assert gradients.first_nonfinite(model) == name
+        return
+    try:
+        gradients.accept(model, total, on_nonfinite="stop")
+    except gradients.NonFiniteGradient as error:
+        assert name in str(error), error
+    else:
+        raise AssertionError("a NaN was accepted")
+
+
+def labels_without_shift_are_shifted_over_ranks() -> None:
+    """A model that gets a slice of unshifted labels computes the loss of the whole sequence."""
+    size = dist.get_world_size()
+    state = cases_sequence.state_of(sp=size)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, 8 * size, 4, generator=generator)
+    labels = torch.randint(0, 4, (2, 8 * size), generator=generator)
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    expected = ForCausalLMLoss(hidden, labels, vocab_size=4)
+    mine = hidden.chunk(size, dim=1)[state.sp_rank].contiguous()
+    for own_labels in (labels.chunk(size, dim=1)[state.sp_rank], labels):
+        with parallel.using(state):
+            _, share = ops.causal_lm_loss(lambda x: x, mine, own_labels, loss_function=ForCausalLMLoss, vocab_size=4)
+        dist.all_reduce(share)
+        torch.testing.assert_close(share, expected)
+
+
+def padding_counts_in_no_router_mean() -> None:
+    """Router means of ranks with unlike numbers of tokens that count, one of them with none."""
+    state = cases_sequence.state_of()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(world, 6, 4, generator=generator)
+    mask = torch.zeros(world, 6)
+    for row in range(1, world):
+        mask[row, : row + 1] = 1
+
+    def means(rows, weights):
+        share = rows.softmax(-1)
+        count = torch.nn.functional.one_hot(share.argmax(-1), 4).float()
+        weights = weights.reshape(-1, 1)
+        return (count * weights).sum(0) / weights.sum(), (share * weights).sum(0) / weights.sum()
+
+    whole = logits.clone().requires_grad_()
+    tokens, probabilities = means(whole.flatten(0, 1), mask.view(-1))
+    (tokens * probabilities).sum().backward()
+    mine = logits[rank].clone().requires_grad_()
+    local = means(mine, mask[rank])
+    with parallel.using(state):
+        got_tokens, share = ops.router_means(*local, (mine,), mask[rank : rank + 1])
+    torch.testing.assert_close(got_tokens, tokens.detach())
+    (got_tokens * share).sum().backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, probabilities.detach())
+    expected = whole.grad[rank]
+    torch.testing.assert_close(torch.nan_to_num(mine.grad), expected, rtol=1e-5, atol=1e-7)
+
+
+def report_reads_live_modules() -> str:
+    model, state = _model(sp=2, ep=2)
+    with seams.using(fused_moe="torch"):
+        text = report.describe(model, state, {"fused_moe": "torch"})
+        try:
+            report.describe(model, state, {"causal_lm_loss": "chunked"})
+        except ValueError as error:
+            assert "'eager' serves it" in str(error), error
+        else:
+            raise AssertionError("an implementation that does not serve was accepted")
+    return text
+
+
+def report_refuses_a_seam_that_nothing_uses() -> None:
+    model, state = _model("qwen3")
+    with seams.using(fused_moe="torch"):
+        try:
+            report.describe(model, state, {"fused_moe": "torch"})
+        except ValueError as error:
+            assert "no module of this model calls that seam" in str(error), error
+        else:
+            raise AssertionError("an inactive seam was accepted")
+
+
+def load_is_counted_over_ranks() -> None:
+    model, state = _model(sp=2, ep=2)
+    load = ExpertLoad(model)
+    micro = [cases_models.own_part(0, False, state, 0, 1)]
+    with parallel.using(state), loss.step(loss.count_items(micro, "cpu")):
+        model(**micro[0])
+    counts = load.read()
+    assert sorted(counts) == [f"model.layers.{layer}.mlp.experts" for layer in range(2)]
+    slots = cases_models.ROWS * cases_models.LENGTH * 2
+    assert all(int(count.sum()) == slots for count in counts.values()), counts
+    assert load.read() == {}
+
+
+def stalled_exchange_is_reported() -> str:
+    """Rank 1 comes late to a collective; rank 0 says where it waits."""
+    messages: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with watch.Watch(model, timeout=1.0, on_stall=messages.append):
+        if dist.get_rank() == 0:
+            model(torch.zeros(1, 2))
+            with watch.operation("exchange q, k and v of TestAttention"):
+                dist.barrier()
+        else:
+            for _ in range(10):  # progress, so that only rank 0 stalls
+                model(torch.zeros(1, 2))
+                time.sleep(0.3)
+            dist.barrier()
+    return messages[0] if messages else ""
+
+
+def sliceable_models_pass_and_others_are_refused() -> float:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model, state = _model("qwen3_next", sp=2, ep=2)
+    worst = require_sliceable(model, state, vocab_size=cases_models.VOCABULARY)
+    torch.manual_seed(0)
+    config = MambaConfig(vocab_size=61, hidden_size=16, num_hidden_layers=2, state_size=4, use_cache=False)
+    scan = MambaForCausalLM._from_config(config)
+    with torch.no_grad():
+        for parameter in scan.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
+    state = cases_sequence.state_of(sp=2)
+    sharding.shard_model(scan, state)
+    try:
+        require_sliceable(scan, state, vocab_size=61)
+    except ValueError as error:
+        assert "MambaForCausalLM on slices of a sequence (sp=2) computes other logits" in str(error), error
+        return worst
+    raise AssertionError("a state-space scan over slices was accepted")

@@ -1,0 +1,29 @@
+"""Expert parallelism on real ranks: experts over all ranks against all experts in one process."""
+
+from __future__ import annotations
+
+import cases_experts as cases
+import pytest
+
+KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_over_ranks_equal_experts_in_one_process(kind, world, two_ranks, four_ranks):
+    pool = two_ranks if world == 2 else four_ranks
+    pool.run(cases.agrees, kind, num_experts=8, biased=kind == "uneven")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bound_that_holds_changes_nothing(kind, four_ranks):
+    four_ranks.run(cases.agrees, kind, num_experts=8, capacity=100)
+
+
+def test_rows_over_the_bound_are_left_out_and_counted(two_ranks):
+    two_ranks.run(cases.capacity_drops_and_counts)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_does_not_exchange_sizes_again(mode, two_ranks):
+    assert two_ranks.run(cases.recomputation_exchanges_no_sizes, mode) == [1, 1]

@@ -1,0 +1,37 @@
+"""Sequence parallelism on real ranks: slices of a sequence against the whole sequence on one."""
+
+from __future__ import annotations
+
+import cases_sequence as cases
+import pytest
+
+ATTENTION = [
+    # name, (query heads, key heads), (head size, value head size), packed, options
+    pytest.param("patchgen_eager", (4, 4), (8, 8), False, {}, id="eager"),
+    pytest.param("patchgen_eager", (8, 2), (8, 8), True, {}, id="eager-packed-few-keys"),
+    pytest.param("patchgen_eager", (4, 1), (8, 8), True, {"sliding_window": 3, "with_sinks": True}, id="eager-sinks"),
+    pytest.param("patchgen_eager", (4, 2), (8, 8), True, {"softcap": 2.0, "is_causal": False}, id="eager-cap-full"),
+    pytest.param("patchgen_sdpa", (4, 2), (8, 8), False, {}, id="sdpa"),
+    pytest.param("patchgen_sdpa", (12, 6), (8, 8), True, {"scaling": 0.3}, id="sdpa-six-keys"),
+    pytest.param("patchgen_sdpa", (4, 4), (12, 8), True, {"sliding_window": 4}, id="sdpa-latent-window"),
+    pytest.param("patchgen_flex_attention", (4, 2), (8, 8), True, {"softcap": 2.0}, id="flex-cap"),
+    pytest.param("patchgen_flex_attention", (4, 1), (8, 8), True, {"sliding_window": 3}, id="flex-window"),
+]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_exchange_round_trip(world, two_ranks, four_ranks):
+    (two_ranks if world == 2 else four_ranks).run(cases.exchange_round_trip)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize(("name", "heads", "head_sizes", "packed", "options"), ATTENTION)
+def test_attention_over_slices_equals_attention_over_the_whole(
+    name, heads, head_sizes, packed, options, world, two_ranks, four_ranks
+):
+    pool = two_ranks if world == 2 else four_ranks
+    pool.run(cases.attention_agrees, name, heads, head_sizes, packed, **options)
+
+
+def test_towers_that_were_not_sliced_are_refused(two_ranks):
+    two_ranks.run(cases.towers_that_were_not_sliced_are_refused)

@@ -1,0 +1,85 @@
+"""Norms, clipping, losses, non-finite gradients, reports and stalls on real ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cases_training as cases
+import pytest
+import torch
+
+from patchgen.runtime.parallel import watch
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"ep": 2}, {"ep": 4}, {"dp_replicate": 2}, {"dp_replicate": 2, "ep": 2}, {"sp": 2, "ep": 4}],
+    ids=str,
+)
+def test_the_norm_is_one_number_over_all_meshes(layout, four_ranks):
+    four_ranks.run(cases.norm_is_one_number, **layout)
+
+
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, policy, four_ranks):
+    four_ranks.run(cases.nonfinite_gradient_is_named, rank, policy)
+
+
+def test_unshifted_labels_of_a_slice(two_ranks, four_ranks):
+    two_ranks.run(cases.labels_without_shift_are_shifted_over_ranks)
+    four_ranks.run(cases.labels_without_shift_are_shifted_over_ranks)
+
+
+def test_router_means_with_padding_and_a_rank_without_tokens(four_ranks):
+    four_ranks.run(cases.padding_counts_in_no_router_mean)
+
+
+def test_the_report_reads_live_modules(two_ranks):
+    text = two_ranks.run(cases.report_reads_live_modules)[0]
+    assert "Qwen3MoeForCausalLM on 2 ranks: dp_replicate 1 x dp_shard 1 x sp 2, ep 2" in text
+    assert "patchgen_eager around an exchange of heads over sp 2" in text
+    assert "2 Qwen3MoeAttention" in text
+    assert "torch, tokens exchanged over ep 2" in text
+    assert "2 Qwen3MoeExperts" in text
+    assert "divided over fsdp 2" in text
+
+
+def test_the_report_refuses_a_seam_that_nothing_uses(two_ranks):
+    two_ranks.run(cases.report_refuses_a_seam_that_nothing_uses)
+
+
+def test_a_model_that_cannot_run_on_slices_is_refused(two_ranks):
+    assert max(two_ranks.run(cases.sliceable_models_pass_and_others_are_refused)) < 1e-5
+
+
+def test_expert_load_counts_every_slot(two_ranks):
+    two_ranks.run(cases.load_is_counted_over_ranks)
+
+
+def test_a_stall_names_rank_module_and_operation(two_ranks):
+    message, other = two_ranks.run(cases.stalled_exchange_is_reported)
+    assert "rank 0: module 0, operation exchange q, k and v of TestAttention" in message
+    assert other == ""
+
+
+def test_the_watch_knows_the_module_of_the_backward():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    seen = []
+    with watch.Watch(model, timeout=60.0):
+        out = model(torch.ones(1, 2))
+        model[0].weight.register_hook(lambda _: seen.append(watch.describe()))
+        out.sum().backward()
+    assert seen == ["rank 0: module 0 (backward), operation its forward or backward (no exchange of ours)"]
+
+
+def test_a_stall_ends_the_process():
+    code = (
+        "import time, torch; from patchgen.runtime.parallel import watch\n"
+        "with watch.Watch(torch.nn.Linear(1, 1), timeout=0.5), watch.operation('wait for nobody'): time.sleep(60)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50)
+    assert done.returncode == watch.EXIT_STATUS
+    assert "operation wait for nobody" in done.stderr
+    assert "Thread" in done.stderr

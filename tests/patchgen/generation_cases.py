@@ -1,0 +1,77 @@
+"""What the generator's tests share: upstream objects of a given text, edits that must apply, the hits of a run."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+
+from patchgen import pipeline, source, upstream
+from patchgen.anatomy import Anatomy, study
+from patchgen.errors import EmissionError, PassMismatch
+from patchgen.model_configs import ModelConfig
+from patchgen.passes.base import Outcome, Pass
+from patchgen.upstream import ConfigClass, SubConfig, Upstream
+
+EXAMPLE_CONFIGS = {
+    "ExampleConfig": ConfigClass("ExampleConfig", "example", {"text_config": SubConfig("ExampleTextConfig")}),
+    "ExampleTextConfig": ConfigClass("ExampleTextConfig", "example_text"),
+}
+
+
+def written(text: str, **facts: object) -> Upstream:
+    """An upstream file of that text, as if it stood in transformers/models/example."""
+    facts.setdefault("configs", EXAMPLE_CONFIGS)
+    return Upstream(
+        model="example",
+        text=textwrap.dedent(text),
+        origin="a test",
+        version=None,
+        module="transformers.models.example.modeling_example",
+        path="transformers/models/example/modeling_example.py",
+        **facts,
+    )
+
+
+def applied(kind: Pass, text: str, **facts: object) -> Outcome:
+    """The outcome of one pass on a text."""
+    origin = written(text, **facts)
+    module = source.parse(origin.text, origin.path)
+    return kind.apply(module, study(module, origin))
+
+
+def anatomy_of(text: str, **facts: object) -> Anatomy:
+    origin = written(text, **facts)
+    return study(source.parse(origin.text, origin.path), origin)
+
+
+def edited(origin: Upstream, *edits: tuple[str, str]) -> Upstream:
+    """The upstream with its text edited; an edit whose text is not there would test nothing, so it is an error."""
+    text = origin.text
+    for old, new in edits:
+        assert old in text, f"the edit does not apply to {origin.path}: {old!r}"
+        text = text.replace(old, new)
+    assert text != origin.text
+    return replace(origin, text=text)
+
+
+def hits_of(generated: pipeline.Generated) -> dict[str, tuple[int, int]]:
+    """Pass -> (hits, sites that upstream serves)."""
+    return {step.name: (len(step.outcome.hits), len(step.outcome.upstream)) for step in generated.steps}
+
+
+def default_config(model: str) -> ModelConfig:
+    """A config that states nothing, so that a test sees what the passes themselves notice."""
+    roots = {"qwen3_omni_moe": ("Qwen3OmniMoeThinkerForConditionalGeneration",)}
+    return ModelConfig(model=model, roots=roots.get(model, ()))
+
+
+def refused_or_hits(origin: Upstream, config: ModelConfig | None = None) -> dict[str, tuple[int, int]] | Exception:
+    """The hits, or the refusal: a pass that missed, or a result that would not stand alone."""
+    try:
+        return hits_of(pipeline.generate(origin, config))
+    except (PassMismatch, EmissionError) as error:
+        return error
+
+
+def load(model: str) -> Upstream:
+    return upstream.load(model)

@@ -1,0 +1,208 @@
+"""The command line: each command once, what bad input gets, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from patchgen import model_configs, pipeline, provenance, upstream
+from patchgen.cli import app
+from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
+
+COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
+MODEL = "qwen3"
+
+
+def invoke(*arguments: str):
+    """Runs a command in this process; an error for the user is raised."""
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of generated models with one in it."""
+    root = tmp_path / "generated_models"
+    shutil.copytree(provenance.generated_root() / MODEL, root / MODEL)
+    monkeypatch.setattr(provenance, "generated_root", lambda: root)
+    invoke("generate", MODEL, "--force")
+    return root
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_has_an_example(command: str):
+    result = invoke(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example: patchgen {command}" in result.output
+
+
+def test_the_commands_are_these():
+    assert set(typer.main.get_command(app).commands) == set(COMMANDS)
+
+
+def test_generate_writes_three_files_and_a_second_run_changes_none(tmp_path: Path):
+    result = invoke("generate", MODEL, "--output", str(tmp_path))
+    assert sorted(p.name for p in (tmp_path / MODEL).iterdir()) == [
+        f"modeling_{MODEL}.diff",
+        f"modeling_{MODEL}.py",
+        "provenance.json",
+    ]
+    assert "fused_loss" in result.output
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / MODEL).iterdir()}
+    assert "nothing changed" in invoke("generate", MODEL, "--output", str(tmp_path)).output
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / MODEL).iterdir()} == before
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path):
+    assert "nothing written" in invoke("generate", MODEL, "--output", str(tmp_path), "--dry-run").output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_models_get_a_line_each(tmp_path: Path):
+    output = invoke("generate", "llama", MODEL, "--output", str(tmp_path)).output
+    assert f"{MODEL}: " in output and "llama: " in output
+
+
+def test_generate_from_a_file(tmp_path: Path):
+    source = tmp_path / "modeling_own.py"
+    source.write_text(upstream.load(MODEL).text)
+    invoke("generate", "own", "--source", str(source), "--output", str(tmp_path / "out"))
+    assert "ops.causal_lm_loss(" in (tmp_path / "out" / "own" / "modeling_own.py").read_text()
+
+
+def test_check_names_the_line_of_a_changed_character(models: Path):
+    assert invoke("check").exit_code == 0
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    lines = path.read_text().splitlines(keepends=True)
+    lines[99] = lines[99][:-1] + " \n"
+    path.write_text("".join(lines))
+    result = invoke("check", MODEL)
+    assert result.exit_code == 1
+    assert f"modeling_{MODEL}.py:100" in result.output.replace("\n", "")
+
+
+@pytest.mark.parametrize("name", [f"modeling_{MODEL}.diff", "provenance.json"])
+def test_check_sees_the_other_files_too(models: Path, name: str):
+    path = models / MODEL / name
+    path.write_text(path.read_text().replace("qwen3", "qwen4", 1))
+    assert invoke("check", MODEL).exit_code == 1
+
+
+def test_check_without_models_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(provenance, "generated_root", lambda: tmp_path)
+    with pytest.raises(PatchgenError):
+        invoke("check")
+    with pytest.raises(UpstreamNotFound):
+        invoke("generate", "--all")
+
+
+def test_check_of_a_model_that_is_not_committed_is_an_error(models: Path):
+    with pytest.raises(PatchgenError, match="llama"):
+        invoke("check", "llama")
+
+
+def test_check_reports_a_stray_folder(models: Path):
+    (models / "stray").mkdir()
+    (models / "stray" / "modeling_stray.py").write_text("x = 1\n")
+    result = invoke("check")
+    assert result.exit_code == 1 and "stray" in result.output
+
+
+def test_an_edited_file_is_not_overwritten_without_force(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_text(path.read_text() + "# mine\n")
+    with pytest.raises(StaleFile, match="--force"):
+        invoke("generate", MODEL)
+    assert path.read_text().endswith("# mine\n")
+    invoke("generate", MODEL, "--force")
+    assert not path.read_text().endswith("# mine\n")
+
+
+def test_a_crash_leaves_the_old_file_whole(models: Path, monkeypatch: pytest.MonkeyPatch):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_text("# old\n")
+
+    def crash(*_: object) -> None:
+        raise OSError("power cut")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="power cut"):
+        invoke("generate", MODEL, "--force")
+    assert path.read_text() == "# old\n"
+    assert not list((models / MODEL).glob("*.tmp"))
+
+
+def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
+    command = [sys.executable, "-m", "patchgen.cli", "generate", MODEL, "--output", str(tmp_path)]
+    runs = [subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [(run.wait(), run.stderr.read()) for run in runs] == [(0, b""), (0, b"")]
+    generated = pipeline.generate(upstream.load(MODEL))
+    assert {p.name: p.read_text() for p in (tmp_path / MODEL).iterdir()} == generated.files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["generate"], UpstreamNotFound, "No model was named"),
+        (["generate", "qwen3_mo"], UpstreamNotFound, "Nearest: .*, .*, "),
+        (["generate", MODEL, "--source", "no_such.py"], UpstreamNotFound, "no file no_such.py"),
+        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "no transformers version"),
+        (["explain", "fused_los"], UpstreamNotFound, "fused_loss"),
+        (["inspect", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
+        (["new", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
+        (["new", "gpt-neo"], ConfigError, "cannot name a Python file"),
+        (["new", MODEL], ConfigError, "exists"),
+        (["sweep", "--family", "speech"], ConfigError, "text"),
+        (["verify"], UpstreamNotFound, "No model was named"),
+    ],
+)
+def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        invoke(*arguments)
+
+
+def test_a_source_that_does_not_parse_is_named_by_its_place(tmp_path: Path):
+    (tmp_path / "modeling_own.py").write_text("x = 1\ndef f(:\n")
+    with pytest.raises(SourceSyntaxError, match=r"modeling_own\.py:2:\d+"):
+        invoke("generate", "own", "--source", str(tmp_path))
+
+
+def test_errors_for_the_user_come_without_a_traceback():
+    command = [sys.executable, "-m", "patchgen.cli", "generate", "qwen3_mo"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("patchgen: ") and "Traceback" not in result.stderr
+
+
+def test_looking_at_models_and_passes():
+    assert "fused_loss" in invoke("diff", MODEL).output
+    assert "mixer_sp" in invoke("explain").output
+    explained = invoke("explain", "router_loss").output
+    assert "before" in explained and "ops.router_means" in explained
+    assert "apply_rotary_pos_emb  (upstream line" in invoke("explain", MODEL).output
+    inspected = invoke("inspect", MODEL).output
+    assert "causal head" in inspected and "CONFIG = ModelConfig(" in inspected
+    assert MODEL in invoke("list").output
+
+
+def test_new_writes_a_config_that_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(model_configs, "__file__", str(tmp_path / "__init__.py"))
+    invoke("new", "olmoe")
+    namespace: dict = {}
+    exec((tmp_path / "olmoe.py").read_text(), namespace)
+    assert namespace["CONFIG"].expect["fused_experts"] == 1
+    pipeline.generate(upstream.load("olmoe"), namespace["CONFIG"])
+
+
+def test_upgrade_to_the_same_release_reports_no_change(models: Path):
+    result = invoke("upgrade", MODEL)
+    assert result.exit_code == 0 and "no class or function changed" in result.output

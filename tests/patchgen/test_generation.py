@@ -1,0 +1,170 @@
+"""Generation as a whole: what it leaves alone, that it is repeatable, light, and gives a file that stands alone."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from generation_cases import hits_of, load
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from patchgen import emit, model_configs, pipeline, source
+from patchgen.errors import EmissionError, PassMismatch
+from patchgen.model_configs import ModelConfig, config_for
+
+COMMITTED = ("qwen3_moe", "qwen3_omni_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", "llama", "qwen3_next")
+OTHERS = ("qwen3_vl", "olmoe", "gemma3", "granite", "qwen2_moe", "glm4_moe", "phi3", "cohere")
+
+
+def run(code: str, *arguments: str, **environment: str) -> str:
+    """Runs code in a fresh interpreter and gives what it prints."""
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def touched(generated: pipeline.Generated) -> set[str]:
+    """The classes and functions that a hit lies in, or from which prune removed a mention."""
+    sites = {hit.site.split(".")[0] for step in generated.steps for hit in step.outcome.hits}
+    dropped = {hit.site for step in generated.steps if step.name == "prune" for hit in step.outcome.hits}
+    original = source.parse(generated.upstream.text)
+    mentions = {block.name for block in original if block.name and any(name in block.text for name in dropped)}
+    imports = {block.name for block in original if block.name and re.search(r"^\s+from \.", block.text, re.MULTILINE)}
+    return sites | mentions | imports
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(model=st.sampled_from((*COMMITTED, *OTHERS)))
+def test_code_outside_the_sites_keeps_its_bytes(model: str):
+    """Blocks without a hit are upstream's, byte for byte, in upstream's order; in the others, every line that is not
+    marked, inserted below a mark, or changed by a hit is upstream's too."""
+    generated = pipeline.generate(load(model))
+    original = source.parse(generated.upstream.text)
+    after = source.parse(generated.text)
+    names = [block.name for block in after if block.name]
+    assert names == [block.name for block in original if block.name in set(names)]
+    changed = touched(generated)
+    for block in after:
+        if block.name and block.name not in changed:
+            assert block.text.strip("\n") == original.block(block.name).text.strip("\n")
+    plain = [b.text.strip() for b in original if not b.name and not b.is_import and "__all__" not in b.binds]
+    kept = [b.text.strip() for b in after if not b.name and not b.is_import and "__all__" not in b.binds]
+    assert [text for text in kept if text in plain] == [text for text in plain if text in kept]
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_the_diff_is_what_changed_and_is_short(model: str):
+    generated = pipeline.generate(load(model))
+    assert emit.changed_lines(generated.diff) <= 150
+    removed = [line[1:] for line in generated.diff.splitlines() if line.startswith("-") and not line.startswith("---")]
+    assert not any(line.startswith("class ") for line in removed)
+    assert "ForTokenClassification" in generated.diff.split("--- ")[0]
+
+
+def test_an_omni_model_is_standalone_and_has_its_thinker_only():
+    generated = pipeline.generate(load("qwen3_omni_moe"))
+    tree = ast.parse(generated.text)
+    classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    assert not [name for name in classes if "Talker" in name or "Code2Wav" in name or "Vocoder" in name]
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    assert not re.search(r"Auto\w*\._?from_config", generated.text)
+    assert "Talker" not in json.dumps(json.loads(generated.provenance)["passes"][-3]["hits"])
+    assert emit.changed_lines(generated.diff) <= 500
+    own = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("patchgen")}
+    assert own == {"patchgen.runtime"}
+
+
+BLOCKED = """
+import importlib.util, sys
+sys.modules["patchgen.passes"] = None
+spec = importlib.util.spec_from_file_location("generated", sys.argv[1])
+module = sys.modules["generated"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module.Qwen3OmniMoeThinkerForConditionalGeneration.__name__)
+"""
+
+
+def test_a_generated_file_imports_without_the_passes(tmp_path: Path):
+    pytest.importorskip("torch")
+    path = tmp_path / "modeling_qwen3_omni_moe.py"
+    path.write_text(pipeline.generate(load("qwen3_omni_moe")).text)
+    assert "Qwen3OmniMoeThinkerForConditionalGeneration" in run(BLOCKED, str(path))
+
+
+HASHES = """
+import hashlib, sys
+from patchgen import pipeline, upstream
+for model in ("qwen3_moe", "qwen3_next", "qwen3_vl"):
+    for name, text in sorted(pipeline.generate(upstream.load(model)).files.items()):
+        print(name, hashlib.sha256(text.encode()).hexdigest())
+print([name for name in sys.modules if name.split(".")[0] in ("torch", "transformers", "numpy", "triton")])
+print([name for name in sys.modules if name.startswith(("patchgen.runtime", "patchgen.kernels"))])
+"""
+
+
+def test_output_is_the_same_in_every_process_and_needs_no_torch():
+    first, second = run(HASHES, PYTHONHASHSEED="1"), run(HASHES, PYTHONHASHSEED="4242", LC_ALL="C")
+    assert first == second
+    assert first.splitlines()[-2:] == ["[]", "[]"]
+
+
+@pytest.mark.parametrize("model", COMMITTED)
+def test_committed_models_are_pinned_in_a_short_config(model: str):
+    """`expect` holds the hits that were reviewed; generation with the config is what checks them."""
+    config = config_for(model)
+    path = Path(model_configs.__file__).parent / f"{model}.py"
+    assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 40
+    assert config.roots
+    assert config.expect["fused_loss"] == config.expect["language_sp"] == config.expect["parallel_plan"] == 1
+    hits = hits_of(pipeline.generate(load(model)))
+    assert {name: hits[name][0] for name in config.expect} == dict(config.expect)
+
+
+def test_one_hit_less_than_pinned_is_an_error_that_lists_what_was_hit():
+    config = ModelConfig("qwen3_moe", expect={"fused_ops": 4})
+    with pytest.raises(PassMismatch, match=r"has 3 hits .* expects 4[\s\S]*Qwen3MoeRMSNorm.forward"):
+        pipeline.generate(load("qwen3_moe"), config)
+
+
+def test_a_pass_that_is_expected_to_do_nothing_is_not_run_and_says_why():
+    config = ModelConfig("qwen3_moe", expect={"router_loss": model_configs.Expect(0, reason="the loss is off")})
+    generated = pipeline.generate(load("qwen3_moe"), config)
+    assert "ops.router_means" not in generated.text
+    step = next(step for step in generated.steps if step.name == "router_loss")
+    assert step.outcome.notes == ("not run: the loss is off",)
+
+
+def test_an_expectation_of_an_unknown_pass_is_an_error():
+    with pytest.raises(Exception, match="fused_los") as error:
+        pipeline.generate(load("qwen3"), ModelConfig("qwen3", expect={"fused_los": 1}))
+    assert "fused_loss" in str(error.value)
+
+
+def test_roots_that_leave_a_name_out_are_an_error():
+    with pytest.raises((EmissionError, PassMismatch)):
+        pipeline.generate(load("qwen3"), ModelConfig("qwen3", roots=("Qwen3ForNothing",)))
+
+
+def test_the_record_names_what_the_file_came_from():
+    generated = pipeline.generate(load("qwen3_moe"))
+    facts = json.loads(generated.provenance)
+    assert facts["upstream"]["sha256"] == hashlib.sha256(generated.upstream.text.encode()).hexdigest()
+    assert facts["generated_sha256"] == hashlib.sha256(generated.text.encode()).hexdigest()
+    assert facts["upstream"]["sha256"] in generated.text
+    assert facts["symbols"].keys() >= {"Qwen3MoeExperts", "load_balancing_loss_func"}
+    licence = [line for line in generated.upstream.text.splitlines()[:40] if "Copyright" in line or "Apache" in line]
+    assert licence and all(line in generated.text for line in licence)

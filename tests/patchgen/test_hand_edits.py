@@ -1,0 +1,196 @@
+"""Each verb of the hand edits: what it does, and that a target which is not there is an error naming the nearest."""
+
+from __future__ import annotations
+
+import pytest
+from generation_cases import applied, load, written
+
+from patchgen import pipeline
+from patchgen.errors import ConfigError, EmissionError, PassMismatch
+from patchgen.model_configs import ModelConfig
+from patchgen.passes.hand_edits import (
+    AddImport,
+    AddMethod,
+    Drop,
+    EditMethod,
+    HandEdits,
+    OverrideMethod,
+    ReplaceClass,
+    ReplaceFunction,
+)
+
+SOURCE = '''# A licence.
+
+import torch
+
+
+def scale(x):
+    return x * 2
+
+
+class Layer(torch.nn.Module):
+    """A layer."""
+
+    def __init__(self, size):
+        self.size = size
+
+    # keeps gradients off
+    @torch.no_grad()
+    @staticmethod
+    def helper(x):
+        return x
+
+    @property
+    def width(self):
+        return self.size
+
+    @width.setter
+    def width(self, value):
+        self.size = value
+
+    def forward(self, x):
+        x = scale(x)
+        if x is None:
+            return x
+        for _ in range(2):
+            x = x + 1
+        x = x + 1
+        return x
+'''
+
+
+def edit(*edits) -> str:
+    return applied(HandEdits(tuple(edits)), SOURCE).module.text
+
+
+def test_a_class_is_replaced_and_its_neighbours_keep_their_bytes():
+    text = edit(ReplaceClass("Layer", "class Layer:\n    '''new'''\n", reason="why"))
+    assert text == SOURCE[: SOURCE.index("class Layer")] + '# patchgen: hand_edits\nclass Layer:\n    """new"""\n'
+
+
+def test_a_function_is_replaced():
+    text = edit(ReplaceFunction("scale", "def scale(x):\n    return x * 3\n", reason="why"))
+    assert text == SOURCE.replace(
+        "def scale(x):\n    return x * 2", "# patchgen: hand_edits\ndef scale(x):\n    return x * 3"
+    )
+
+
+def test_an_overridden_method_brings_its_own_decorators():
+    text = edit(OverrideMethod("Layer.helper", "@staticmethod\ndef helper(x):\n    return -x\n", reason="why"))
+    assert text.count("@staticmethod") == 1
+    assert "@torch.no_grad()" not in text
+    assert (
+        "    # keeps gradients off\n    # patchgen: hand_edits\n    @staticmethod\n    def helper(x):\n        return -x\n"
+        in text
+    )
+
+
+def test_a_method_is_added_at_the_end():
+    text = edit(AddMethod("Layer.extra", "def extra(self):\n    return 1\n", reason="why"))
+    assert text == SOURCE + "\n    # patchgen: hand_edits\n    def extra(self):\n        return 1\n"
+
+
+@pytest.mark.parametrize(
+    ("where", "expected"),
+    [
+        ("before", "        # patchgen: hand_edits\n        print(x)\n        x = scale(x)\n        if x"),
+        ("after", "        x = scale(x)\n        # patchgen: hand_edits\n        print(x)\n        if x"),
+        ("instead", "    def forward(self, x):\n        # patchgen: hand_edits\n        print(x)\n        if x"),
+    ],
+)
+def test_a_statement_is_edited(where, expected):
+    assert expected in edit(EditMethod("Layer.forward", "x = scale(__)", "print(x)", reason="why", where=where))
+
+
+def test_a_compound_statement_is_matched_as_a_whole():
+    text = edit(EditMethod("Layer.forward", "if x is None:\n    return x", "x = x", reason="why", where="instead"))
+    assert "if x is None" not in text and "# patchgen: hand_edits\n        x = x\n        for _" in text
+
+
+@pytest.mark.parametrize(("match", "count"), [("x = x + 1", 2), ("x = scale(y)", 0), ("y = scale(x)", 0)])
+def test_a_statement_that_is_not_there_exactly_once_is_an_error(match, count):
+    with pytest.raises(PassMismatch, match=rf"once and was found {count} times. Nearest: .*x = "):
+        edit(EditMethod("Layer.forward", match, "pass", reason="why"))
+
+
+def test_one_statement_is_matched_and_not_two():
+    with pytest.raises(ConfigError, match="one statement"):
+        edit(EditMethod("Layer.forward", "x = 1\ny = 2", "pass", reason="why"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "nearest"),
+    [
+        (ReplaceClass("Layr", "class Layr: ...", reason="why"), "Layer"),
+        (ReplaceFunction("scales", "def scales(): ...", reason="why"), "scale"),
+        (ReplaceClass("scale", "class scale: ...", reason="why"), "Layer"),
+        (ReplaceFunction("Layer", "def Layer(): ...", reason="why"), "scale"),
+        (Drop("Layr", reason="why"), "none|Layer|scale"),
+        (OverrideMethod("Layer.forwards", "def forwards(self): ...", reason="why"), "forward"),
+        (OverrideMethod("Layr.forward", "def forward(self): ...", reason="why"), "Layer"),
+        (AddMethod("Layr.extra", "def extra(self): ...", reason="why"), "Layer"),
+        (EditMethod("Layer.forwad", "pass", "pass", reason="why"), "forward"),
+    ],
+)
+def test_a_target_that_is_not_there_is_an_error_with_the_nearest(wrong, nearest):
+    with pytest.raises(PassMismatch, match=f"(Nearest|near it): .*({nearest})"):
+        edit(wrong)
+
+
+def test_adding_a_method_that_exists_and_overriding_one_of_several_are_errors():
+    with pytest.raises(PassMismatch, match="exists upstream; use override_method"):
+        edit(AddMethod("Layer.forward", "def forward(self): ...", reason="why"))
+    with pytest.raises(PassMismatch, match="defines 'width' 2 times"):
+        edit(OverrideMethod("Layer.width", "def width(self): ...", reason="why"))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        OverrideMethod("Layer.forward", "def forwards(self): ...", reason="why"),
+        OverrideMethod("Layer.forward", "x = 1", reason="why"),
+        OverrideMethod("Layer.forward", "def forward(self): ...\ndef more(self): ...", reason="why"),
+        ReplaceClass("Layer", "class Other: ...", reason="why"),
+        ReplaceFunction("scale", "def other(): ...", reason="why"),
+    ],
+)
+def test_code_that_is_not_the_target_is_an_error(wrong):
+    with pytest.raises(ConfigError):
+        edit(wrong)
+
+
+@pytest.mark.parametrize("reason", ["", "   "])
+def test_a_reason_is_wanted(reason):
+    with pytest.raises(ConfigError, match="no reason"):
+        edit(Drop("scale", reason=reason))
+
+
+def test_an_import_is_added_below_the_imports():
+    assert "import torch\n# patchgen: hand_edits\nfrom math import pi\n" in edit(
+        AddImport("from math import pi", reason="why")
+    )
+
+
+def test_dropping_what_is_still_referred_to_is_an_error():
+    config = ModelConfig("example", edits=(Drop("scale", reason="why"),))
+    with pytest.raises(EmissionError, match="scale in Layer"):
+        pipeline.generate(written(SOURCE), config)
+
+
+def test_edits_reach_the_header_with_their_reasons_and_the_anatomy_sees_them():
+    edits = (
+        AddImport("from math import pi", reason="the constant"),
+        EditMethod("Qwen3MoeMLP.forward", "return __", "down_proj = down_proj * pi", reason="a test"),
+        Drop("Qwen3MoeForTokenClassification", reason="not trained"),
+    )
+    generated = pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe", edits=edits))
+    assert "# edit from math import pi: add_import: the constant\n" in generated.text
+    assert "# edit Qwen3MoeMLP.forward: edit_method: a test\n" in generated.text
+    assert "from math import pi\n" in generated.text and "down_proj = down_proj * pi\n" in generated.text
+
+
+def test_an_experts_class_that_an_edit_replaces_is_what_the_passes_see():
+    code = "class Qwen3MoeExperts(nn.Module):\n    def forward(self, x, index, weights):\n        return x\n"
+    config = ModelConfig("qwen3_moe", edits=(ReplaceClass("Qwen3MoeExperts", code, reason="a test"),))
+    with pytest.raises(PassMismatch, match="fused_experts"):
+        pipeline.generate(load("qwen3_moe"), config)

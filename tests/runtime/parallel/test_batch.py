@@ -1,0 +1,81 @@
+"""A rank's slice of a batch: the slices of all ranks put together are the whole batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
+
+
+def _together(parts: list[dict], key: str) -> torch.Tensor:
+    return torch.cat([part[key] for part in parts], dim=-1)
+
+
+def test_labels_are_shifted_before_they_are_sliced():
+    ids = torch.arange(1, 9)[None]
+    parts = [slice_batch({"input_ids": ids, "labels": ids}, sp=2, sp_rank=rank) for rank in range(2)]
+    assert parts[0]["shift_labels"].tolist() == [[2, 3, 4, 5]]  # 5 lies in the other slice
+    assert parts[1]["shift_labels"].tolist() == [[6, 7, 8, IGNORED]]
+
+
+def test_padding_is_a_document_without_labels():
+    ids = torch.arange(1, 6)[None]
+    parts = [slice_batch({"input_ids": ids, "labels": ids}, sp=4, sp_rank=rank) for rank in range(4)]
+    assert _together(parts, "input_ids").tolist() == [[1, 2, 3, 4, 5, 0, 0, 0]]
+    assert _together(parts, "shift_labels").tolist() == [[2, 3, 4, 5, IGNORED, IGNORED, IGNORED, IGNORED]]
+    assert _together(parts, "position_ids").tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
+    assert parts[2]["cu_seq_lens_q"].tolist() == [0, 5, 8]
+    assert parts[2]["max_length_q"] == 5
+
+
+def test_no_label_crosses_into_the_next_document():
+    ids = torch.arange(1, 7)[None]
+    packed = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    part = slice_batch(packed, sp=1, sp_rank=0)
+    assert part["shift_labels"].tolist() == [[2, 3, IGNORED, 5, 6, IGNORED]]
+    assert part["cu_seq_lens_q"].tolist() == [0, 3, 6]
+
+
+def test_explicit_lengths_are_those_of_the_whole_batch():
+    ids = torch.arange(8)[None]
+    batch = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 4, 8]), "position_ids": torch.zeros(3, 1, 8).long()}
+    part = slice_batch(batch, sp=2, sp_rank=1)
+    assert part["cu_seq_lens_q"].tolist() == [0, 4, 8]
+    assert part["position_ids"].shape == (3, 1, 4)
+    with pytest.raises(ValueError, match="ends at 4, but the batch has 1 rows of 8"):
+        slice_batch({"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 4])}, sp=2, sp_rank=0)
+
+
+def test_a_mask_without_padding_is_dropped_and_another_is_sliced():
+    ids = torch.arange(8)[None]
+    assert "attention_mask" not in slice_batch({"input_ids": ids, "attention_mask": torch.ones(1, 8)}, sp=2, sp_rank=0)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])
+    assert slice_batch({"input_ids": ids, "attention_mask": mask}, sp=2, sp_rank=0)["attention_mask"].tolist() == [
+        [0, 0, 1, 1]
+    ]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    rows=st.integers(1, 2),
+    sp=st.sampled_from([1, 2, 3, 4]),
+)
+def test_slices_are_the_whole(lengths, rows, sp):
+    S = sum(lengths)
+    positions = torch.cat([torch.arange(length) for length in lengths]).expand(rows, S)
+    ids = torch.randint(1, 50, (rows, S))
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    whole = slice_batch(batch, sp=1, sp_rank=0)
+    parts = [slice_batch(batch, sp=sp, sp_rank=rank) for rank in range(sp)]
+    assert len({part["input_ids"].shape for part in parts}) == 1
+    for key in ("input_ids", "shift_labels", "position_ids"):
+        assert torch.equal(_together(parts, key)[:, :S], whole[key])
+    assert (_together(parts, "shift_labels") != IGNORED).sum() == rows * (S - len(lengths))
+    lengths_of_all = {tuple(part["cu_seq_lens_q"].tolist()) for part in parts if "cu_seq_lens_q" in part}
+    assert len(lengths_of_all) <= 1
+    for bounds in lengths_of_all:
+        assert bounds[-1] == rows * (S + -S % sp)

@@ -1,0 +1,88 @@
+"""What is refused before anything is sharded, and how experts and layers are found. No ranks needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from patchgen.runtime.parallel import ParallelConfig, sharding
+from patchgen.runtime.parallel.sequence import key_value_repeats
+
+
+class Experts(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(count, 4, 2))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Experts(6)
+
+
+class Model(nn.Module):
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+
+PATHS = [f"layers.{place}.mlp.gate_up_proj" for place in range(2)]
+
+
+def test_a_plan_that_fits_is_accepted():
+    sharding.check_plan(Model(), PATHS, 3)
+
+
+def test_a_path_that_matches_nothing_is_refused_with_what_there_is():
+    with pytest.raises(ValueError, match=r"names \['layers.0.mlp.w1'\], which Model does not have.*gate_up_proj"):
+        sharding.check_plan(Model(), [*PATHS, "layers.0.mlp.w1"], 2)
+
+
+def test_experts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="gate_up_proj has 6 experts, which ep=4 does not divide evenly"):
+        sharding.check_plan(Model(), PATHS, 4)
+
+
+def test_expert_parallelism_without_experts_is_refused():
+    with pytest.raises(ValueError, match="ep=2, but Model reports no expert parameters"):
+        sharding.check_plan(Model(), [], 2)
+
+
+def test_layers_are_the_classes_that_are_not_split_or_what_is_kept_in_lists():
+    model = Model()
+    assert sharding.find_layers(model, None) == list(model.layers)
+    model._no_split_modules = None
+    assert sharding.find_layers(model, None) == list(model.layers)
+    assert sharding.find_layers(model, ["Experts"]) == [layer.mlp for layer in model.layers]
+    with pytest.raises(ValueError, match=r"no modules of the classes \['Block'\]"):
+        sharding.find_layers(model, ["Block"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "ep_shard", "dim"),
+    [((8, 6, 4), 4, 0), ((2, 6, 4), 4, 2), ((2, 8, 4), 4, 1), ((2, 6, 3), 4, 0)],
+)
+def test_fsdp_cuts_between_experts_or_inside_them(shape, ep_shard, dim):
+    """With fewer experts on a rank than shards, between them would leave ranks without any part."""
+    state = SimpleNamespace(config=ParallelConfig(dp_shard=ep_shard))
+    assert sharding.expert_placement(nn.Parameter(torch.zeros(shape)), state) == Shard(dim)
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "size", "repeats"),
+    [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (8, 1, 4, 4), (12, 6, 4, 2), (24, 6, 4, 2), (32, 4, 8, 2)],
+)
+def test_key_heads_are_repeated_no_more_than_needed(query, key, size, repeats):
+    assert key_value_repeats(query, key, size, where="Attention") == repeats
+
+
+def test_query_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="Attention has 6 query heads, which sp=4 does not divide"):
+        key_value_repeats(6, 2, 4, where="Attention")

@@ -1,0 +1,183 @@
+"""Our attention names in one process: against upstream's, packed, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma3Config, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+
+from patchgen.runtime import attention
+from patchgen.runtime.attention_backends import BACKENDS, Attention, Documents
+
+SIZES = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+}
+ON_CPU = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    attention.register()
+
+
+def _logits(cls, config, name, **inputs):
+    torch.manual_seed(0)
+    model = cls._from_config(copy.deepcopy(config), attn_implementation=name).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
+        return model(**inputs).logits
+
+
+IDS = torch.arange(1, 25)[None] % 40
+PACKED = {
+    "position_ids": torch.cat([torch.arange(9), torch.arange(15)])[None],
+    "cu_seq_lens_q": torch.tensor([0, 9, 24], dtype=torch.int32),
+    "cu_seq_lens_k": torch.tensor([0, 9, 24], dtype=torch.int32),
+    "max_length_q": 15,
+    "max_length_k": 15,
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("packing", ["none", "lengths", "positions"])
+def test_logits_are_upstreams(name, packing):
+    """Against upstream's own eager attention; packed rows by `cu_seq_lens` or by position ids alone."""
+    inputs = {"none": {}, "lengths": PACKED, "positions": {"position_ids": PACKED["position_ids"]}}[packing]
+    config = Qwen3Config(**SIZES)
+    expected = _logits(Qwen3ForCausalLM, config, "eager", input_ids=IDS, **inputs)
+    torch.testing.assert_close(
+        _logits(Qwen3ForCausalLM, config, name, input_ids=IDS, **inputs), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_padded_rows_are_upstreams(name):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, :4] = 0
+    ids = torch.arange(24).view(2, 12)
+    config = LlamaConfig(**SIZES)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    expected = _logits(LlamaForCausalLM, config, "eager", **inputs)
+    got = _logits(LlamaForCausalLM, config, name, **inputs)
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["patchgen_eager", "patchgen_flex_attention"])
+def test_soft_cap_and_windows_are_upstreams(name):
+    config = Gemma2Config(**SIZES, sliding_window=5, attn_logit_softcapping=3.0)
+    expected = _logits(Gemma2ForCausalLM, config, "eager", input_ids=IDS)
+    torch.testing.assert_close(_logits(Gemma2ForCausalLM, config, name, input_ids=IDS), expected, rtol=1e-5, atol=1e-5)
+
+
+def _sinks():
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    return GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope)
+
+
+def test_sinks_are_upstreams():
+    expected = _logits(GptOssForCausalLM, _sinks(), "eager", input_ids=IDS)
+    torch.testing.assert_close(
+        _logits(GptOssForCausalLM, _sinks(), "patchgen_eager", input_ids=IDS), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_what_a_backend_cannot_do_it_refuses_by_name():
+    with pytest.raises(ValueError, match=r"'patchgen_sdpa' cannot do sinks, which GptOssAttention asks for.*eager"):
+        _logits(GptOssForCausalLM, _sinks(), "patchgen_sdpa", input_ids=IDS)
+    config = Gemma2Config(**SIZES, attn_logit_softcapping=3.0)
+    with pytest.raises(ValueError, match="cannot do soft cap, which Gemma2Attention asks for"):
+        _logits(Gemma2ForCausalLM, config, "patchgen_sdpa", input_ids=IDS)
+
+
+@pytest.mark.parametrize("argument", attention.REFUSED_ARGUMENTS)
+def test_arguments_that_no_backend_honours_are_refused(argument):
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    states = torch.zeros(1, 2, 4, 8)
+    with pytest.raises(ValueError, match=f"Module hands {argument} to its attention"):
+        call(torch.nn.Module(), states, states, states, None, **{argument: torch.zeros(1)})
+
+
+def test_names_are_taken_as_they_are_or_refused_with_the_reason():
+    """A flash name is neither looked up as a kernel repository nor replaced by a model's own list."""
+    config = Qwen3Config(**SIZES)
+    unusable = [name for name in BACKENDS if name not in ON_CPU]
+    assert unusable or torch.cuda.is_available()
+    for name in unusable:
+        with pytest.raises(ImportError, match=f"'{name}' cannot run here: it needs"):
+            Qwen3ForCausalLM._from_config(config, attn_implementation=name)
+    assert GptOssForCausalLM._from_config(
+        _sinks(), attn_implementation="patchgen_sdpa"
+    ).config._attn_implementation == ("patchgen_sdpa")
+
+
+def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
+    """Gemma 3 lets image tokens see each other: outside sequence parallelism its own mask is used."""
+    from transformers.masking_utils import create_causal_mask
+
+    config = Gemma3Config().text_config
+    config._attn_implementation = "patchgen_sdpa"
+    embeddings = torch.zeros(1, 6, 4)
+    blocks = torch.tensor([[-1, 0, 0, -1, -1, -1]])
+    mask = create_causal_mask(config, embeddings, None, None, block_sequence_ids=blocks)
+    assert mask.shape == (1, 1, 6, 6)
+    assert mask[0, 0, 1, 2]
+    config._attn_implementation = "patchgen_flash_varlen"
+    with pytest.raises(ValueError, match=r"lays .* over the causal mask"):
+        create_causal_mask(config, embeddings, None, None, block_sequence_ids=blocks)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_documents_do_not_see_each_other(name):
+    """Changing one token of document 1 changes outputs of document 1 and none of document 2."""
+    config = Qwen3Config(**SIZES)
+    other = IDS.clone()
+    other[0, 3] = 39
+    before = _logits(Qwen3ForCausalLM, config, name, input_ids=IDS, **PACKED)
+    after = _logits(Qwen3ForCausalLM, config, name, input_ids=other, **PACKED)
+    changed = (before != after).any(dim=-1)[0]
+    assert changed[3:9].all()
+    assert not changed[9:].any()
+    assert not changed[:3].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("patchgen_eager", "patchgen_sdpa")])
+@pytest.mark.parametrize("window", [None, 100])
+def test_kernels_agree_with_the_formula(name, window):
+    """Outputs and gradients of packed, grouped heads in bf16 against the eager formula in fp32."""
+    reason = BACKENDS[name].unavailable()
+    if reason is not None or not torch.cuda.is_available():
+        pytest.skip(f"{name}: {reason or 'it is compared on a CUDA device'}")
+    torch.manual_seed(0)
+    B, S, N_q, N_k, D = 1, 768, 8, 2, 64
+    states = [torch.randn(B, S, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (N_q, N_k, N_k)]
+    bounds = torch.tensor([0, 200, 201, 768], dtype=torch.int32, device="cuda")
+
+    request = Attention(causal=True, scaling=D**-0.5, window=window, documents=Documents(bounds, 567))
+
+    def run(backend, dtype):
+        inputs = [t.to(dtype).requires_grad_() for t in states]
+        out = backend.function(*inputs, request)
+        out.float().square().sum().backward()
+        return [out, *(t.grad for t in inputs)]
+
+    for got, expected in zip(
+        run(BACKENDS[name], torch.bfloat16), run(BACKENDS["patchgen_eager"], torch.float32), strict=True
+    ):
+        error = (got.float() - expected).norm() / expected.norm()
+        assert error < 1e-2, f"{name}: {error:.1e}"

@@ -1,0 +1,79 @@
+"""What generated code calls, in one process: identities, and upstream's own formulas while a seam is eager."""
+
+import pytest
+import torch
+from torch import nn
+
+from patchgen.runtime import ops, seams
+
+
+def cross_entropy(logits, labels, vocab_size, scale=1.0):
+    return scale * nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))
+
+
+@pytest.fixture
+def batch():
+    torch.manual_seed(0)
+    return torch.randn(2, 3, 8), torch.randint(0, 5, (2, 3))
+
+
+def test_causal_lm_loss_is_head_then_loss(batch):
+    hidden_BSH, labels_BS = batch
+    head = nn.Linear(8, 5)
+    logits, loss = ops.causal_lm_loss(
+        head, hidden_BSH, labels_BS, loss_function=cross_entropy, vocab_size=5, scale=2.0
+    )
+    assert torch.equal(logits, head(hidden_BSH))
+    assert torch.equal(loss, cross_entropy(head(hidden_BSH), labels_BS, 5, 2.0))
+
+
+def test_without_labels_there_are_logits_and_no_loss(batch):
+    hidden_BSH, _ = batch
+    head = nn.Linear(8, 5)
+    logits, loss = ops.causal_lm_loss(head, hidden_BSH, None, loss_function=cross_entropy, vocab_size=5)
+    assert torch.equal(logits, head(hidden_BSH))
+    assert loss is None
+
+
+def test_a_vocabulary_that_only_the_logits_know_is_read_from_them(batch):
+    hidden_BSH, labels_BS = batch
+    head = nn.Linear(8, 7)
+    _, loss = ops.causal_lm_loss(head, hidden_BSH, labels_BS, loss_function=cross_entropy, vocab_size=None)
+    assert torch.equal(loss, cross_entropy(head(hidden_BSH), labels_BS, 7))
+
+
+def test_swiglu_is_the_product_while_eager():
+    gate, up = torch.randn(4, 6), torch.randn(4, 6)
+    assert not ops.serves("swiglu")
+    assert torch.equal(ops.swiglu(gate, up, nn.functional.silu), nn.functional.silu(gate) * up)
+
+
+@pytest.mark.parametrize("positions", [None, torch.arange(5)[None], torch.arange(15).view(3, 1, 5)])
+def test_positions_are_untouched_in_one_process(positions):
+    assert ops.sequence_position_ids(positions, torch.zeros(1, 5, 8)) is positions
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
+def test_collated_multimodal_positions_become_rows_first(batch_size, rows):
+    upstream = torch.arange(rows * batch_size * 7).view(rows, batch_size, 7)
+    tokens = torch.zeros(batch_size, 7)
+    assert torch.equal(ops.mrope_position_ids(upstream, tokens), upstream)
+    if batch_size != rows:  # as many samples as rows: read as upstream's
+        assert torch.equal(ops.mrope_position_ids(upstream.transpose(0, 1), tokens), upstream)
+
+
+def test_positions_of_text_stay():
+    positions = torch.arange(6).view(2, 3)
+    assert ops.mrope_position_ids(positions, torch.zeros(2, 3)) is positions
+    assert ops.mrope_position_ids(None, torch.zeros(2, 3)) is None
+
+
+def test_positions_of_another_batch_are_refused():
+    with pytest.raises(ValueError, match=r"\(3, 5, 7\) fit no batch of 2"):
+        ops.mrope_position_ids(torch.zeros(3, 5, 7), torch.zeros(2, 7))
+
+
+def test_an_eager_seam_has_no_kernel_to_call():
+    with seams.using(rms_norm=seams.EAGER), pytest.raises(RuntimeError, match="rms_norm"):
+        ops.rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6)

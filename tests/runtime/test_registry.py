@@ -1,0 +1,104 @@
+"""The registry: transformers' auto classes build generated classes, and unknown models are named errors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+from patchgen.runtime import registry
+from patchgen.runtime.verify.small_config import small_config
+
+sys.path.insert(0, str(Path(__file__).parent / "verify"))
+from stand_in import write_stand_in
+
+
+@pytest.fixture(autouse=True)
+def untouched_auto_classes():
+    """Registrations last for the process; each test starts and ends with upstream's."""
+    mappings = [getattr(modeling_auto, name)._model_mapping for name in registry.AUTO_CLASSES]
+    before = [dict(mapping._extra_content) for mapping in mappings]
+    yield
+    for mapping, content in zip(mappings, before, strict=True):
+        mapping._extra_content = content
+
+
+@pytest.fixture
+def generated(tmp_path):
+    for model_type in ("qwen3_moe", "mixtral", "qwen3_5"):
+        write_stand_in(tmp_path, model_type)
+    return tmp_path
+
+
+def test_auto_classes_build_the_generated_classes(generated):
+    config = small_config("qwen3_moe").config
+    assert type(transformers.AutoModelForCausalLM.from_config(config)).__module__.startswith("transformers.")
+    models = registry.register_all(generated)
+    assert [model.name for model in models] == ["mixtral", "qwen3_5", "qwen3_moe"]
+    for auto_class, name in (("AutoModelForCausalLM", "Qwen3MoeForCausalLM"), ("AutoModel", "Qwen3MoeModel")):
+        model = getattr(transformers, auto_class).from_config(config)
+        assert type(model).__name__ == name
+        assert type(model).__module__ == models[2].load().__name__
+
+
+def test_a_composites_auto_classes_are_served_too(generated):
+    registry.register_all(generated)
+    config = small_config("qwen3_5").config
+    text_head = transformers.AutoModelForCausalLM.from_config(config)  # from its text config
+    whole = transformers.AutoModelForImageTextToText.from_config(config)
+    assert type(text_head).__name__ == "Qwen3_5ForCausalLM"
+    assert type(whole).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert (
+        type(text_head).__module__
+        == type(whole).__module__
+        == registry.read_model(generated / "qwen3_5").load().__name__
+    )
+
+
+def test_a_checkpoint_of_upstream_loads_whole_into_the_generated_class(generated, tmp_path):
+    upstream = transformers.MixtralForCausalLM(small_config("mixtral").config)
+    upstream.save_pretrained(tmp_path / "checkpoint")
+    registry.register_all(generated)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
+    assert not type(model).__module__.startswith("transformers.")
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected = upstream.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_build_model_takes_a_config(generated):
+    model = registry.build_model(small_config("mixtral").config, directory=generated, dtype=torch.bfloat16)
+    assert type(model).__name__ == "MixtralForCausalLM"
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_an_unknown_config_names_the_nearest_and_the_command(generated):
+    with pytest.raises(
+        registry.UnknownModelError, match=r"Qwen2MoeConfig.*\n*.*qwen3_moe(.|\n)*make regen MODEL=qwen2_moe"
+    ):
+        registry.build_model(small_config("qwen2_moe").config, directory=generated)
+    with pytest.raises(registry.UnknownModelError, match="Nearest of those that exist: mixtral"):
+        registry.find_model("mixtrall", generated)
+
+
+def test_a_broken_record_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no provenance\.json"):
+        registry.read_model(tmp_path)
+    (tmp_path / "provenance.json").write_text(json.dumps({"model": "x"}))
+    with pytest.raises(ValueError, match="lacks the field 'upstream'"):
+        registry.read_model(tmp_path)
+    (tmp_path / "provenance.json").write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        registry.read_model(tmp_path)
+
+
+def test_a_generated_module_stands_in_sys_modules_once(generated):
+    model = registry.read_model(generated / "mixtral")
+    module = model.load()
+    assert sys.modules[module.__name__] is module
+    assert model.load() is module

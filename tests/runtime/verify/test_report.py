@@ -1,0 +1,57 @@
+"""`verify.json` and the table: the same proof gives the same bytes, and a failed one claims no release."""
+
+from __future__ import annotations
+
+import json
+
+import transformers
+from rich.console import Console
+from stand_in import write_stand_in
+
+from patchgen.runtime.verify.report import print_proof, proof_record, write_proof
+from patchgen.runtime.verify.verify_model import verify_model
+
+
+def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
+    first = write_stand_in(tmp_path / "one", "mixtral")
+    second = write_stand_in(tmp_path / "two", "mixtral")
+    for folder in (first, second):
+        write_proof(verify_model("mixtral", directory=folder, variants=("base",), implementations=()), folder)
+    text = (first / "verify.json").read_text()
+    assert text == (second / "verify.json").read_text()
+    assert str(tmp_path) not in text
+    record = json.loads(text)
+    assert record["status"] == "proven"
+    assert record["transformers"] == [transformers.__version__]
+    assert record["head"] == "MixtralForCausalLM"
+    assert record["config"]["num_local_experts"] == 4
+    assert [case["case"] for case in record["cases"]] == ["plain", "padded", "packed"]
+    assert all(case["gradient"] == {"equal": True, "absolute": "0", "relative": "0"} for case in record["cases"])
+
+
+def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
+    folder = write_stand_in(tmp_path, "llama")
+    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    record = proof_record(proof) | {"transformers": ["5.9.0"]}
+    (folder / "verify.json").write_text(json.dumps(record))
+    both = json.loads(write_proof(proof, folder).read_text())["transformers"]
+    assert both == ["5.9.0", transformers.__version__]
+    proof.failures.append("something differs")
+    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == ["5.9.0"]
+    proof.file_sha256 = "of another file"
+    assert json.loads(write_proof(proof, folder).read_text())["transformers"] == []
+
+
+def test_a_failed_proof_claims_no_release_and_prints_why(tmp_path):
+    edit = ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(hidden_states) * 2")
+    folder = write_stand_in(tmp_path, "llama", edits=(edit,))
+    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    record = proof_record(proof)
+    assert record["status"] == "failed"
+    assert record["transformers"] == []
+    console = Console(width=200, record=True)
+    print_proof(proof, console)
+    printed = console.export_text()
+    assert "not equal to upstream" in printed
+    assert "output 'logits' differs" in printed
+    assert "hidden_size=64" in printed
