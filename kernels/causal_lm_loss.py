@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_LOGITS = 2**28
-"""Logits of one chunk: 0.5 GiB in bf16. Fewer make the head's products small; more only cost memory."""
+CHUNK_LOGITS = 2**29
+"""Logits of one chunk: at most 1 GiB in bf16, and as much for their gradient. With half of it the head's products
+become small; with more only the memory grows."""
 
 _LARGEST_CHUNK = 8192
 

@@ -22,6 +22,7 @@ SHIPPED = {
 
 
 def test_every_seam_has_its_implementation():
+    assert {"auto", "torch", "triton", "sonic"} <= set(seams.implementations("fused_moe"))
     for seam, name in SHIPPED.items():
         assert name in seams.implementations(seam)
         with seams.using(**{seam: name}):
