@@ -171,7 +171,7 @@ def test_kernels_agree_with_the_formula(name, window):
     request = Attention(causal=True, scaling=D**-0.5, window=window, documents=Documents(bounds, 567))
 
     def run(backend, dtype):
-        inputs = [t.to(dtype).requires_grad_() for t in states]
+        inputs = [t.detach().to(dtype, copy=True).requires_grad_() for t in states]
         out = backend.function(*inputs, request)
         out.float().square().sum().backward()
         return [out, *(t.grad for t in inputs)]
