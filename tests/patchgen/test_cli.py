@@ -97,6 +97,29 @@ def test_check_sees_the_other_files_too(models: Path, name: str):
     assert invoke("check", MODEL).exit_code == 1
 
 
+def test_check_compares_bytes_and_names_changed_line_endings(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    result = invoke("check", MODEL)
+    assert result.exit_code == 1 and "line endings" in result.output
+
+
+def test_check_calls_a_model_from_a_file_unchecked_and_sees_its_edits(models: Path, tmp_path: Path):
+    source = tmp_path / "modeling_own.py"
+    source.write_text(upstream.load(MODEL).text)
+    invoke("generate", "own", "--source", str(source))
+    result = invoke("check")
+    assert result.exit_code == 0
+    assert "unchecked own" in result.output and "1 of 2 generated models are current, 1 unchecked" in result.output
+    for name in ("modeling_own.py", "modeling_own.diff"):
+        path = models / "own" / name
+        before = path.read_bytes()
+        path.write_bytes(before + b"# mine\n")
+        result = invoke("check", "own")
+        assert result.exit_code == 1 and name in result.output
+        path.write_bytes(before)
+
+
 def test_check_without_models_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(provenance, "generated_root", lambda: tmp_path)
     with pytest.raises(PatchgenError):
@@ -117,14 +140,24 @@ def test_check_reports_a_stray_folder(models: Path):
     assert result.exit_code == 1 and "stray" in result.output
 
 
-def test_an_edited_file_is_not_overwritten_without_force(models: Path):
-    path = models / MODEL / f"modeling_{MODEL}.py"
+@pytest.mark.parametrize("name", [f"modeling_{MODEL}.py", f"modeling_{MODEL}.diff"])
+def test_an_edited_file_is_not_overwritten_without_force(models: Path, name: str):
+    path = models / MODEL / name
     path.write_text(path.read_text() + "# mine\n")
     with pytest.raises(StaleFile, match="--force"):
         invoke("generate", MODEL)
     assert path.read_text().endswith("# mine\n")
     invoke("generate", MODEL, "--force")
     assert not path.read_text().endswith("# mine\n")
+
+
+def test_an_edited_file_that_lost_its_record_is_not_overwritten(models: Path):
+    (models / MODEL / "provenance.json").unlink()
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_text(path.read_text() + "# mine\n")
+    with pytest.raises(StaleFile, match=r"without a record[\s\S]*--force"):
+        invoke("generate", MODEL)
+    assert path.read_text().endswith("# mine\n")
 
 
 def test_a_crash_leaves_the_old_file_whole(models: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,6 +196,7 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["new", MODEL], ConfigError, "exists"),
         (["sweep", "--family", "speech"], ConfigError, "text"),
         (["verify"], UpstreamNotFound, "No model was named"),
+        (["upgrade", "nonsense"], UpstreamNotFound, "Not among the committed models: nonsense"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception], message: str):
