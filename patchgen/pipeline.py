@@ -132,7 +132,9 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     body = emit.without_banner(original.header) + text[len(record) :]
     diff = emit.diff(upstream.model, upstream, before + original.footer, body, dropped, roots)
     heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
-    facts = provenance.record(upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff)
+    facts = provenance.record(
+        upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
+    )
     return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from patchgen import model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
+from patchgen.commands import sweeping
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
@@ -240,3 +242,35 @@ def test_new_writes_a_config_that_generates(tmp_path: Path, monkeypatch: pytest.
 def test_upgrade_to_the_same_release_reports_no_change(models: Path):
     result = invoke("upgrade", MODEL)
     assert result.exit_code == 0 and "no class or function changed" in result.output
+
+
+def sweep(folder: Path, *types: str) -> tuple[int, dict]:
+    """Sweeps these types into `folder`; the exit code, and the rows by type."""
+    only = [argument for kind in types for argument in ("--only", kind)]
+    code = invoke("sweep", "--jobs", "1", "--output", str(folder), *only).exit_code
+    record = json.loads((folder / "coverage.json").read_text())
+    return code, {row["model_type"]: row for row in record["rows"]}
+
+
+def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_older_code(tmp_path: Path):
+    pytest.importorskip("torch")
+    key = {"transformers": "5.23.0", "patchgen": "0.1.0", "sources": "0123456789abcdef"}
+    old = {**sweeping._row("llama", sweeping.PROVEN, ""), "seconds": 1.5}
+    (tmp_path / "coverage.json").write_text(json.dumps({"key": key, "rows": [old]}))
+    code, rows = sweep(tmp_path, "no_such_type")
+    assert code == 1  # what was asked for by name is not proven
+    assert rows["no_such_type"]["status"] == "failed"
+    assert rows["llama"] == {**old, "made_with": "5.23.0 0.1.0 0123456789abcdef"}
+    assert "1 of 2 rows were made with older code" in (tmp_path / "coverage.md").read_text()
+    code, rows = sweep(tmp_path, "llama")
+    assert code == 0 and rows["llama"]["status"] == "proven"
+    assert rows["llama"]["made_with"] == rows["no_such_type"]["made_with"]
+    assert "older code" not in (tmp_path / "coverage.md").read_text()
+
+
+def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, monkeypatch: pytest.MonkeyPatch):
+    elsewhere = models.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert invoke("sweep", "--only", "no_such_type").exit_code == 1
+    assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())
