@@ -22,12 +22,25 @@ OPS_IMPORT = "from patchgen.runtime import ops\n"
 
 
 def with_imports(module: Module, upstream: Upstream) -> Module:
-    """Drops imported names that nothing uses any more and imports the runtime's operations."""
+    """Drops imported names that nothing uses any more and imports the runtime's operations.
+
+    An import that a pass or a hand edit added, or that upstream marks `# noqa: F401`, stays: it is there for what it does.
+
+    Raises:
+        EmissionError: the file binds the name `ops` itself.
+    """
+    binding = next((b for b in module if "ops" in b.binds), None)
+    if binding is not None and binding.text.strip() != OPS_IMPORT.strip():
+        raise EmissionError(
+            f"{upstream.path} binds the name 'ops' itself (line {binding.line}: "
+            f"`{ast.unparse(binding.node).splitlines()[0]}`), and generated code calls the runtime by that name. "
+            "Rename it in the source, or with a hand edit."
+        )
     used = {name for block in module if not block.is_import for name in references(ast.parse(block.text))}
     used |= set(exported_names(module))
     blocks = []
     for block in module:
-        blocks += [_with_used_names(block, used)] if block.is_import and not _is_future(block) else [block]
+        blocks += [_with_used_names(block, used)] if block.is_import and not _stays_whole(block) else [block]
     blocks = [block for block in blocks if block is not None]
     position = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
     if upstream.version is not None:
@@ -46,13 +59,31 @@ def exported_names(module: Module) -> list[str]:
     return [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
 
 
+def check_parses(text: str, path: str) -> None:
+    """Raises if what would be written is not Python.
+
+    Raises:
+        EmissionError: with the line.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise EmissionError(
+            f"What was generated from {path} is not valid Python, line {error.lineno}: {error.msg}.\n"
+            f"    {(error.text or '').rstrip()}\nA pass or a hand edit wrote it; `patchgen diff` shows which."
+        ) from error
+
+
 def check_stands_alone(module: Module) -> None:
     """Raises if the module refers to a name that it neither defines nor imports.
 
     Raises:
-        EmissionError: with each name, where it is used, and what to do.
+        EmissionError: with each name, where it is used, and what to do; or the text is not Python.
     """
+    check_parses(module.text, module.path)
     tree = ast.parse(module.text)
+    if any(isinstance(s, ast.ImportFrom) and s.names[0].name == "*" for s in tree.body):
+        return  # what a star import brings is not known without running it
     known = {name for statement in tree.body for name in bound_names(statement)} | set(dir(builtins)) | _MODULE_NAMES
     problems = []
     for block in module:
@@ -138,6 +169,11 @@ def changed_lines(diff_text: str) -> int:
 
 
 _MODULE_NAMES = {"__file__", "__name__", "__doc__", "__all__", "__package__", "__spec__", "__class__"}
+
+
+def _stays_whole(block: Block) -> bool:
+    """Whether an import is kept though nothing reads its names: it was added, or says that it is not for its names."""
+    return _is_future(block) or not block.line or "noqa: F401" in block.text
 
 
 def _is_future(block: Block) -> bool:

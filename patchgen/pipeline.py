@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import PASSES, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass
+from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
 from patchgen.upstream import Upstream
@@ -58,7 +60,7 @@ class Generated:
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
-    """Runs passes in order and holds each to its expected hits."""
+    """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew."""
     for name in config.expect:
         if pass_named(name) is None:
             nearest = difflib.get_close_matches(name, [kind.name for kind in PASSES], n=3, cutoff=0.2)
@@ -73,7 +75,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
         steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
-            anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
+            anatomy = study(module, anatomy.upstream)
         for name in outcome.added:
             anatomy.add(name, module)
     return steps
@@ -82,7 +84,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
     expected = config.expect.get(current.name)
     if isinstance(expected, Expect) and expected.hits == 0:
-        return Outcome(module, notes=(f"not run: {expected.reason}",))
+        return _without_hits(current, module, anatomy, config, expected.reason)
     outcome = current.apply(module, anatomy)
     wanted = expected.hits if isinstance(expected, Expect) else expected
     if wanted is not None and len(outcome.hits) != wanted:
@@ -94,6 +96,22 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"patchgen/model_configs/{config.model}.py."
         )
     return outcome
+
+
+def _without_hits(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig, reason: str) -> Outcome:
+    """A pass of which the config says that it has nothing to do. It runs: a site that it would rewrite is an error."""
+    try:
+        outcome = current.apply(module, anatomy)
+    except PassMismatch:  # signs of a site, or a site of another form: what the reason is about
+        return Outcome(module, notes=(f"no hits: {reason}",))
+    if outcome.hits:
+        listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in outcome.hits)
+        raise PassMismatch(
+            f"The config of '{config.model}' says that the pass '{current.name}' has nothing to do ({reason}), and it "
+            f"has {len(outcome.hits)} hits on {anatomy.upstream.origin}:\n{listed}\n"
+            f"  ways out review them, and remove the expectation from patchgen/model_configs/{config.model}.py."
+        )
+    return Outcome(module, upstream=outcome.upstream, notes=(f"no hits: {reason}", *outcome.notes))
 
 
 def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:
@@ -115,13 +133,17 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     if not passes:
         return _verbatim(upstream, config, original, anatomy)
 
+    if not anatomy.classes:
+        raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
     steps = run_passes(original, anatomy, passes, config)
+    _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
 
     command = provenance.command(upstream)
     record = emit.header(module, upstream, [(s.name, s.outcome) for s in steps], command)
     text = record + "".join(block.text for block in module) + module.footer
+    emit.check_parses(text, upstream.path)
 
     roots = config.roots or default_roots(original, anatomy)
     kept = {block.line for block in module if block.line}
@@ -136,6 +158,30 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
         upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
     )
     return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+
+
+def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
+    """Raises where the config speaks of something that is not in the generated file."""
+    lost = lost_edits(config.edits, final)
+    if lost:
+        raise ConfigError(
+            f"The config of '{config.model}' edits {', '.join(lost)}, which the roots do not reach: prune dropped it, and "
+            "the edit with it. Remove the edit, or keep its target with `roots`."
+        )
+    methods = {
+        f"{block.name}.{node.name}"
+        for block in final
+        if isinstance(block.node, ast.ClassDef)
+        for node in block.node.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    unknown = [name for name in config.allow_sync if name not in methods]
+    if unknown:
+        nearest = [near for name in unknown for near in difflib.get_close_matches(name, methods, n=2, cutoff=0.4)]
+        raise ConfigError(
+            f"`allow_sync` of '{config.model}' names {', '.join(unknown)}, which {original.path} does not have or prune "
+            f"dropped. Nearest: {', '.join(nearest) or 'none'}."
+        )
 
 
 def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy: Anatomy) -> Generated:

@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def generated_root() -> Path:
 def command(upstream: Upstream) -> str:
     """The command that regenerates the model."""
     if upstream.version is None:
-        return f"patchgen generate {upstream.model} --source {upstream.path}"
+        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
 
 

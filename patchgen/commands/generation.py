@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
-from patchgen.errors import PatchgenError, StaleFile, UpstreamNotFound
+from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 
 console = Console(highlight=False)
@@ -34,6 +35,8 @@ def generate(
     names = committed() if every else models
     if not names:
         raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    if source is not None and len(names) > 1:
+        raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
     several = len(names) > 1
     for name in track(
@@ -193,10 +196,18 @@ def list_models() -> None:
             p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
         )
         lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
-        proof = directory / "verify.json"
-        state = json.loads(proof.read_text())["status"] if proof.is_file() else "not proven"
-        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), state)
+        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), _proof_state(directory, name))
     console.print(table)
+
+
+def _proof_state(directory: Path, name: str) -> str:
+    """What `verify.json` says, if it is of the very file that stands there."""
+    path = directory / "verify.json"
+    if not path.is_file():
+        return "not proven"
+    proof = json.loads(path.read_text(encoding="utf-8"))
+    present = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
+    return proof["status"] if proof["sha256"] == present else "stale proof"
 
 
 def upgrade(models: list[str], version: str | None) -> int:

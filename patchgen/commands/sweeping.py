@@ -172,10 +172,10 @@ def _routes(model_type: str, release: upstream.Release) -> bool:
     from patchgen import source
     from patchgen.anatomy import Role, study
 
-    directory = release.directory_of(model_type)
-    if directory is None:
+    path = release.file_of(model_type)
+    if path is None:
         return False
-    origin = upstream.load_file(release, release.modeling_files[directory], model=model_type)
+    origin = upstream.load_file(release, path, model=model_type)
     return bool(study(source.parse(origin.text, origin.path), origin).with_role(Role.EXPERTS))
 
 

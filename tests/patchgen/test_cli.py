@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -78,7 +79,11 @@ def test_generate_from_a_file(tmp_path: Path):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text)
     invoke("generate", "own", "--source", str(source), "--output", str(tmp_path / "out"))
-    assert "ops.causal_lm_loss(" in (tmp_path / "out" / "own" / "modeling_own.py").read_text()
+    text = (tmp_path / "out" / "own" / "modeling_own.py").read_text()
+    assert "ops.causal_lm_loss(" in text and f"patchgen generate own --source {source}\n" in text
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"made from the file modeling_own\.py.*no upstream class"):
+        invoke("verify", "own", "--directory", str(tmp_path / "out" / "own"))
 
 
 def test_check_names_the_line_of_a_changed_character(models: Path):
@@ -198,6 +203,10 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["new", MODEL], ConfigError, "exists"),
         (["sweep", "--family", "speech"], ConfigError, "text"),
         (["verify"], UpstreamNotFound, "No model was named"),
+        (["verify", "nonsense"], UpstreamNotFound, "no generated model 'nonsense'"),
+        (["verify", MODEL, "--directory", "no_such_folder"], StaleFile, "holds no generated model"),
+        (["generate", MODEL, "llama", "--source", "own.py"], ConfigError, "2 names were given"),
+        (["generate", MODEL, "--source", "own.py", "--transformers", "5.17.0"], ConfigError, "contradict"),
         (["upgrade", "nonsense"], UpstreamNotFound, "Not among the committed models: nonsense"),
     ],
 )
@@ -209,6 +218,20 @@ def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception],
 def test_a_source_that_does_not_parse_is_named_by_its_place(tmp_path: Path):
     (tmp_path / "modeling_own.py").write_text("x = 1\ndef f(:\n")
     with pytest.raises(SourceSyntaxError, match=r"modeling_own\.py:2:\d+"):
+        invoke("generate", "own", "--source", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("# caf\xe9\n".encode("latin-1"), SourceSyntaxError, r"modeling_own\.py: byte 5 is not UTF-8"),
+        (b"", ConfigError, "defines no class"),
+        (b"# only a comment\n", ConfigError, "defines no class"),
+    ],
+)
+def test_a_source_that_is_no_model_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str):
+    (tmp_path / "modeling_own.py").write_bytes(content)
+    with pytest.raises(error, match=message):
         invoke("generate", "own", "--source", str(tmp_path))
 
 
@@ -228,6 +251,18 @@ def test_looking_at_models_and_passes():
     inspected = invoke("inspect", MODEL).output
     assert "causal head" in inspected and "CONFIG = ModelConfig(" in inspected
     assert MODEL in invoke("list").output
+
+
+def test_list_shows_a_proof_of_another_file_as_stale(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    record = {"status": "proven", "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (models / MODEL / "verify.json").write_text(json.dumps(record))
+    output = invoke("list").output
+    assert "proven" in output and "stale" not in output
+    path.write_bytes(path.read_bytes() + b"# mine\n")
+    assert "stale" in invoke("list").output
+    (models / MODEL / "verify.json").unlink()
+    assert "not" in invoke("list").output
 
 
 def test_new_writes_a_config_that_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
