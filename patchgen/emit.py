@@ -30,7 +30,7 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
         EmissionError: the file binds the name `ops` itself.
     """
     binding = next((b for b in module if "ops" in b.binds), None)
-    if binding is not None and binding.text.strip() != OPS_IMPORT.strip():
+    if binding is not None and ast.unparse(binding.node) != OPS_IMPORT.strip():
         raise EmissionError(
             f"{upstream.path} binds the name 'ops' itself (line {binding.line}: "
             f"`{ast.unparse(binding.node).splitlines()[0]}`), and generated code calls the runtime by that name. "
@@ -120,8 +120,14 @@ def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Out
 def without_banner(text: str) -> str:
     """Upstream's comments without the banner, framed by two lines of sirens, that says not to edit upstream's file."""
     lines = text.splitlines(keepends=True)
+    return "".join(lines[i] for i in lines_beside_banner(text))
+
+
+def lines_beside_banner(text: str) -> list[int]:
+    """The lines of upstream's comments, counted from 0, that are not of the banner."""
+    lines = text.splitlines()
     frame = [i for i, line in enumerate(lines) if line.startswith("#") and BANNER_FRAME in line]
-    return "".join(lines[: frame[0]] + lines[frame[-1] + 1 :]) if len(frame) > 1 else text
+    return [i for i in range(len(lines)) if len(frame) < 2 or not frame[0] <= i <= frame[-1]]
 
 
 def summary(outcome: Outcome) -> str:
@@ -136,8 +142,25 @@ def summary(outcome: Outcome) -> str:
     return ", ".join(parts) or "-"
 
 
-def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Sequence[str], roots: Sequence[str]) -> str:
-    """The unified diff of what stayed; dropped symbols are listed by name at its top."""
+def diff(
+    model: str,
+    upstream: Upstream,
+    before: str,
+    after: str,
+    dropped: Sequence[str],
+    roots: Sequence[str],
+    *,
+    before_lines: Sequence[int],
+    lines_above: int,
+) -> str:
+    """The unified diff of what stayed; dropped symbols are listed by name at its top.
+
+    Args:
+        before: upstream's text without what was dropped.
+        after: the generated text without our record.
+        before_lines: for each line of `before`, its number in upstream's file.
+        lines_above: the lines of our record, which stand above `after` in the generated file.
+    """
     head = render(
         "diff_head.jinja",
         model=model,
@@ -152,7 +175,19 @@ def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Seque
         tofile=f"b/generated_models/{model}/modeling_{model}.py",
         n=3,
     )
-    return head + "".join(lines)
+    return head + "".join(_renumbered(line, before_lines, lines_above) for line in lines)
+
+
+def _renumbered(line: str, before_lines: Sequence[int], lines_above: int) -> str:
+    """A hunk's head `@@ -a,b +c,d @@` with the numbers that its first lines have in the two files."""
+    if not line.startswith("@@ "):
+        return line
+    removed, added = line.split()[1:3]
+    start, comma, count = removed[1:].partition(",")
+    if before_lines and start != "0":
+        start = str(before_lines[int(start) - 1])
+    first, added_comma, added_count = added[1:].partition(",")
+    return f"@@ -{start}{comma}{count} +{int(first) + lines_above}{added_comma}{added_count} @@\n"
 
 
 def text_diff(before: str, after: str) -> str:

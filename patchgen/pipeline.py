@@ -28,6 +28,7 @@ class Step:
     outcome: Outcome
     seconds: float
     before: Module
+    anatomy: Anatomy  # as the pass saw it
 
     @property
     def changed_lines(self) -> int:
@@ -72,7 +73,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
     for current in passes:
         start = time.perf_counter()
         outcome = _apply(current, module, anatomy, config)
-        steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module))
+        steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
             anatomy = study(module, anatomy.upstream)
@@ -136,6 +137,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
     steps = run_passes(original, anatomy, passes, config)
+    anatomy = steps[-1].anatomy
     _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
@@ -148,16 +150,32 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     roots = config.roots or default_roots(original, anatomy)
     kept = {block.line for block in module if block.line}
     dropped = [block.name for block in original if block.name and block.line not in kept]
-    before = emit.without_banner(original.header) + "".join(
-        block.text for block in original if block.line in kept or (block.is_import)
-    )
+    before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
-    diff = emit.diff(upstream.model, upstream, before + original.footer, body, dropped, roots)
+    lines_above = text.count("\n") - body.count("\n")
+    diff = emit.diff(
+        upstream.model, upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above
+    )
     heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
     facts = provenance.record(
         upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
     )
     return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+
+
+def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:
+    """Upstream's text without banner and dropped blocks, and the number in upstream's file of each line of it."""
+    parts = [emit.without_banner(original.header)]
+    numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]
+    line = original.header.count("\n")
+    for block in original:
+        length = block.text.count("\n")
+        if block.line in kept or block.is_import:
+            parts.append(block.text)
+            numbers += range(line + 1, line + length + 1)
+        line += length
+    numbers += range(line + 1, line + original.footer.count("\n") + 1)
+    return "".join(parts) + original.footer, numbers
 
 
 def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
@@ -189,5 +207,8 @@ def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy
     from patchgen.passes.absolute_imports import AbsoluteImports
 
     module = AbsoluteImports().apply(original, anatomy).module
-    diff = emit.diff(upstream.model, upstream, original.text, module.text, (), ())
+    before_lines = range(1, original.text.count("\n") + 1)
+    diff = emit.diff(
+        upstream.model, upstream, original.text, module.text, (), (), before_lines=before_lines, lines_above=0
+    )
     return Generated(upstream.model, upstream, config, anatomy, (), module.text, diff, "{}\n")

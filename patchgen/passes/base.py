@@ -157,10 +157,10 @@ class SitePass(Pass):
             return True
         member = site.name.rpartition(".")[2]
         lines = block.text.splitlines()
-        ends = [0]  # where each member of the class ends: the comments above a member belong to it
+        ends = [block.node.lineno]  # where each member of the class ends: the comments above a member belong to it
         for node in getattr(block.node, "body", ()):
             if getattr(node, "name", None) == member and any(
-                line.strip() == f"# {self.mark}" for line in lines[ends[-1] : node.end_lineno]
+                f"# {self.mark}" in line for line in lines[ends[-1] : node.end_lineno]
             ):
                 return True
             ends.append(node.end_lineno)
