@@ -160,7 +160,8 @@ def sweep(
     jobs: Annotated[int, typer.Option("--jobs", help="processes at once")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="just these model types")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="forget results of an earlier run")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="the folder of the record, instead of docs/")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="do again what an earlier run has done")] = False,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md and docs/coverage.json. Resumable.
 
@@ -168,7 +169,7 @@ def sweep(
     """
     from patchgen.commands import sweeping
 
-    raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], fresh=fresh))
+    raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 
 @app.command()

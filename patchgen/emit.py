@@ -22,12 +22,25 @@ OPS_IMPORT = "from patchgen.runtime import ops\n"
 
 
 def with_imports(module: Module, upstream: Upstream) -> Module:
-    """Drops imported names that nothing uses any more and imports the runtime's operations."""
+    """Drops imported names that nothing uses any more and imports the runtime's operations.
+
+    An import that a pass or a hand edit added, or that upstream marks `# noqa: F401`, stays: it is there for what it does.
+
+    Raises:
+        EmissionError: the file binds the name `ops` itself.
+    """
+    binding = next((b for b in module if "ops" in b.binds), None)
+    if binding is not None and ast.unparse(binding.node) != OPS_IMPORT.strip():
+        raise EmissionError(
+            f"{upstream.path} binds the name 'ops' itself (line {binding.line}: "
+            f"`{ast.unparse(binding.node).splitlines()[0]}`), and generated code calls the runtime by that name. "
+            "Rename it in the source, or with a hand edit."
+        )
     used = {name for block in module if not block.is_import for name in references(ast.parse(block.text))}
     used |= set(exported_names(module))
     blocks = []
     for block in module:
-        blocks += [_with_used_names(block, used)] if block.is_import and not _is_future(block) else [block]
+        blocks += [_with_used_names(block, used)] if block.is_import and not _stays_whole(block) else [block]
     blocks = [block for block in blocks if block is not None]
     position = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
     if upstream.version is not None:
@@ -46,13 +59,31 @@ def exported_names(module: Module) -> list[str]:
     return [element.value for value in lists for element in value.elts if isinstance(element, ast.Constant)]
 
 
+def check_parses(text: str, path: str) -> None:
+    """Raises if what would be written is not Python.
+
+    Raises:
+        EmissionError: with the line.
+    """
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise EmissionError(
+            f"What was generated from {path} is not valid Python, line {error.lineno}: {error.msg}.\n"
+            f"    {(error.text or '').rstrip()}\nA pass or a hand edit wrote it; `patchgen diff` shows which."
+        ) from error
+
+
 def check_stands_alone(module: Module) -> None:
     """Raises if the module refers to a name that it neither defines nor imports.
 
     Raises:
-        EmissionError: with each name, where it is used, and what to do.
+        EmissionError: with each name, where it is used, and what to do; or the text is not Python.
     """
+    check_parses(module.text, module.path)
     tree = ast.parse(module.text)
+    if any(isinstance(s, ast.ImportFrom) and s.names[0].name == "*" for s in tree.body):
+        return  # what a star import brings is not known without running it
     known = {name for statement in tree.body for name in bound_names(statement)} | set(dir(builtins)) | _MODULE_NAMES
     problems = []
     for block in module:
@@ -89,8 +120,14 @@ def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Out
 def without_banner(text: str) -> str:
     """Upstream's comments without the banner, framed by two lines of sirens, that says not to edit upstream's file."""
     lines = text.splitlines(keepends=True)
+    return "".join(lines[i] for i in lines_beside_banner(text))
+
+
+def lines_beside_banner(text: str) -> list[int]:
+    """The lines of upstream's comments, counted from 0, that are not of the banner."""
+    lines = text.splitlines()
     frame = [i for i, line in enumerate(lines) if line.startswith("#") and BANNER_FRAME in line]
-    return "".join(lines[: frame[0]] + lines[frame[-1] + 1 :]) if len(frame) > 1 else text
+    return [i for i in range(len(lines)) if len(frame) < 2 or not frame[0] <= i <= frame[-1]]
 
 
 def summary(outcome: Outcome) -> str:
@@ -105,8 +142,25 @@ def summary(outcome: Outcome) -> str:
     return ", ".join(parts) or "-"
 
 
-def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Sequence[str], roots: Sequence[str]) -> str:
-    """The unified diff of what stayed; dropped symbols are listed by name at its top."""
+def diff(
+    model: str,
+    upstream: Upstream,
+    before: str,
+    after: str,
+    dropped: Sequence[str],
+    roots: Sequence[str],
+    *,
+    before_lines: Sequence[int],
+    lines_above: int,
+) -> str:
+    """The unified diff of what stayed; dropped symbols are listed by name at its top.
+
+    Args:
+        before: upstream's text without what was dropped.
+        after: the generated text without our record.
+        before_lines: for each line of `before`, its number in upstream's file.
+        lines_above: the lines of our record, which stand above `after` in the generated file.
+    """
     head = render(
         "diff_head.jinja",
         model=model,
@@ -121,7 +175,19 @@ def diff(model: str, upstream: Upstream, before: str, after: str, dropped: Seque
         tofile=f"b/generated_models/{model}/modeling_{model}.py",
         n=3,
     )
-    return head + "".join(lines)
+    return head + "".join(_renumbered(line, before_lines, lines_above) for line in lines)
+
+
+def _renumbered(line: str, before_lines: Sequence[int], lines_above: int) -> str:
+    """A hunk's head `@@ -a,b +c,d @@` with the numbers that its first lines have in the two files."""
+    if not line.startswith("@@ "):
+        return line
+    removed, added = line.split()[1:3]
+    start, comma, count = removed[1:].partition(",")
+    if before_lines and start != "0":
+        start = str(before_lines[int(start) - 1])
+    first, added_comma, added_count = added[1:].partition(",")
+    return f"@@ -{start}{comma}{count} +{int(first) + lines_above}{added_comma}{added_count} @@\n"
 
 
 def text_diff(before: str, after: str) -> str:
@@ -138,6 +204,11 @@ def changed_lines(diff_text: str) -> int:
 
 
 _MODULE_NAMES = {"__file__", "__name__", "__doc__", "__all__", "__package__", "__spec__", "__class__"}
+
+
+def _stays_whole(block: Block) -> bool:
+    """Whether an import is kept though nothing reads its names: it was added, or says that it is not for its names."""
+    return _is_future(block) or not block.line or "noqa: F401" in block.text
 
 
 def _is_future(block: Block) -> bool:

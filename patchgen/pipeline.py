@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import PASSES, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass
+from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
 from patchgen.upstream import Upstream
@@ -26,6 +28,7 @@ class Step:
     outcome: Outcome
     seconds: float
     before: Module
+    anatomy: Anatomy  # as the pass saw it
 
     @property
     def changed_lines(self) -> int:
@@ -58,7 +61,7 @@ class Generated:
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
-    """Runs passes in order and holds each to its expected hits."""
+    """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew."""
     for name in config.expect:
         if pass_named(name) is None:
             nearest = difflib.get_close_matches(name, [kind.name for kind in PASSES], n=3, cutoff=0.2)
@@ -70,10 +73,10 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
     for current in passes:
         start = time.perf_counter()
         outcome = _apply(current, module, anatomy, config)
-        steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module))
+        steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
-            anatomy.__dict__.update(study(module, anatomy.upstream).__dict__)
+            anatomy = study(module, anatomy.upstream)
         for name in outcome.added:
             anatomy.add(name, module)
     return steps
@@ -82,7 +85,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
     expected = config.expect.get(current.name)
     if isinstance(expected, Expect) and expected.hits == 0:
-        return Outcome(module, notes=(f"not run: {expected.reason}",))
+        return _without_hits(current, module, anatomy, config, expected.reason)
     outcome = current.apply(module, anatomy)
     wanted = expected.hits if isinstance(expected, Expect) else expected
     if wanted is not None and len(outcome.hits) != wanted:
@@ -94,6 +97,22 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"patchgen/model_configs/{config.model}.py."
         )
     return outcome
+
+
+def _without_hits(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig, reason: str) -> Outcome:
+    """A pass of which the config says that it has nothing to do. It runs: a site that it would rewrite is an error."""
+    try:
+        outcome = current.apply(module, anatomy)
+    except PassMismatch:  # signs of a site, or a site of another form: what the reason is about
+        return Outcome(module, notes=(f"no hits: {reason}",))
+    if outcome.hits:
+        listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in outcome.hits)
+        raise PassMismatch(
+            f"The config of '{config.model}' says that the pass '{current.name}' has nothing to do ({reason}), and it "
+            f"has {len(outcome.hits)} hits on {anatomy.upstream.origin}:\n{listed}\n"
+            f"  ways out review them, and remove the expectation from patchgen/model_configs/{config.model}.py."
+        )
+    return Outcome(module, upstream=outcome.upstream, notes=(f"no hits: {reason}", *outcome.notes))
 
 
 def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:
@@ -115,25 +134,72 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     if not passes:
         return _verbatim(upstream, config, original, anatomy)
 
+    if not anatomy.classes:
+        raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
     steps = run_passes(original, anatomy, passes, config)
+    anatomy = steps[-1].anatomy
+    _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
 
     command = provenance.command(upstream)
     record = emit.header(module, upstream, [(s.name, s.outcome) for s in steps], command)
     text = record + "".join(block.text for block in module) + module.footer
+    emit.check_parses(text, upstream.path)
 
     roots = config.roots or default_roots(original, anatomy)
     kept = {block.line for block in module if block.line}
     dropped = [block.name for block in original if block.name and block.line not in kept]
-    before = emit.without_banner(original.header) + "".join(
-        block.text for block in original if block.line in kept or (block.is_import)
-    )
+    before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
-    diff = emit.diff(upstream.model, upstream, before + original.footer, body, dropped, roots)
+    lines_above = text.count("\n") - body.count("\n")
+    diff = emit.diff(
+        upstream.model, upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above
+    )
     heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
-    facts = provenance.record(upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text)
+    facts = provenance.record(
+        upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
+    )
     return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+
+
+def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:
+    """Upstream's text without banner and dropped blocks, and the number in upstream's file of each line of it."""
+    parts = [emit.without_banner(original.header)]
+    numbers = [i + 1 for i in emit.lines_beside_banner(original.header)]
+    line = original.header.count("\n")
+    for block in original:
+        length = block.text.count("\n")
+        if block.line in kept or block.is_import:
+            parts.append(block.text)
+            numbers += range(line + 1, line + length + 1)
+        line += length
+    numbers += range(line + 1, line + original.footer.count("\n") + 1)
+    return "".join(parts) + original.footer, numbers
+
+
+def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
+    """Raises where the config speaks of something that is not in the generated file."""
+    lost = lost_edits(config.edits, final)
+    if lost:
+        raise ConfigError(
+            f"The config of '{config.model}' edits {', '.join(lost)}, which the roots do not reach: prune dropped it, and "
+            "the edit with it. Remove the edit, or keep its target with `roots`."
+        )
+    methods = {
+        f"{block.name}.{node.name}"
+        for block in final
+        if isinstance(block.node, ast.ClassDef)
+        for node in block.node.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    unknown = [name for name in config.allow_sync if name not in methods]
+    if unknown:
+        nearest = [near for name in unknown for near in difflib.get_close_matches(name, methods, n=2, cutoff=0.4)]
+        raise ConfigError(
+            f"`allow_sync` of '{config.model}' names {', '.join(unknown)}, which {original.path} does not have or prune "
+            f"dropped. Nearest: {', '.join(nearest) or 'none'}."
+        )
 
 
 def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy: Anatomy) -> Generated:
@@ -141,5 +207,8 @@ def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy
     from patchgen.passes.absolute_imports import AbsoluteImports
 
     module = AbsoluteImports().apply(original, anatomy).module
-    diff = emit.diff(upstream.model, upstream, original.text, module.text, (), ())
+    before_lines = range(1, original.text.count("\n") + 1)
+    diff = emit.diff(
+        upstream.model, upstream, original.text, module.text, (), (), before_lines=before_lines, lines_above=0
+    )
     return Generated(upstream.model, upstream, config, anatomy, (), module.text, diff, "{}\n")

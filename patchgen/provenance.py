@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,13 +33,40 @@ def generated_root() -> Path:
 def command(upstream: Upstream) -> str:
     """The command that regenerates the model."""
     if upstream.version is None:
-        return f"patchgen generate {upstream.model} --source {upstream.path}"
+        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
 
 
 def symbol_hash(node: ast.AST) -> str:
-    """A hash of a class or function that comments and formatting do not change."""
-    return hashlib.sha256(ast.dump(node).encode()).hexdigest()[:16]
+    """A hash of a class or function that comments and formatting do not change, nor the Python that computes it."""
+    return hashlib.sha256(_structure(node).encode()).hexdigest()[:16]
+
+
+def _structure(value: object) -> str:
+    """A node as text. `ast.dump` will not do: its fields and defaults change between Python releases.
+
+    Fields that hold nothing are left out (`type_params` came with 3.12), and neighbouring string pieces of an f-string
+    are one (how many there are differs between releases).
+    """
+    if isinstance(value, list):
+        return "[" + ",".join(map(_structure, value)) + "]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [(name, getattr(value, name, None)) for name in value._fields if name != "kind"]
+    if isinstance(value, ast.JoinedStr):
+        fields = [("values", _joined(value.values))]
+    held = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
+    return f"{type(value).__name__}({','.join(held)})"
+
+
+def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
+    joined: list[ast.expr] = []
+    for piece in pieces:
+        if joined and isinstance(piece, ast.Constant) and isinstance(joined[-1], ast.Constant):
+            joined[-1] = ast.Constant(joined[-1].value + piece.value)
+        elif not (isinstance(piece, ast.Constant) and piece.value == ""):
+            joined.append(piece)
+    return joined
 
 
 def record(
@@ -51,6 +79,7 @@ def record(
     roots: Sequence[str],
     heads: Sequence[str],
     text: str,
+    diff: str,
 ) -> str:
     """`provenance.json`, byte-stable: no time, no machine."""
     models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
@@ -85,14 +114,42 @@ def record(
         ],
         "dropped": list(dropped),
         "symbols": symbols,
-        "generated_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "generated_sha256": _sha256(text.encode()),
+        "other_sha256": {
+            f"modeling_{upstream.model}.diff": _sha256(diff.encode()),
+            **{name: _sha256(sibling.encode()) for name, sibling in upstream.siblings.items()},
+        },
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
 
 def read(directory: Path) -> dict:
-    """The record in a folder of `generated_models`."""
-    return json.loads((directory / "provenance.json").read_text(encoding="utf-8"))
+    """The record in a folder of `generated_models`.
+
+    Raises:
+        StaleFile: there is none, or it is not JSON.
+    """
+    path = directory / "provenance.json"
+    if not path.is_file():
+        raise StaleFile(f"{directory} holds no generated model: there is no provenance.json.")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StaleFile(f"{path} is not JSON: {error}. Generate the model again with --force.") from error
+
+
+def edited_files(directory: Path, facts: dict) -> list[str]:
+    """The files of a generated model that are not what its record says was written; a missing one is among them."""
+    recorded = {f"modeling_{facts['model']}.py": facts["generated_sha256"], **facts.get("other_sha256", {})}
+    return [name for name, sha256 in recorded.items() if _sha256_of(directory / name) != sha256]
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _sha256_of(path: Path) -> str | None:
+    return _sha256(path.read_bytes()) if path.is_file() else None
 
 
 def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
@@ -102,7 +159,7 @@ def write(generated: Generated, directory: Path, *, force: bool = False) -> list
     two runs from mixing.
 
     Raises:
-        StaleFile: the present file was edited by hand, and `force` is not given.
+        StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
@@ -137,18 +194,26 @@ def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
 
 
 def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
-    path = directory / f"modeling_{generated.model}.py"
-    if not path.is_file() or not (directory / "provenance.json").is_file():
-        return
-    if _holds(path, generated.text):  # a run that ended between two renames
-        return
-    present = hashlib.sha256(path.read_bytes()).hexdigest()
-    if present != read(directory)["generated_sha256"]:
-        raise StaleFile(
-            f"{path.name} in {directory.name}/ was edited after it was generated; generating would lose the edits.\n"
-            "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
-            "or give --force to overwrite them."
-        )
+    """Raises where a file stands that patchgen did not write, or that was changed since."""
+    has_record = (directory / "provenance.json").is_file()
+    facts = read(directory) if has_record else {}
+    recorded = {f"modeling_{generated.model}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
+    for name, text in generated.files.items():
+        path = directory / name
+        if name == "provenance.json" or not path.is_file() or _holds(path, text):  # or a run ended between two renames
+            continue
+        if recorded.get(name) is None:
+            raise StaleFile(
+                f"{name} in {directory.name}/ stands there without a record (provenance.json) that patchgen wrote it; "
+                "generating would overwrite it.\n"
+                "Move it away, restore provenance.json beside it, or give --force to overwrite it."
+            )
+        if _sha256_of(path) != recorded[name]:
+            raise StaleFile(
+                f"{name} in {directory.name}/ was edited after it was generated; generating would lose the edits.\n"
+                "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
+                "or give --force to overwrite them."
+            )
 
 
 @contextlib.contextmanager

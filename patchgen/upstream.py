@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from patchgen.errors import SourceSyntaxError, UpstreamNotFound
+from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound
 
 # The head classes that a training run starts from, in the order in which a model type is looked up.
 HEAD_MAPPINGS = (
@@ -63,7 +63,8 @@ class Upstream:
     origin: str  # shown to people: "transformers 5.23.0" or a path
     version: str | None  # the transformers release; None for a file on disk that belongs to none
     module: str  # import path of the file
-    path: str  # inside the release, or as given
+    path: str  # inside the release, or the name of the file
+    given: str | None = None  # for a file on disk: where it is, as the user said it
     configs: dict[str, ConfigClass] = field(default_factory=dict)
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
@@ -143,19 +144,23 @@ class Release:
         """One of upstream's `..._MAPPING_NAMES`: model type -> class name (the first one where there are several)."""
         return self._auto_maps.get(name, {})
 
-    def directory_of(self, model: str) -> str | None:
-        """The folder under `models/` that holds the modeling file of a model type."""
+    def file_of(self, model: str) -> str | None:
+        """The modeling file of a model type: that of its folder, else the one that defines a class it maps to.
+
+        data2vec-text -> models/data2vec/modeling_data2vec_text.py
+        """
         special = self.auto_map("SPECIAL_MODEL_TYPE_TO_MODULE_NAME").get(model)
         for candidate in (model, special, (special or model).replace("-", "_")):
             if candidate in self.modeling_files:
-                return candidate
-        # A type with a configuration of its own and another model's classes: look for the class that it maps to.
+                return self.modeling_files[candidate]
+        # A type with a configuration of its own and another model's classes, or a file that is not named like its folder.
         classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, "MODEL_MAPPING_NAMES")]
         definitions = tuple(f"\nclass {name}(" for name in classes if name)
-        for directory, path in self.modeling_files.items() if definitions else ():
+        paths = dict.fromkeys((*self.modeling_files.values(), *self.all_modeling_files)) if definitions else ()
+        for path in paths:
             text = self.read(path)
             if any(definition in text for definition in definitions):
-                return directory
+                return path
         return None
 
     def defines(self, class_name: str, besides: str) -> bool:
@@ -194,7 +199,14 @@ def open_release(version: str | None = None) -> Release:
     if version == present:
         spec = importlib.util.find_spec("transformers")
         return Release(Path(spec.origin).parent, version, f"transformers {version}")
-    return Release(_wheel(version, present), version, f"transformers {version}")
+    wheel = _wheel(version, present)
+    try:
+        return Release(wheel, version, f"transformers {version}")
+    except zipfile.BadZipFile as error:
+        raise UpstreamNotFound(
+            f"{wheel} should be the wheel of transformers {version} and is no zip file ({error}). Delete it; "
+            "the next run downloads it again."
+        ) from error
 
 
 def load(model: str, version: str | None = None, source: Path | None = None) -> Upstream:
@@ -203,22 +215,28 @@ def load(model: str, version: str | None = None, source: Path | None = None) -> 
     Args:
         model: a model type ("qwen3_moe", "gemma3_text") or a folder of `transformers/models`.
         version: a transformers release; None for the installed one.
-        source: a modeling file, or a folder with one, on disk.
+        source: a modeling file, or a folder with one, on disk. It belongs to no release.
 
     Raises:
+        ConfigError: both a release and a source were named.
+        SourceSyntaxError: the file on disk is not UTF-8.
         UpstreamNotFound: unknown model (with the three nearest names), missing file, wheel out of reach.
     """
+    if source is not None and version is not None:
+        raise ConfigError(
+            f"--transformers {version} and --source {source} contradict each other: a file on disk is read as it is. "
+            "Give one of them."
+        )
     if source is not None:
         return _load_from_disk(model, Path(source))
     release = open_release(version)
-    directory = release.directory_of(model)
-    if directory is None:
+    path = release.file_of(model)
+    if path is None:
         nearest = difflib.get_close_matches(model, release.known_models(), n=3, cutoff=0.3)
         raise UpstreamNotFound(
             f"{release.origin} has no model '{model}'. Nearest: {', '.join(nearest) or 'none'}. "
             f"Looked for models/{model}/modeling_{model}.py and in the auto maps."
         )
-    path = release.modeling_files[directory]
     return load_file(release, path, model=model)
 
 
@@ -257,6 +275,7 @@ def _with_heads(upstream: Upstream) -> Upstream:
 
 
 def _load_from_disk(model: str, source: Path) -> Upstream:
+    given = str(source)
     if source.is_dir():
         found = sorted(source.glob("modeling_*.py"))
         preferred = [file for file in found if file.stem == f"modeling_{model}"]
@@ -269,13 +288,11 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
         source = (preferred or found)[0]
     if not source.is_file():
         raise UpstreamNotFound(f"There is no file {source} (given as --source).")
-    text = source.read_text(encoding="utf-8")
+    text = _read_source(source)
     parts = source.resolve().with_suffix("").parts
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
     configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
-    configs = (
-        read_configs(configuration.read_text(encoding="utf-8"), str(configuration)) if configuration.is_file() else {}
-    )
+    configs = read_configs(_read_source(configuration), str(configuration)) if configuration.is_file() else {}
     if inside:
         module, siblings = ".".join(parts[inside[-1] :]), {}
     else:
@@ -287,9 +304,19 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
         version=None,
         module=module,
         path=source.name,
+        given=given,
         configs=configs,
         siblings=siblings,
     )
+
+
+def _read_source(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceSyntaxError(
+            f"{path}: byte {error.start} is not UTF-8 ({error.reason}). Save the file as UTF-8."
+        ) from error
 
 
 def _siblings(source: Path, text: str) -> dict[str, str]:
@@ -305,7 +332,7 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
                 file = source.with_name(node.module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in found and file != source:
-                    found[file.name] = file.read_text(encoding="utf-8")
+                    found[file.name] = _read_source(file)
                     pending.append(found[file.name])
     return found
 

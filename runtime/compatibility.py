@@ -10,6 +10,10 @@ from pathlib import Path
 ALLOW_VARIABLE = "PATCHGEN_ALLOW_TRANSFORMERS"
 
 
+class ReleaseMismatch(ImportError):
+    """A generated file meets a transformers release that it was neither made from nor verified with."""
+
+
 def require_transformers(generated_file: str, made_from: str) -> None:
     """Raises unless the installed transformers is the release that `generated_file` was made from or verified with.
 
@@ -20,6 +24,9 @@ def require_transformers(generated_file: str, made_from: str) -> None:
         generated_file: `__file__` of the generated module; `verify.json` beside it lists the releases it was
             verified with.
         made_from: the release of its upstream source, for example "5.23.0".
+
+    Raises:
+        ReleaseMismatch: with the three ways out.
     """
     import transformers
 
@@ -29,7 +36,7 @@ def require_transformers(generated_file: str, made_from: str) -> None:
     folder = Path(generated_file).parent
     if installed in _proven_with(folder / "verify.json", Path(generated_file)):
         return
-    raise ImportError(
+    raise ReleaseMismatch(
         f"{Path(generated_file).name} was made from transformers {made_from} and is not verified with the installed "
         f"{installed}.\nEither install transformers=={made_from}, or regenerate it with "
         f"`make regen MODEL={folder.name} TRANSFORMERS={installed}` and review the diff, or prove it as it is with "

@@ -28,8 +28,8 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
         experts: for each experts class of the generated file the names of its parameters of shape `[E, ...]`.
 
     Raises:
-        ValueError: a named parameter does not exist on a live module, or a live module of such a class has parameters
-            that the generator did not list: a plan that forgets a parameter trains it wrongly.
+        ValueError: a named parameter does not exist on a live module, or a live module of such a class has a parameter
+            of first dimension E that the generator did not list: a plan that forgets it trains it wrongly.
     """
     paths = []
     for module_path, module in model.named_modules():
@@ -44,5 +44,17 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
                 f"The parallel plan names {missing} on {module_path} ({type(module).__name__}), which has "
                 f"{sorted(own)}. Regenerate the model with `patchgen generate`."
             )
+        forgotten = [name for name, value in own.items() if name not in names and _counts_alike(value, own, names)]
+        if forgotten:
+            raise ValueError(
+                f"The parallel plan does not name {forgotten} on {module_path} ({type(module).__name__}), whose first "
+                f"dimension is the number of experts, like that of {list(names)}. Regenerate the model with "
+                "`patchgen generate`."
+            )
         paths += [f"{module_path}.{name}" if module_path else name for name in names]
     return ParallelPlan(expert_parameters=tuple(paths))
+
+
+def _counts_alike(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:
+    """Whether a parameter has the first dimension that the parameters in `names` share: the number of experts."""
+    return value.ndim > 0 and any(own[name].shape[0] == value.shape[0] for name in names)

@@ -20,11 +20,14 @@ import hashlib
 import importlib
 import json
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from patchgen.runtime.compatibility import ReleaseMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -158,16 +161,32 @@ def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
     """Makes transformers' auto classes build the generated classes, in this process; returns the models.
 
     `from_config` and `from_pretrained` of the auto classes in `AUTO_CLASSES` are served, for each config that upstream
-    serves with a class of the same name.
+    serves with a class of the same name. A model of another transformers release than the installed one is left out,
+    and named in one warning.
+
+    Raises:
+        ReleaseMismatch: every model is of another release.
     """
-    models = generated_models(directory)
-    for model in models:
-        module = model.load()
+    registered, refused = [], []
+    for model in generated_models(directory):
+        try:
+            module = model.load()
+        except ReleaseMismatch as error:
+            refused.append(error)
+            continue
+        registered.append(model)
         for class_name in model.classes:
             for mapping, config_class in _served_configs(class_name):
                 # the mapping's own register: that of the auto class refuses heads of a composite's text config
                 mapping.register(config_class, getattr(module, class_name), exist_ok=True)
-    return models
+    if refused:
+        reasons = "\n".join(map(str, refused))
+        if not registered:
+            raise ReleaseMismatch(f"No generated model could be registered:\n{reasons}")
+        warnings.warn(
+            f"{len(refused)} generated model(s) are not registered:\n{reasons}", RuntimeWarning, stacklevel=2
+        )
+    return tuple(registered)
 
 
 def _served_configs(class_name: str) -> Iterator[tuple[object, type[PreTrainedConfig]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -12,10 +13,12 @@ from rich.progress import track
 from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
-from patchgen.errors import PatchgenError, StaleFile, UpstreamNotFound
+from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 
 console = Console(highlight=False)
+
+CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
 
 
 def generate(
@@ -32,6 +35,8 @@ def generate(
     names = committed() if every else models
     if not names:
         raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    if source is not None and len(names) > 1:
+        raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
     several = len(names) > 1
     for name in track(
@@ -104,45 +109,69 @@ def check(models: list[str]) -> int:
             "Generate one with `make regen MODEL=...`."
         )
     known = committed()
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {', '.join(known)}.")
-    stale = [name for name in names if not _is_current(name)]
+    _refuse_unknown(names, known)
+    states = [_state(name) for name in names]
     orphans = [] if models else _orphans(known)
     for folder in orphans:
         console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
-    console.print(f"{len(names) - len(stale)} of {len(names)} generated models are current.")
-    return 1 if stale or orphans else 0
+    unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
+    console.print(f"{states.count(CURRENT)} of {len(names)} generated models are current{unchecked}.")
+    return 1 if STALE in states or orphans else 0
 
 
-def _is_current(name: str) -> bool:
+def _refuse_unknown(names: list[str], known: list[str]) -> None:
+    missing = [name for name in names if name not in known]
+    if missing:
+        there_are = ", ".join(known) or "none"
+        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
+
+
+def _state(name: str) -> str:
+    """Whether the files of a committed model are what generation gives now, byte for byte."""
     directory = provenance.generated_root() / name
     record = provenance.read(directory)
     version = record["upstream"]["version"]
     if version is None:
-        console.print(f"[yellow]skipped[/] {name} was made from the file {record['upstream']['path']}")
-        return True
+        return _state_without_source(name, directory, record)
     try:
         files = pipeline.generate(upstream.load(name, version)).files
     except PatchgenError as error:
         console.print(f"[red]fails[/] {name}: {error}")
-        return False
-    current = True
+        return STALE
+    state = CURRENT
     for file_name, wanted in files.items():
         path = directory / file_name
-        present = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if present != wanted:
-            current = False
-            _show_stale(path, present, wanted)
-    return current
+        present = path.read_bytes() if path.is_file() else b""
+        if present != wanted.encode():
+            state = STALE
+            _show_stale(path, present.decode(errors="replace"), wanted)
+    return state
+
+
+def _state_without_source(name: str, directory: Path, record: dict) -> str:
+    """A model made from a file outside of any release: its source is not at hand, its own hashes are."""
+    edited = provenance.edited_files(directory, record)
+    for file_name in edited:
+        console.print(f"[red]stale[/] {name}: {file_name} is not what provenance.json says was written")
+    if edited:
+        return STALE
+    console.print(
+        f"[yellow]unchecked[/] {name} was made from the file {record['upstream']['path']}; it is as it was written, "
+        f"and whether generation still gives it is not known. Run: {record['command']} --dry-run",
+        soft_wrap=True,
+    )
+    return UNCHECKED
 
 
 def _show_stale(path: Path, present: str, wanted: str) -> None:
-    old, new = present.splitlines(), wanted.splitlines()
+    old, new = present.split("\n"), wanted.split("\n")
     line = next(
         (i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1
     )
     console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
+    if [text.removesuffix("\r") for text in old] == new:
+        console.print("its line endings are not those that were generated (CRLF for LF)")
+        return
     lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
     for text in lines[:40]:
         console.print(text, markup=False, style="green" if text[:1] == "+" else "red" if text[:1] == "-" else None)
@@ -167,14 +196,23 @@ def list_models() -> None:
             p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
         )
         lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
-        proof = directory / "verify.json"
-        state = json.loads(proof.read_text())["status"] if proof.is_file() else "not proven"
-        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), state)
+        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), _proof_state(directory, name))
     console.print(table)
+
+
+def _proof_state(directory: Path, name: str) -> str:
+    """What `verify.json` says, if it is of the very file that stands there."""
+    path = directory / "verify.json"
+    if not path.is_file():
+        return "not proven"
+    proof = json.loads(path.read_text(encoding="utf-8"))
+    present = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
+    return proof["status"] if proof["sha256"] == present else "stale proof"
 
 
 def upgrade(models: list[str], version: str | None) -> int:
     """Says, for each committed model, what another release changes under its passes. 1 if a pass would miss."""
+    _refuse_unknown(models, committed())
     failed = False
     for name in models or committed():
         record = provenance.read(provenance.generated_root() / name)

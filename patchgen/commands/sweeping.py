@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from patchgen import __version__, upstream
+from patchgen import __version__, provenance, upstream
 from patchgen.errors import ConfigError
 from patchgen.templates import render
 
@@ -28,18 +28,25 @@ FAMILIES = ("text", "moe")
 IMPLEMENTATIONS = ("torch", "chunked")
 
 
-def sweep(family: str, jobs: int, version: str | None, only: list[str], *, fresh: bool) -> int:
-    """Runs the family; 0 if every type that generates is proven. Interrupted, it goes on where it stopped."""
+def sweep(family: str, jobs: int, version: str | None, only: list[str], output: Path | None, *, fresh: bool) -> int:
+    """Runs the family; 0 if every type that generates is proven, or, with `only`, if every one of those is.
+
+    Interrupted, it goes on where it stopped. Rows of types that this run does not ask for stay in the record, each with
+    the code that it was made with.
+
+    Raises:
+        ConfigError: no such family.
+    """
     if family not in FAMILIES:
         raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
     release = upstream.open_release(version)
-    wanted = only or sorted(release.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    wanted = list(dict.fromkeys(only)) or sorted(release.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
     if family == "moe" and not only:
         wanted = [kind for kind in wanted if _routes(kind, release)]
-    path = Path.cwd() / "docs" / "coverage.json"
+    path = (output or provenance.generated_root().resolve().parent / "docs") / "coverage.json"
     key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
-    rows = {} if fresh else _previous(path, key)
-    todo = [kind for kind in wanted if kind not in rows]
+    rows = _previous(path)
+    todo = [kind for kind in wanted if fresh or kind not in rows or rows[kind]["made_with"] != _made_with(key)]
     columns = (
         TextColumn("sweeping"),
         BarColumn(),
@@ -50,16 +57,19 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], *, fresh
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
         for row in _run(todo, release.version, jobs):
-            rows[row["model_type"]] = row
+            rows[row["model_type"]] = {**row, "made_with": _made_with(key)}
             _write(path, key, rows)
             progress.update(task, advance=1, description=row["model_type"])
             if not console.is_terminal:
                 console.print(f"{row['model_type']}: {row['status']} {row['reason']}", soft_wrap=True)
     _write(path, key, rows)
-    counts = {status: sum(row["status"] == status for row in rows.values()) for status in (PROVEN, GENERATED, FAILED)}
-    moe = sum(row["status"] == PROVEN and row["moe"] for row in rows.values())
+    asked = [rows[kind] for kind in wanted]
+    counts = {status: sum(row["status"] == status for row in asked) for status in (PROVEN, GENERATED, FAILED)}
+    moe = sum(row["status"] == PROVEN and row["moe"] for row in asked)
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
-    return 0 if not counts[GENERATED] else 1
+    console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
+    is_good = counts[PROVEN] == len(asked) if only else counts[PROVEN] and not counts[GENERATED]
+    return 0 if is_good else 1
 
 
 def _run(todo: list[str], version: str, jobs: int) -> Iterator[dict]:
@@ -162,10 +172,10 @@ def _routes(model_type: str, release: upstream.Release) -> bool:
     from patchgen import source
     from patchgen.anatomy import Role, study
 
-    directory = release.directory_of(model_type)
-    if directory is None:
+    path = release.file_of(model_type)
+    if path is None:
         return False
-    origin = upstream.load_file(release, release.modeling_files[directory], model=model_type)
+    origin = upstream.load_file(release, path, model=model_type)
     return bool(study(source.parse(origin.text, origin.path), origin).with_role(Role.EXPERTS))
 
 
@@ -180,19 +190,26 @@ def _source_hash() -> str:
     return digest.hexdigest()[:16]
 
 
-def _previous(path: Path, key: dict) -> dict[str, dict]:
+def _made_with(key: dict[str, str]) -> str:
+    """What decided a row: the release, our version, and the code's hash."""
+    return " ".join(key.values())
+
+
+def _previous(path: Path) -> dict[str, dict]:
+    """The rows of the record. One that does not say what made it was made with the record's own key."""
     if not path.is_file():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    return {row["model_type"]: row for row in record["rows"]} if record["key"] == key else {}
+    return {row["model_type"]: {"made_with": _made_with(record["key"]), **row} for row in record["rows"]}
 
 
-def _write(path: Path, key: dict, rows: dict[str, dict]) -> None:
-    path.parent.mkdir(exist_ok=True)
+def _write(path: Path, key: dict[str, str], rows: dict[str, dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[kind] for kind in sorted(rows)]
+    older = [row["model_type"] for row in ordered if row["made_with"] != _made_with(key)]
     for target, text in (
         (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
-        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered)),
+        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered, older=older)),
     ):
         temporary = target.with_suffix(target.suffix + ".tmp")
         temporary.write_text(text, encoding="utf-8")

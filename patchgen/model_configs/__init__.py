@@ -30,9 +30,10 @@ class ModelConfig:
     Attributes:
         model: the model type; also the name of the folder in `generated_models/`.
         roots: the classes that the file is for; what they do not reach is pruned. Empty: upstream's heads.
-        expect: hits per pass. A number pins what was reviewed; `Expect(0, reason)` states that a pass has nothing to do.
+        expect: hits per pass. A number pins what was reviewed; `Expect(0, reason)` states that a pass has
+            nothing to do: it still runs, its misses are tolerated, and a hit is an error.
         edits: hand edits, each with its reason.
-        allow_sync: `Class.forward` -> reason, for host syncs that stay.
+        allow_sync: `Class.forward`, which the generated file has, -> reason, for host syncs that stay.
         strict_sync: whether a host sync that is not allowed is an error.
     """
 

@@ -156,9 +156,15 @@ class SitePass(Pass):
         if "." not in site.name:  # the class or function is the site
             return True
         member = site.name.rpartition(".")[2]
-        start = block.text.find(f"def {member}(")
-        end = block.text.find("\n    def ", start + 1)
-        return f"# {self.mark}" in block.text[max(start, 0) : end if end > 0 else None]
+        lines = block.text.splitlines()
+        ends = [block.node.lineno]  # where each member of the class ends: the comments above a member belong to it
+        for node in getattr(block.node, "body", ()):
+            if getattr(node, "name", None) == member and any(
+                f"# {self.mark}" in line for line in lines[ends[-1] : node.end_lineno]
+            ):
+                return True
+            ends.append(node.end_lineno)
+        return False
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Remarks for the report, for example on variants that were left alone on purpose."""

@@ -107,13 +107,15 @@ class HandEdits(Pass):
         for edit in self.edits:
             if not edit.reason.strip():
                 raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
+            _check_code(edit)
             module = self._apply(edit, module)
             line = (
                 anatomy.classes[edit.target.split(".")[0]].node.lineno
                 if edit.target.split(".")[0] in anatomy.classes
                 else 0
             )
-            hits.append(Hit(edit.target, line, f"{_verb(edit)}: {edit.reason}"))
+            site = "; ".join(edit.target.split("\n"))  # an import may have several lines, the header's record has one
+            hits.append(Hit(site, line, f"{_verb(edit)}: {' '.join(edit.reason.split())}"))
         return Outcome(module, tuple(hits))
 
     def _apply(self, edit: Edit, module: Module) -> Module:
@@ -240,6 +242,15 @@ class _StatementEditor(cst.CSTTransformer):
         return cst.FlattenSentinel([*self._new, updated])
 
 
+def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
+    """The targets of edits that later passes took out of the module again."""
+    return [
+        edit.target
+        for edit in edits
+        if not isinstance(edit, Drop | AddImport) and not module.has(edit.target.split(".")[0])
+    ]
+
+
 def same_structure(pattern: ast.AST, node: ast.AST) -> bool:
     """Whether two pieces of code are equal as trees; the name `__` in the pattern stands for any expression."""
     if isinstance(pattern, ast.Name) and pattern.id == "__":
@@ -261,6 +272,23 @@ def same_structure(pattern: ast.AST, node: ast.AST) -> bool:
         elif left != right:
             return False
     return True
+
+
+def _check_code(edit: Edit) -> None:
+    """Raises where the code of an edit, or the statement that it looks for, is not Python."""
+    for field in ("code", "match"):
+        if field in edit.__dataclass_fields__:
+            try:
+                tree = ast.parse(getattr(edit, field).strip())
+            except SyntaxError as error:
+                raise ConfigError(
+                    f"{_verb(edit)} of {edit.target}: `{field}` is not Python, line {error.lineno}: {error.msg}.\n"
+                    f"    {(error.text or '').rstrip()}"
+                ) from error
+            if not tree.body:
+                raise ConfigError(f"{_verb(edit)} of {edit.target}: `{field}` is empty.")
+    if isinstance(edit, AddImport) and not all(isinstance(s, ast.Import | ast.ImportFrom) for s in tree.body):
+        raise ConfigError(f"add_import wants import statements and nothing else, found: {edit.target}")
 
 
 def _verb(edit: Edit) -> str:

@@ -14,6 +14,13 @@ from patchgen.runtime.verify.small_config import SmallConfigError, applicable_va
 
 BASE = "base"
 CHECKPOINTING = "checkpointing"
+# Variants that change what a mask or a packed batch does: the router loss weighs tokens by the mask, a window cuts the
+# attention of each document. They run every case; the others, which change neither, the first.
+ALL_CASES = ("router_logits", "window", "no_window")
+
+
+class NoUpstreamError(ValueError):
+    """The model was made from a file that is no module of an installed package: there is nothing to compare it with."""
 
 
 def verify_model(
@@ -36,6 +43,7 @@ def verify_model(
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
+        NoUpstreamError: the model was made from a file on disk.
         SmallConfigError: upstream's config class refuses every small config.
     """
     generated = registry.read_model(directory) if directory is not None else registry.find_model(model)
@@ -44,6 +52,13 @@ def verify_model(
         raise registry.UnknownModelError(
             f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
             f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
+        )
+    if generated.upstream_module.startswith(registry.PACKAGE):
+        raise NoUpstreamError(
+            f"it was made from the file {generated.upstream_module.rpartition('.')[2]}.py, which no installed package "
+            "holds, so there is no upstream class to compare with. What was changed stands in "
+            f"{generated.file.with_suffix('.diff').name}; compare the two classes with "
+            "patchgen.runtime.verify.proof.prove(upstream_class, generated_class, config, cases)."
         )
     upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
     generated_class = getattr(generated.load(), head)
@@ -67,7 +82,7 @@ def verify_model(
             upstream_class,
             generated_class,
             small.config,
-            cases if is_first else cases[:1],
+            cases if is_first or variant in ALL_CASES else cases[:1],
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
             implementations=implementations if is_first else (),

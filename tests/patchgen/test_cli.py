@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from typer.testing import CliRunner
 
 from patchgen import model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
+from patchgen.commands import sweeping
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
@@ -76,7 +79,11 @@ def test_generate_from_a_file(tmp_path: Path):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text)
     invoke("generate", "own", "--source", str(source), "--output", str(tmp_path / "out"))
-    assert "ops.causal_lm_loss(" in (tmp_path / "out" / "own" / "modeling_own.py").read_text()
+    text = (tmp_path / "out" / "own" / "modeling_own.py").read_text()
+    assert "ops.causal_lm_loss(" in text and f"patchgen generate own --source {source}\n" in text
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=r"made from the file modeling_own\.py.*no upstream class"):
+        invoke("verify", "own", "--directory", str(tmp_path / "out" / "own"))
 
 
 def test_check_names_the_line_of_a_changed_character(models: Path):
@@ -95,6 +102,29 @@ def test_check_sees_the_other_files_too(models: Path, name: str):
     path = models / MODEL / name
     path.write_text(path.read_text().replace("qwen3", "qwen4", 1))
     assert invoke("check", MODEL).exit_code == 1
+
+
+def test_check_compares_bytes_and_names_changed_line_endings(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    result = invoke("check", MODEL)
+    assert result.exit_code == 1 and "line endings" in result.output
+
+
+def test_check_calls_a_model_from_a_file_unchecked_and_sees_its_edits(models: Path, tmp_path: Path):
+    source = tmp_path / "modeling_own.py"
+    source.write_text(upstream.load(MODEL).text)
+    invoke("generate", "own", "--source", str(source))
+    result = invoke("check")
+    assert result.exit_code == 0
+    assert "unchecked own" in result.output and "1 of 2 generated models are current, 1 unchecked" in result.output
+    for name in ("modeling_own.py", "modeling_own.diff"):
+        path = models / "own" / name
+        before = path.read_bytes()
+        path.write_bytes(before + b"# mine\n")
+        result = invoke("check", "own")
+        assert result.exit_code == 1 and name in result.output
+        path.write_bytes(before)
 
 
 def test_check_without_models_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -117,14 +147,24 @@ def test_check_reports_a_stray_folder(models: Path):
     assert result.exit_code == 1 and "stray" in result.output
 
 
-def test_an_edited_file_is_not_overwritten_without_force(models: Path):
-    path = models / MODEL / f"modeling_{MODEL}.py"
+@pytest.mark.parametrize("name", [f"modeling_{MODEL}.py", f"modeling_{MODEL}.diff"])
+def test_an_edited_file_is_not_overwritten_without_force(models: Path, name: str):
+    path = models / MODEL / name
     path.write_text(path.read_text() + "# mine\n")
     with pytest.raises(StaleFile, match="--force"):
         invoke("generate", MODEL)
     assert path.read_text().endswith("# mine\n")
     invoke("generate", MODEL, "--force")
     assert not path.read_text().endswith("# mine\n")
+
+
+def test_an_edited_file_that_lost_its_record_is_not_overwritten(models: Path):
+    (models / MODEL / "provenance.json").unlink()
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    path.write_text(path.read_text() + "# mine\n")
+    with pytest.raises(StaleFile, match=r"without a record[\s\S]*--force"):
+        invoke("generate", MODEL)
+    assert path.read_text().endswith("# mine\n")
 
 
 def test_a_crash_leaves_the_old_file_whole(models: Path, monkeypatch: pytest.MonkeyPatch):
@@ -163,6 +203,11 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["new", MODEL], ConfigError, "exists"),
         (["sweep", "--family", "speech"], ConfigError, "text"),
         (["verify"], UpstreamNotFound, "No model was named"),
+        (["verify", "nonsense"], UpstreamNotFound, "no generated model 'nonsense'"),
+        (["verify", MODEL, "--directory", "no_such_folder"], StaleFile, "holds no generated model"),
+        (["generate", MODEL, "llama", "--source", "own.py"], ConfigError, "2 names were given"),
+        (["generate", MODEL, "--source", "own.py", "--transformers", "5.17.0"], ConfigError, "contradict"),
+        (["upgrade", "nonsense"], UpstreamNotFound, "Not among the committed models: nonsense"),
     ],
 )
 def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception], message: str):
@@ -173,6 +218,20 @@ def test_bad_input_says_what_to_do(arguments: list[str], error: type[Exception],
 def test_a_source_that_does_not_parse_is_named_by_its_place(tmp_path: Path):
     (tmp_path / "modeling_own.py").write_text("x = 1\ndef f(:\n")
     with pytest.raises(SourceSyntaxError, match=r"modeling_own\.py:2:\d+"):
+        invoke("generate", "own", "--source", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        ("# caf\xe9\n".encode("latin-1"), SourceSyntaxError, r"modeling_own\.py: byte 5 is not UTF-8"),
+        (b"", ConfigError, "defines no class"),
+        (b"# only a comment\n", ConfigError, "defines no class"),
+    ],
+)
+def test_a_source_that_is_no_model_is_refused(tmp_path: Path, content: bytes, error: type[Exception], message: str):
+    (tmp_path / "modeling_own.py").write_bytes(content)
+    with pytest.raises(error, match=message):
         invoke("generate", "own", "--source", str(tmp_path))
 
 
@@ -194,6 +253,18 @@ def test_looking_at_models_and_passes():
     assert MODEL in invoke("list").output
 
 
+def test_list_shows_a_proof_of_another_file_as_stale(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    record = {"status": "proven", "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    (models / MODEL / "verify.json").write_text(json.dumps(record))
+    output = invoke("list").output
+    assert "proven" in output and "stale" not in output
+    path.write_bytes(path.read_bytes() + b"# mine\n")
+    assert "stale" in invoke("list").output
+    (models / MODEL / "verify.json").unlink()
+    assert "not" in invoke("list").output
+
+
 def test_new_writes_a_config_that_generates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(model_configs, "__file__", str(tmp_path / "__init__.py"))
     invoke("new", "olmoe")
@@ -206,3 +277,35 @@ def test_new_writes_a_config_that_generates(tmp_path: Path, monkeypatch: pytest.
 def test_upgrade_to_the_same_release_reports_no_change(models: Path):
     result = invoke("upgrade", MODEL)
     assert result.exit_code == 0 and "no class or function changed" in result.output
+
+
+def sweep(folder: Path, *types: str) -> tuple[int, dict]:
+    """Sweeps these types into `folder`; the exit code, and the rows by type."""
+    only = [argument for kind in types for argument in ("--only", kind)]
+    code = invoke("sweep", "--jobs", "1", "--output", str(folder), *only).exit_code
+    record = json.loads((folder / "coverage.json").read_text())
+    return code, {row["model_type"]: row for row in record["rows"]}
+
+
+def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_older_code(tmp_path: Path):
+    pytest.importorskip("torch")
+    key = {"transformers": "5.23.0", "patchgen": "0.1.0", "sources": "0123456789abcdef"}
+    old = {**sweeping._row("llama", sweeping.PROVEN, ""), "seconds": 1.5}
+    (tmp_path / "coverage.json").write_text(json.dumps({"key": key, "rows": [old]}))
+    code, rows = sweep(tmp_path, "no_such_type")
+    assert code == 1  # what was asked for by name is not proven
+    assert rows["no_such_type"]["status"] == "failed"
+    assert rows["llama"] == {**old, "made_with": "5.23.0 0.1.0 0123456789abcdef"}
+    assert "1 of 2 rows were made with older code" in (tmp_path / "coverage.md").read_text()
+    code, rows = sweep(tmp_path, "llama")
+    assert code == 0 and rows["llama"]["status"] == "proven"
+    assert rows["llama"]["made_with"] == rows["no_such_type"]["made_with"]
+    assert "older code" not in (tmp_path / "coverage.md").read_text()
+
+
+def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, monkeypatch: pytest.MonkeyPatch):
+    elsewhere = models.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert invoke("sweep", "--only", "no_such_type").exit_code == 1
+    assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())

@@ -159,6 +159,22 @@ def test_code_that_is_not_the_target_is_an_error(wrong):
         edit(wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (OverrideMethod("Layer.forward", "def forward(self:", reason="why"), "`code` is not Python, line 1"),
+        (EditMethod("Layer.forward", "x = = 1", "pass", reason="why"), "`match` is not Python"),
+        (EditMethod("Layer.forward", "x = x + 1", "", reason="why"), "`code` is empty"),
+        (ReplaceClass("Layer", "class Layer(:", reason="why"), "`code` is not Python"),
+        (AddImport("import", reason="why"), "`code` is not Python"),
+        (AddImport("x = 1", reason="why"), "import statements and nothing else"),
+    ],
+)
+def test_code_that_is_not_python_is_an_error_of_the_config(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        edit(wrong)
+
+
 @pytest.mark.parametrize("reason", ["", "   "])
 def test_a_reason_is_wanted(reason):
     with pytest.raises(ConfigError, match="no reason"):

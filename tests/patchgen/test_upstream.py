@@ -130,6 +130,18 @@ def test_a_wheel_out_of_reach_says_where_it_looked(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_wheel_in_the_cache_that_is_none_is_named(wheel: Path):
+    wheel.write_text("<html>not found</html>")
+    with pytest.raises(UpstreamNotFound, match=r"transformers-9\.9\.9-py3-none-any\.whl .* is no zip file"):
+        upstream.load("tiny", "9.9.9")
+
+
+def test_every_model_that_is_named_as_near_has_a_file():
+    release = upstream.open_release()
+    assert [name for name in release.known_models() if release.file_of(name) is None] == []
+    assert upstream.load("data2vec-text").path == "transformers/models/data2vec/modeling_data2vec_text.py"
+
+
 def test_a_file_on_disk_brings_its_configuration_and_the_modules_beside_it(tmp_path: Path):
     (tmp_path / "modeling_tiny.py").write_text(MODELING + "\n\nfrom .extra import helper\n\nhelper()\n")
     (tmp_path / "configuration_tiny.py").write_text(CONFIGURATION)
@@ -161,6 +173,23 @@ def test_hashes_follow_the_code_and_nothing_else():
     assert of("def f(x):\n    return x + 2\n") != plain
     one, two = upstream.load("llama"), upstream.load("llama")
     assert one.sha256 == two.sha256 and one is not two
+
+
+def test_the_hash_of_a_symbol_is_the_same_on_every_python():
+    """The value was computed with Python 3.11, 3.12 and 3.13; another one would make every committed record stale."""
+    text = '''class A(B, metaclass=C):
+    """Said.
+
+    More.
+    """
+
+    x: int = 1
+
+    @property
+    def f(self, a, /, b=2.5, *c, d=None, **e) -> "A":
+        return f"{a!r:>{b}} of " "b" f"{{c}}" u"d" if (n := len(c)) else [*c, lambda: -1j, b"\\x00"]
+'''
+    assert provenance.symbol_hash(ast.parse(text).body[0]) == "5fee4c2d51301386"
 
 
 def test_a_disk_copy_of_a_release_file_meets_the_same_passes(tmp_path: Path):
