@@ -162,6 +162,9 @@ def sweep(
     only: Annotated[list[str] | None, typer.Option("--only", help="just these model types")] = None,
     output: Annotated[Path | None, typer.Option("--output", help="the folder of the record, instead of docs/")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="do again what an earlier run has done")] = False,
+    sp: Annotated[int, typer.Option("--sp", help="compare on ranks that share a sequence, instead of proving")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="compare on ranks that share the experts, instead of proving")] = 1,
+    world: Annotated[int, typer.Option("--world", help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md and docs/coverage.json. Resumable.
 
@@ -169,6 +172,8 @@ def sweep(
     """
     from patchgen.commands import sweeping
 
+    if sp > 1 or ep > 1:
+        raise typer.Exit(sweeping.sweep_ranks(only or [], sp, ep, world, output))
     raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 

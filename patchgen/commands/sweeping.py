@@ -57,7 +57,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
         for row in _run(todo, release.version, jobs):
-            rows[row["model_type"]] = {**row, "made_with": _made_with(key)}
+            ranks = rows.get(row["model_type"], {}).get("ranks", {})
+            rows[row["model_type"]] = {**row, "ranks": ranks, "made_with": _made_with(key)}
             _write(path, key, rows)
             progress.update(task, advance=1, description=row["model_type"])
             if not console.is_terminal:
@@ -70,6 +71,29 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
     is_good = counts[PROVEN] == len(asked) if only else counts[PROVEN] and not counts[GENERATED]
     return 0 if is_good else 1
+
+
+def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None) -> int:
+    """Compares types on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all of `only`."""
+    from patchgen.runtime.verify import parallel_coverage
+
+    path = (output or provenance.generated_root().resolve().parent / "docs") / "coverage.json"
+    release = upstream.open_release(None)
+    key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
+    rows = _previous(path)
+    measured = parallel_coverage.sweep(only, sp=sp, ep=ep, world=world)
+    layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
+    for found in measured:
+        known = rows.setdefault(found.model_type, {**_row(found.model_type, FAILED, "not swept"), "made_with": "-"})
+        differences = (found.loss, found.gradients, found.packed_loss, found.packed_gradients)
+        worst = max((d for d in differences if d == d), default=None)  # NaN: not measured
+        known.setdefault("ranks", {})[layout] = {"difference": worst, "reason": found.reason}
+    _write(path, key, rows)
+    agreeing = sum(not found.reason for found in measured)
+    console.print(
+        f"{agreeing} of {len(measured)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True
+    )
+    return 0 if (agreeing == len(measured) if only else agreeing) else 1
 
 
 def _run(todo: list[str], version: str, jobs: int) -> Iterator[dict]:
@@ -103,6 +127,7 @@ def examine(model_type: str, version: str) -> dict:
     """Generates and proves one model type; the row says how far it came and why not further."""
     from patchgen import emit, model_configs, pipeline, provenance
     from patchgen.errors import PatchgenError
+    from patchgen.runtime.verify.coverage import REFUSALS
 
     start = time.perf_counter()
     try:
@@ -124,7 +149,7 @@ def examine(model_type: str, version: str) -> dict:
         provenance.write(generated, Path(folder), force=True)
         try:
             outcome = _prove(model_type, Path(folder))
-        except Exception as error:
+        except REFUSALS as error:
             outcome = {"status": GENERATED, "reason": _phrase(error)}
     return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
 
@@ -207,9 +232,10 @@ def _write(path: Path, key: dict[str, str], rows: dict[str, dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[kind] for kind in sorted(rows)]
     older = [row["model_type"] for row in ordered if row["made_with"] != _made_with(key)]
+    layouts = sorted({layout for row in ordered for layout in row.get("ranks", {})}, reverse=True)
     for target, text in (
         (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
-        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered, older=older)),
+        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered, older=older, layouts=layouts)),
     ):
         temporary = target.with_suffix(target.suffix + ".tmp")
         temporary.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """Which text types train with sequence or expert parallelism, with no code per model: measured on real ranks.
 
-    python -m patchgen.runtime.verify.parallel_coverage --sp 2             # every causal type, one line each
-    python -m patchgen.runtime.verify.parallel_coverage --ep 2 mixtral     # some
+    patchgen sweep --sp 2                                                  # every causal type, into docs/coverage.md
+    python -m patchgen.runtime.verify.parallel_coverage --ep 2 mixtral     # some, printed
 
 Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared
 with upstream's own class in one process. With sequence parallelism a packed batch follows, compared with its documents
@@ -240,39 +240,16 @@ def _line(row: Row) -> str:
     return f"ok      {row.model_type}: {figures}"
 
 
-def as_table(rows: list[Row], *, sp: int, ep: int, world: int) -> str:
-    """The rows as a page: those that agree with their figures, then the others with their reasons."""
-    good = [row for row in rows if not row.reason]
-    lines = [
-        f"# {world} ranks, sp {sp}, ep {ep}: {len(good)} of {len(rows)} text types agree with upstream on one rank",
-        "",
-        f"`python -m patchgen.runtime.verify.parallel_coverage --sp {sp} --ep {ep} --world {world}`; differences of "
-        "loss and of the worst gathered gradient, relative, in fp32.",
-        "",
-        "| type | loss | gradients | packed loss | packed gradients |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in good:
-        figures = (row.loss, row.gradients, row.packed_loss, row.packed_gradients)
-        lines.append(f"| {row.model_type} | " + " | ".join("" if x != x else f"{x:.1e}" for x in figures) + " |")
-    lines += ["", "| not | why |", "| --- | --- |"]
-    lines += [f"| {row.model_type} | {row.reason.replace('|', '/')} |" for row in rows if row.reason]
-    return "\n".join(lines) + "\n"
-
-
 def main(arguments: list[str]) -> int:
     """Prints the rows and their counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sp", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--write", type=Path, help="a Markdown file for the table")
     parser.add_argument("model_types", nargs="*")
     options = parser.parse_args(arguments)
     rows = sweep(options.model_types, sp=options.sp, ep=options.ep, world=options.world)
     print(f"{len(rows)} types, {sum(not row.reason for row in rows)} agree")
-    if options.write:
-        options.write.write_text(as_table(rows, sp=options.sp, ep=options.ep, world=options.world), encoding="utf-8")
     return 0
 
 
