@@ -11,23 +11,25 @@ from patchgen.errors import ConfigError, UpstreamNotFound
 
 def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None) -> int:
     """Proves models, prints a table each and writes `verify.json` beside the generated file; 0 if all are proven."""
-    from patchgen.runtime import registry
-    from patchgen.runtime.verify import report
-    from patchgen.runtime.verify.small_config import SmallConfigError
-    from patchgen.runtime.verify.verify_model import NoUpstreamError, verify_model
-
     names = committed() if every else models
     if not names:
         raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
     if directory is not None:
         provenance.read(directory)  # a folder that is none is named before torch is loaded
+
+    from patchgen.runtime import registry
+    from patchgen.runtime.compatibility import ReleaseMismatch
+    from patchgen.runtime.verify import report
+    from patchgen.runtime.verify.small_config import SmallConfigError
+    from patchgen.runtime.verify.verify_model import NoUpstreamError, verify_model
+
     failed = []
     for name in names:
         try:
             proof = verify_model(name, directory=directory, head=head)
         except registry.UnknownModelError as error:
             raise UpstreamNotFound(str(error)) from error
-        except (NoUpstreamError, SmallConfigError) as error:
+        except (NoUpstreamError, ReleaseMismatch, SmallConfigError) as error:
             raise ConfigError(f"'{name}' cannot be proven: {error}") from error
         report.print_proof(proof)
         report.write_proof(proof, directory or provenance.generated_root() / name)

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from generation_cases import hits_of, load
+from generation_cases import edited, hits_of, load
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +73,38 @@ def test_the_diff_is_what_changed_and_is_short(model: str):
     removed = [line[1:] for line in generated.diff.splitlines() if line.startswith("-") and not line.startswith("---")]
     assert not any(line.startswith("class ") for line in removed)
     assert "ForTokenClassification" in generated.diff.split("--- ")[0]
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3_omni_moe"])
+def test_the_numbers_of_a_hunk_are_those_of_the_two_files(model: str):
+    """The first line of each hunk, on both sides, stands at that line of upstream's file and of the generated one."""
+    generated = pipeline.generate(load(model))
+    upstream_lines, generated_lines = generated.upstream.text.splitlines(), generated.text.splitlines()
+    lines = generated.diff.splitlines()
+    hunks = [i for i, line in enumerate(lines) if line.startswith("@@ ")]
+    assert len(hunks) > 3
+    for i in hunks:
+        removed, added = (int(part[1:].partition(",")[0]) for part in lines[i].split()[1:3])
+        old = next(line[1:] for line in lines[i + 1 :] if line[:1] in " -")
+        new = next(line[1:] for line in lines[i + 1 :] if line[:1] in " +")
+        assert (upstream_lines[removed - 1], generated_lines[added - 1]) == (old, new)
+
+
+def test_a_source_that_binds_our_name_is_refused():
+    with pytest.raises(EmissionError, match=r"binds the name 'ops' itself.*from torch import nn, ops"):
+        pipeline.generate(edited(load("llama"), ("from torch import nn\n", "from torch import nn, ops\n")))
+
+
+def test_names_that_a_star_import_or_a_look_up_by_string_hides_are_noted():
+    origin = edited(
+        load("llama"),
+        ("from torch import nn\n", "from torch import nn\nfrom math import *\n"),
+        ("n_rep: int)", "n_rep: int, kind=globals()['LlamaMLP'], root=sqrt)"),
+    )
+    prune = next(step for step in pipeline.generate(origin).steps if step.name == "prune")
+    assert len(prune.outcome.notes) == 2
+    assert "from math import *" in prune.outcome.notes[0] and "globals()['LlamaMLP']" in prune.outcome.notes[1]
+    assert not next(s for s in pipeline.generate(load("llama")).steps if s.name == "prune").outcome.notes
 
 
 def test_an_omni_model_is_standalone_and_has_its_thinker_only():
@@ -140,12 +172,23 @@ def test_one_hit_less_than_pinned_is_an_error_that_lists_what_was_hit():
         pipeline.generate(load("qwen3_moe"), config)
 
 
-def test_a_pass_that_is_expected_to_do_nothing_is_not_run_and_says_why():
-    config = ModelConfig("qwen3_moe", expect={"router_loss": model_configs.Expect(0, reason="the loss is off")})
-    generated = pipeline.generate(load("qwen3_moe"), config)
-    assert "ops.router_means" not in generated.text
+def test_a_pass_that_is_expected_to_do_nothing_speaks_up_when_it_has_something_to_do():
+    nothing = {"router_loss": model_configs.Expect(0, reason="it has none")}
+    with pytest.raises(
+        PassMismatch, match=r"nothing to do \(it has none\)[\s\S]*has 1 hits[\s\S]*load_balancing_loss_func"
+    ):
+        pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe", expect=nothing))
+    generated = pipeline.generate(load("llama"), ModelConfig("llama", expect=nothing))
     step = next(step for step in generated.steps if step.name == "router_loss")
-    assert step.outcome.notes == ("not run: the loss is off",)
+    assert step.outcome.hits == () and step.outcome.notes[0] == "no hits: it has none"
+
+
+def test_a_site_of_another_form_may_be_declared_nothing_to_do():
+    other = edited(load("llama"), ("self.loss_function(", "self.other("))
+    with pytest.raises(PassMismatch, match="fused_loss"):
+        pipeline.generate(other, ModelConfig("llama"))
+    config = ModelConfig("llama", expect={"fused_loss": model_configs.Expect(0, reason="a loss of its own")})
+    assert "ops.causal_lm_loss(" not in pipeline.generate(other, config).text
 
 
 def test_an_expectation_of_an_unknown_pass_is_an_error():

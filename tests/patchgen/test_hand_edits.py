@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
-from generation_cases import applied, load, written
+from generation_cases import applied, edited, load, written
 
 from patchgen import pipeline
 from patchgen.errors import ConfigError, EmissionError, PassMismatch
@@ -210,3 +212,35 @@ def test_an_experts_class_that_an_edit_replaces_is_what_the_passes_see():
     config = ModelConfig("qwen3_moe", edits=(ReplaceClass("Qwen3MoeExperts", code, reason="a test"),))
     with pytest.raises(PassMismatch, match="fused_experts"):
         pipeline.generate(load("qwen3_moe"), config)
+
+
+def test_an_edit_of_what_prune_drops_is_an_error_and_not_a_claim_in_the_header():
+    edits = (AddMethod("Qwen3MoeForTokenClassification.extra", "def extra(self): ...", reason="a test"),)
+    with pytest.raises(ConfigError, match="edits Qwen3MoeForTokenClassification.extra, which the roots do not reach"):
+        pipeline.generate(load("qwen3_moe"), ModelConfig("qwen3_moe", edits=edits))
+
+
+def test_an_import_for_its_effect_stays():
+    edits = (AddImport("import readline", reason="for its effect"),)
+    assert (
+        "# patchgen: hand_edits\nimport readline\n"
+        in pipeline.generate(load("llama"), ModelConfig("llama", edits=edits)).text
+    )
+    marked = edited(
+        load("llama"), ("import torch\n", "import torch\nimport this_one  # noqa: F401\nimport not_this\n")
+    )
+    text = pipeline.generate(marked).text
+    assert "import this_one  # noqa: F401\n" in text and "not_this" not in text
+
+
+def test_a_reason_of_several_lines_is_one_line_of_the_header():
+    edits = (AddImport("from math import (\n    pi,\n)", reason="first\nsecond = = third"),)
+    text = pipeline.generate(load("llama"), ModelConfig("llama", edits=edits)).text
+    assert ": add_import: first second = = third\n" in text
+    ast.parse(text)
+
+
+def test_a_host_sync_that_is_allowed_must_exist():
+    config = ModelConfig("llama", allow_sync={"LlamaModel.forwards": "a test"})
+    with pytest.raises(ConfigError, match=r"names LlamaModel.forwards[\s\S]*Nearest: LlamaModel.forward"):
+        pipeline.generate(load("llama"), config)

@@ -37,3 +37,13 @@ def test_a_parameter_that_does_not_exist_is_an_error():
 
 def test_a_model_without_experts_has_an_empty_plan():
     assert parallel_plan(nn.Linear(2, 2), {}).expert_parameters == ()
+
+
+def test_a_parameter_per_expert_that_the_plan_forgets_is_an_error():
+    found = model()
+    found["c"].scale = nn.Parameter(torch.ones(4))
+    with pytest.raises(ValueError, match=r"does not name \['scale'\] on c \(Experts\)"):
+        parallel_plan(found, {"Experts": ("gate_up_proj", "down_proj")})
+    found = model()
+    found["c"].norm = nn.Parameter(torch.ones(3))  # not one per expert: replicated
+    assert "c.norm" not in parallel_plan(found, {"Experts": ("gate_up_proj", "down_proj")})

@@ -12,6 +12,7 @@ import transformers
 from transformers.models.auto import modeling_auto
 
 from patchgen.runtime import registry
+from patchgen.runtime.compatibility import ALLOW_VARIABLE
 from patchgen.runtime.verify.small_config import small_config
 
 sys.path.insert(0, str(Path(__file__).parent / "verify"))
@@ -69,6 +70,27 @@ def test_a_checkpoint_of_upstream_loads_whole_into_the_generated_class(generated
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = upstream.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_model_of_another_release_is_named_and_the_others_are_registered(generated, monkeypatch):
+    def of_another_release(name: str) -> None:
+        path = generated / name / f"modeling_{name}.py"
+        guard = 'from patchgen.runtime import ops\nops.require_transformers(__file__, made_from="4.0.0")\n'
+        path.write_text(guard + path.read_text())
+
+    monkeypatch.delenv(ALLOW_VARIABLE, raising=False)
+    of_another_release("mixtral")
+    with pytest.warns(
+        RuntimeWarning, match=r"1 generated model[\s\S]*modeling_mixtral\.py[\s\S]*make regen"
+    ) as warned:
+        models = registry.register_all(generated)
+    assert len(warned) == 1 and [model.name for model in models] == ["qwen3_5", "qwen3_moe"]
+    of_another_release("qwen3_5")
+    of_another_release("qwen3_moe")
+    for name in [name for name in sys.modules if name.startswith("patchgen_generated_")]:
+        monkeypatch.delitem(sys.modules, name)  # a fresh process
+    with pytest.raises(ImportError, match=r"No generated model could be registered[\s\S]*modeling_qwen3_moe"):
+        registry.register_all(generated)
 
 
 def test_build_model_takes_a_config(generated):

@@ -87,6 +87,12 @@ def test_a_variant_that_upstream_refuses_is_reported(tmp_path):
 # ------------------------------------------------------------------------------------ planted defects are seen
 
 
+def test_a_defect_in_the_masked_branch_of_the_router_loss_is_seen(tmp_path):
+    edit = ("total_rows = total_rows + flat_mask.sum()", "total_rows = total_rows + 1.01 * flat_mask.sum()")
+    proof = prove_with(tmp_path, "qwen3_moe", edit, variants=("base", "router_logits"))
+    assert proof.failures and all("case padded, variant router_logits" in failure for failure in proof.failures)
+
+
 @pytest.mark.parametrize(
     ("model_type", "edit", "expected"),
     [
