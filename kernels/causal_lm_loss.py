@@ -36,7 +36,7 @@ def chunked_causal_lm_loss(
     labels: Tensor,
     *,
     loss_function: Callable[..., Tensor],
-    vocab_size: int,
+    vocab_size: int | None,
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
@@ -49,7 +49,7 @@ def chunked_causal_lm_loss(
         hidden_states: `[B, S, H]`.
         labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
         loss_function: upstream's loss for the class; only `ForCausalLMLoss` has this form.
-        vocab_size: V.
+        vocab_size: V; None for as many as the head's logits have.
         num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
         ignore_index: the label that does not count.
         shift_labels: `[B, S]`, already shifted.
@@ -66,6 +66,9 @@ def chunked_causal_lm_loss(
             f"causal_lm_loss: {target_T.numel()} labels for {hidden_TH.shape[0]} hidden states. Give labels of the "
             f"shape {tuple(hidden_states.shape[:2])}."
         )
+    if vocab_size is None:
+        with torch.no_grad():  # one token tells, for the size of the chunks must be known before the first of them
+            vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]
     size = chunk_size(vocab_size)
     total = hidden_TH.new_zeros((), dtype=torch.float32)
     for hidden_CH, target_C in zip(hidden_TH.split(size), target_T.split(size), strict=True):

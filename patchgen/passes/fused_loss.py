@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.roles import unread_heads
+from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import (
     code_of,
     edit_function,
     function_body,
+    parameters,
     replace_statement,
     statements,
     uses_name,
@@ -105,14 +108,14 @@ class FusedLoss(SitePass):
         return unread_heads(module, anatomy)
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        del site, anatomy
         miss: list[Missed] = []
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             region = _find_region(body)
-            if isinstance(region, Missed):
-                miss.append(region)
+            wrong = region if isinstance(region, Missed) else _moved_wrongly(forward, region, site.block, anatomy)
+            if wrong is not None:
+                miss.append(wrong)
                 return forward
             fused = self._fused(body, region)
             second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
@@ -125,8 +128,7 @@ class FusedLoss(SitePass):
         return miss[0] if miss else Rewritten(block, "causal_lm_loss seam")
 
     def _fused(self, body: Sequence[cst.BaseStatement], region: _Region) -> list[cst.BaseStatement]:
-        outside = [node for node in region.between if not region.belongs_to_head(node)]
-        inside = [node for node in region.between if region.belongs_to_head(node)]
+        outside, inside = region.outside, region.inside
         source = code_of(region.hidden_states)
         plain = not inside and code_of(region.projected) == f"{code_of(region.module)}({source})"
         definition: list[cst.BaseStatement] = []
@@ -159,6 +161,21 @@ class _Region:
     module: cst.BaseExpression  # `self.lm_head`
     hidden_states: cst.BaseExpression  # its argument
     loss_arguments: list[str]
+
+    @property
+    def outside(self) -> list[cst.BaseStatement]:
+        """The statements that go above the seam."""
+        return [node for node in self.between if not self.belongs_to_head(node)]
+
+    @property
+    def inside(self) -> list[cst.BaseStatement]:
+        """The statements that go into the head's function."""
+        return [node for node in self.between if self.belongs_to_head(node)]
+
+    @property
+    def parameter(self) -> str:
+        """Of the head's function."""
+        return self.hidden_states.value if isinstance(self.hidden_states, cst.Name) else "hidden_states"
 
     def belongs_to_head(self, node: cst.BaseStatement) -> bool:
         """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
@@ -194,7 +211,11 @@ def _find_region(body: Sequence[cst.BaseStatement]) -> _Region | Missed:
         return Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
     loss = loss_line.body[0].targets[0].target.value
     between = [node for node in body[start + 1 : end] if code_of(node) != f"{loss} = None"]
-    later_use = next((node for node in body[end + 1 :] if _needs_logits(node, logits)), None)
+    early = next((node for node in body[:start] if code_of(node) != f"{loss} = None" and _stores(node, loss)), None)
+    if early is not None:
+        return Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(early))
+    below = body[end + 1 :]
+    later_use = next((node for node in below if not _hands_on(node, logits, below)), None)
     if later_use is not None:
         return Missed(f"no use of `{logits}` below the loss but in the result", code_of(later_use))
     return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest)
@@ -250,40 +271,122 @@ def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.Base
     return (found[-1].func, found[-1].args[0].value) if found else None
 
 
-def _needs_logits(node: cst.BaseStatement, logits: str) -> bool:
-    """Whether a statement computes with the logits; handing them on in a result does not count."""
-    handed_on = len(m.findall(node, m.Arg(value=m.Name(logits)))) + len(
-        m.findall(node, m.Element(value=m.Name(logits)))
-    )
+def _hands_on(node: cst.BaseStatement, logits: str, below: Sequence[cst.BaseStatement]) -> bool:
+    """Whether all that a statement below the loss does with the logits is to hand them on in the result.
 
-    class Counter(cst.CSTVisitor):
-        uses = 0
+    That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
+    only return statements read.
+    """
+    below_tree = [_as_ast(other) for other in below]
+    handed = 0
+    for statement in (s for s in ast.walk(_as_ast(node)) if isinstance(s, ast.Return | ast.Assign) and s.value):
+        if isinstance(statement, ast.Assign):
+            target = statement.targets[0]
+            if len(statement.targets) > 1 or not isinstance(target, ast.Name):
+                continue
+            returns = {id(n) for other in below_tree for r in _returns(other) for n in ast.walk(r)}
+            reads = (n for other in below_tree for n in ast.walk(other) if isinstance(n, ast.Name))
+            if any(n.id == target.id and isinstance(n.ctx, ast.Load) and id(n) not in returns for n in reads):
+                continue
+        handed += _handed_on(statement.value, logits)
+    uses = [n for n in ast.walk(_as_ast(node)) if isinstance(n, ast.Name) and n.id == logits]
+    return len(uses) == handed
 
-        def visit_Attribute(self, attribute: cst.Attribute) -> bool:
-            attribute.value.visit(self)
-            return False
 
-        def visit_Arg(self, arg: cst.Arg) -> bool:
-            arg.value.visit(self)
-            return False
+def _handed_on(value: ast.expr, logits: str) -> int:
+    """How often a result hands the logits on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
+    if isinstance(value, ast.IfExp):
+        return _handed_on(value.body, logits) + _handed_on(value.orelse, logits)
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return _handed_on(value.left, logits) + _handed_on(value.right, logits)
+    parts: list[ast.expr] = []
+    if isinstance(value, ast.Tuple):
+        parts = value.elts
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and _is_output(value.func.id):
+        parts = [*value.args, *(keyword.value for keyword in value.keywords)]
+    return sum(isinstance(part, ast.Name) and part.id == logits for part in parts)
 
-        def visit_Name(self, name: cst.Name) -> None:
-            self.uses += name.value == logits
 
-    counter = Counter()
-    node.visit(counter)
-    return counter.uses > handed_on
+def _is_output(name: str) -> bool:
+    """Upstream's result classes: `CausalLMOutputWithPast`, `Gemma3CausalLMOutputWithPast`, ..."""
+    return "Output" in name
+
+
+def _returns(node: ast.AST) -> list[ast.Return]:
+    return [child for child in ast.walk(node) if isinstance(child, ast.Return)]
+
+
+def _as_ast(node: cst.BaseStatement) -> ast.Module:
+    return ast.parse(code_of(node))
+
+
+def _moved_wrongly(forward: cst.FunctionDef, region: _Region, owner: str, anatomy: Anatomy) -> Missed | None:
+    """What the seam would change: statements that move above the head, or into a function that runs per chunk."""
+    closure = [_as_ast(node).body[0] for node in (region.first, *region.inside)]
+    read = set().union(*map(loaded_names, closure))
+    written = set().union(*map(stored_names, closure)) - {region.logits}
+    for node in region.outside:
+        tree = _as_ast(node)
+        changed = stored_names(tree) & (read | {region.loss})
+        if changed:
+            return Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
+        late = loaded_names(tree) & written
+        if late:
+            return Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
+    for node in region.inside:
+        if _returns(_as_ast(node)) or region.loss in stored_names(_as_ast(node)):
+            return Missed(
+                "statements that make the logits, and nothing else, between the head and the loss", code_of(node)
+            )
+    moved = {id(node) for node in (region.first, *region.inside)}
+    others = [node for node in function_body(forward) if id(node) not in moved]
+    outer = {name for node in others for name in loaded_names(_as_ast(node)) | stored_names(_as_ast(node))}
+    outer |= set(_all_parameters(forward))
+    shared = written & (outer | {"self", region.parameter})
+    if shared:
+        return Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
+    rest = _as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")))
+    foreign = set().union(*map(loaded_names, (rest, *closure[1:]))) - {region.logits, "self", "_"} - written
+    foreign &= outer | {region.parameter}
+    foreign -= {region.hidden_states.value} if isinstance(region.hidden_states, cst.Name) else set()
+    if foreign:
+        return Missed(
+            f"logits made from {code_of(region.hidden_states)} and the module alone, not from "
+            f"{', '.join(sorted(foreign))}",
+            _code([region.first, *region.inside]),
+        )
+    body = [_as_ast(node).body[0] for node in (_with_parameter(region), *region.inside)]
+    mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
+    if mixed is not None:
+        return Missed(
+            "a head that treats every token by itself, for the loss runs over chunks of tokens", ast.unparse(mixed)
+        )
+    return None
+
+
+def _stores(node: cst.BaseStatement, name: str) -> bool:
+    return name in stored_names(_as_ast(node))
+
+
+def _code(nodes: Sequence[cst.BaseStatement]) -> str:
+    return "\n".join(code_of(node) for node in nodes)
+
+
+def _all_parameters(forward: cst.FunctionDef) -> list[str]:
+    starred = (forward.params.star_arg, forward.params.star_kwarg)
+    return [*parameters(forward), *(param.name.value for param in starred if isinstance(param, cst.Param))]
+
+
+def _with_parameter(region: _Region) -> cst.BaseStatement:
+    """The first statement, from the parameter of the head's function."""
+    value = region.projected
+    if not isinstance(region.hidden_states, cst.Name):
+        value = value.deep_replace(region.hidden_states, cst.Name(region.parameter))
+    return region.first.with_changes(body=[region.first.body[0].with_changes(value=value)], leading_lines=[])
 
 
 def _head_function(region: _Region, inside: Sequence[cst.BaseStatement], mark: str) -> cst.FunctionDef:
     """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
-    argument = region.hidden_states
-    parameter = argument.value if isinstance(argument, cst.Name) else "hidden_states"
-    value = region.projected
-    if not isinstance(argument, cst.Name):
-        value = value.deep_replace(argument, cst.Name(parameter))
-    assignment = region.first.body[0].with_changes(value=value)
-    first = region.first.with_changes(body=[assignment], leading_lines=[])
-    template = statements(f"def {HEAD}({parameter}):\n    return {region.logits}\n", depth=2, comment=mark)[0]
-    body = [first, *inside, *template.body.body]
+    template = statements(f"def {HEAD}({region.parameter}):\n    return {region.logits}\n", depth=2, comment=mark)[0]
+    body = [_with_parameter(region), *inside, *template.body.body]
     return template.with_changes(body=template.body.with_changes(body=body))

@@ -15,7 +15,7 @@ VOCAB = 67
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(causal_lm_loss, "chunk_size", lambda vocab_size: 8)
+    monkeypatch.setattr(causal_lm_loss, "chunk_size", lambda vocab_size: 8 if vocab_size > 0 else 0)
 
 
 def heads(dtype: torch.dtype) -> dict:
@@ -63,6 +63,17 @@ def test_equals_upstream_in_fp64_like_precision(head_name: str, kwargs: dict):
     assert torch.allclose(loss, expected, rtol=1e-6)
     for found, wanted in zip(gradients, expected_gradients, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_without_a_vocabulary_size_the_head_says_how_many_logits_it_has():
+    torch.manual_seed(0)
+    linear = nn.Linear(16, VOCAB)
+    hidden, labels = torch.randn(2, 21, 16), torch.randint(0, VOCAB, (2, 21))
+    _, loss = chunked_causal_lm_loss(linear, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=None)
+    gradient = torch.autograd.grad(loss, linear.weight)[0]
+    expected = ForCausalLMLoss(linear(hidden), labels, VOCAB)
+    assert torch.allclose(loss, expected, rtol=1e-6)
+    assert torch.allclose(gradient, torch.autograd.grad(expected, linear.weight)[0], rtol=1e-5, atol=1e-7)
 
 
 def test_no_logits_larger_than_a_chunk_exist():

@@ -46,6 +46,7 @@ ACTIVATED = "current_hidden_states = self.act_fn(gate) * up"
 ADDED = "final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))"
 LOSS = "loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)"
 IF_LABELS = "        if labels is not None:\n            " + LOSS
+PROJECTED = "logits = self.lm_head(hidden_states)"
 PRODUCT = "overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))"
 DEFAULT = "        if position_ids is None:\n            past_seen_tokens"
 
@@ -92,6 +93,27 @@ HEADS = (
     mutation("fused_loss", "qwen3_moe", "the projection elsewhere", ("logits = self.lm_head(hidden_states)", "logits = project(hidden_states)"), ("@auto_docstring\nclass Qwen3MoeForCausalLM", "def project(x):\n    return x\n\n\n@auto_docstring\nclass Qwen3MoeForCausalLM")),
     mutation("fused_loss", "qwen3_moe", "labels renamed", ("labels: torch.LongTensor", "targets: torch.LongTensor"), ("labels is not None", "targets is not None"), ("logits, labels,", "logits, targets,")),
     mutation("fused_loss", "qwen3_moe", "forward renamed", ("    @can_return_tuple\n    @auto_docstring\n    def forward(", "    @can_return_tuple\n    @auto_docstring\n    def run(")),
+    *(mutation("fused_loss", "qwen3_moe", title, (PROJECTED, after)) for title, after in (
+        ("hidden states changed below the head", PROJECTED + "\n        hidden_states = hidden_states * 0"),
+        ("hidden states changed in place below the head", PROJECTED + "\n        hidden_states.mul_(0)"),
+        ("labels moved by the logits", PROJECTED + "\n        labels = labels.to(logits.device) if labels is not None else None"),
+        ("another operand of another tensor", PROJECTED + " + self.extra_head(outputs[0])"),
+        ("another operand of the same name", "logits = self.extra_head(hidden_states) + self.lm_head(outputs[0])"),
+        ("a mean over the tokens", PROJECTED + "\n        logits = logits - logits.mean(dim=1, keepdim=True)"),
+        ("a maximum over everything", PROJECTED + "\n        logits = logits / logits.max()"),
+        ("a shift of the tokens", PROJECTED + "\n        logits = logits[:, 1:]"),
+        ("a change that depends on the length", PROJECTED + "\n        if logits.shape[1] > 7:\n            logits = logits * 2"),
+        ("a convolution below the head", PROJECTED + "\n        logits = torch.conv1d(logits, self.filters)"),
+        ("a loss without labels", PROJECTED + "\n        loss = 0.0"),
+        ("a value that the result needs", PROJECTED + "\n        scale = logits.dtype\n        outputs.past_key_values = scale"),
+    )),
+    *(mutation("fused_loss", "qwen3_moe", title, ("        aux_loss = None\n", "        aux_loss = None\n        " + code + "\n")) for title, code in (
+        ("logits handed to another loss", "loss = loss + self.z_loss(logits, labels)"),
+        ("logits handed to a function", "entropy = compute_entropy(logits=logits)"),
+        ("logits in a tuple that is computed with", "pair = (logits, labels)\n        loss = loss + pair[0].std()"),
+        ("another name for the logits", "scores = logits"),
+    )),
+    mutation("fused_loss", "qwen3_moe", "a scale of the logits", (PROJECTED, PROJECTED + "\n        logits = logits * self.config.scale - torch.logsumexp(logits, dim=-1, keepdim=True)"), because="each token by itself", gives="dim=-1, keepdim=True)\n            return logits"),
     mutation("fused_loss", "qwen3_moe", "no generation, a hidden projection", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel)"), ("self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)", "self.lm_head = make_head(config)"), ("@auto_docstring\nclass Qwen3MoeForCausalLM", "def make_head(config):\n    return nn.Linear(1, 2)\n\n\n@auto_docstring\nclass Qwen3MoeForCausalLM")),
     mutation("fused_loss", "qwen3_moe", "GenerationMixin dropped", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel)"), because="a head also shows by its vocabulary projection and its loss", gives="ops.causal_lm_loss("),
     mutation("fused_loss", "qwen3_moe", "GenerationMixin under an alias", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, Generates)"), ("import GenerationMixin", "import GenerationMixin as Generates"), because="imports tell what an alias is", gives="ops.causal_lm_loss("),
