@@ -157,6 +157,7 @@ SEQUENCE = (
     mutation("router_loss", "qwen3_moe", "the product by an operator", (PRODUCT, "overall_loss = (tokens_per_expert * router_prob_per_expert).sum()")),
     mutation("router_loss", "qwen3_moe", "the product nested", ("    " + PRODUCT, "    if total_rows:\n        " + PRODUCT)),
     mutation("router_loss", "qwen3_moe", "the logits renamed", ("gate_logits", "router_outputs")),
+    mutation("router_loss", "qwen3_moe", "the logits and the coefficient renamed", ("gate_logits", "router_outputs"), ("router_aux_loss_coef", "balance_weight")),
     mutation("router_loss", "qwen3_moe", "the mask renamed", ("    attention_mask: torch.Tensor | None = None,\n) -> torch.Tensor | int", "    mask: torch.Tensor | None = None,\n) -> torch.Tensor | int")),
     mutation("router_loss", "qwen3_moe", "the loss moved to another file", ("aux_loss = load_balancing_loss_func(", "aux_loss = imported_loss("), ("from torch import nn\n", "from torch import nn\nfrom elsewhere import imported_loss\n")),
     mutation("router_loss", "qwen3_moe", "the function renamed", ("load_balancing_loss_func", "balance"), because="it is known by its parameters", gives="ops.router_means("),
@@ -211,6 +212,8 @@ FORMULAS = (
     mutation("fused_ops", "qwen3_moe", "rotation of q alone", ("k_embed = (k * cos) + (rotate_half(k) * sin)", "k_embed = k")),
     mutation("fused_ops", "qwen3_moe", "a norm with an offset", (NORM, "return (1 + self.weight) * hidden_states.to(input_dtype)")),
     mutation("fused_ops", "qwen3_moe", "a norm without epsilon", ("torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance)")),
+    mutation("fused_ops", "qwen3_moe", "a norm by a power", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states * (variance + self.variance_epsilon) ** -0.5")),
+    mutation("fused_ops", "qwen3_moe", "a norm by another method", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states / (variance + self.variance_epsilon).sqrt()"), ("hidden_states.pow(2)", "hidden_states.square()")),
     mutation("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     mutation("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
 )  # fmt: skip
