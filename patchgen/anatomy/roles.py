@@ -10,7 +10,7 @@ import ast
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from patchgen.anatomy.classes import ClassInfo, called_names, dotted, parameter_names, reads_name
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names, reads_name
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -39,6 +39,7 @@ class Role:
 PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_embeds")
 EXPERT_DIMS = 3
+HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
@@ -68,9 +69,25 @@ def _forward(anatomy: Anatomy, info: ClassInfo) -> ast.AST | None:
 
 def _norm(anatomy: Anatomy, info: ClassInfo) -> str | None:
     forward = _forward(anatomy, info)
-    if forward is None or not {"rsqrt", "pow", "mean"} <= _called_in_lineage(anatomy, info):
+    if forward is None or len(parameter_names(forward)) > 2 or not _divides_by_mean_square(anatomy, info):
         return None
-    return "forward scales by rsqrt of a mean of squares" if len(parameter_names(forward)) <= 2 else None
+    return "forward divides by the root of a mean of squares"
+
+
+def _divides_by_mean_square(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """A mean of `x.pow(2)`, `x**2`, `x.square()` or `x * x`, and `rsqrt`, `sqrt` or a power of -0.5, however written."""
+    called = _called_in_lineage(anatomy, info)
+    operators = [n for method in info.methods.values() for n in ast.walk(method) if isinstance(n, ast.BinOp)]
+    powers = {ast.unparse(n.right) for n in operators if isinstance(n.op, ast.Pow)}
+    products = any(isinstance(n.op, ast.Mult) and ast.unparse(n.left) == ast.unparse(n.right) for n in operators)
+    squared = bool({"pow", "square"} & called) or "2" in powers or products
+    is_root = bool({"rsqrt", "sqrt"} & called) or bool({"-0.5", "0.5", "-1 / 2", "1 / 2"} & powers)
+    is_root = is_root or any(
+        dotted(call.func).endswith("pow") and call.args and ast.unparse(call.args[-1]) in ("-0.5", "0.5")
+        for method in info.methods.values()
+        for call in calls(method)
+    )
+    return "mean" in called and squared and is_root and len(info.builds) == 0
 
 
 def _called_in_lineage(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -106,7 +123,7 @@ def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
         a for a in info.attributes if a.startswith(("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value"))
     ]
     if "softmax" in names and names & {"matmul", "bmm", "baddbmm", "einsum"} and projections:
-        return "hand-written softmax(q k) v"
+        return HAND_WRITTEN
     return None
 
 

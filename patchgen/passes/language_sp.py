@@ -94,6 +94,24 @@ class LanguageSP(SitePass):
                 signs.append(f"{info.name} takes tokens and builds a rotary embedding, and is no decoder")
         return signs
 
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""
+        served = {site.block for site in self.sites(module, anatomy)}
+        remarks = []
+        for head in anatomy.with_role(Role.HEAD, module):
+            below = anatomy.reached_from([head.name])
+            if served & below:
+                continue
+            decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
+            if decoders:
+                remarks.append(f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel")
+            else:
+                remarks.append(
+                    f"{head.name}: no decoder of this file is below it, and nothing slices its position ids: prove it "
+                    "before it trains sequence-parallel"
+                )
+        return remarks
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         del anatomy
         miss: list[Missed] = []

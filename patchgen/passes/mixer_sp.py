@@ -9,8 +9,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, called_names, dotted, parameter_names
-from patchgen.anatomy.roles import depthwise_convolutions
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, dotted, parameter_names, reads_name
+from patchgen.anatomy.roles import HAND_WRITTEN, depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, statements, transform
 from patchgen.source import Block, Module
@@ -77,6 +77,33 @@ class MixerSP(SitePass):
             and (Role.MIXER in info.roles or called_names(info.node) & operations)
         ]
 
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """What steps along the sequence in a loop and is no operation that this pass knows."""
+        known = {site.block for site in self.sites(module, anatomy)}
+        language = _of_the_language_model(anatomy)
+        remarks: list[str] = []
+        for info in anatomy.classes.values():
+            if not module.has(info.name) or info.name not in language or info.name in known:
+                continue
+            if _attends_by_hand(info):
+                remarks.append(
+                    f"{info.name}: {HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel"
+                )
+            if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
+                continue  # a cache; a model steps through its layers
+            if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
+                continue  # these step through stacks
+            for method in info.methods.values():
+                loop = _sequence_loop(method) if method.name != "__init__" else None
+                if loop is not None:
+                    remarks.append(_not_parallel(f"{info.name}.{method.name}", loop))
+                remarks += [
+                    _not_parallel(f"{info.name}.{method.name}: {name}", loop)
+                    for name in _functions_below(anatomy, method)
+                    if (loop := _sequence_loop(anatomy.functions[name])) is not None
+                ]
+        return list(dict.fromkeys(remarks))
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed | LeftAlone:
         operations = sequence_operations(anatomy)
         called = called_names(block.node)
@@ -138,6 +165,63 @@ def _recurrences(anatomy: Anatomy, called: set[str]) -> list[str]:
 
 def _steps(node: ast.AST) -> bool:
     return isinstance(node, ast.For) and dotted(node.iter) == "range"
+
+
+def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
+    """The functions of this file that code names, directly or through others."""
+    found: list[str] = []
+    pending = [node]
+    while pending:
+        read = {n.id for n in ast.walk(pending.pop()) if isinstance(n, ast.Name)}
+        new = sorted(name for name in read & set(anatomy.functions) if name not in found)
+        found += new
+        pending += [anatomy.functions[name] for name in new]
+    return found
+
+
+def _attends_by_hand(info: ClassInfo) -> bool:
+    """Softmax and products in the methods of a class that does not call transformers' attention interface."""
+    called = called_names(info.node)
+    products = called & {"matmul", "bmm", "baddbmm", "einsum"}
+    return bool("softmax" in called and products) and not reads_name(info.node, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _sequence_loop(function: FunctionNode) -> ast.For | None:
+    """A loop over a counted range that carries a value from one step to the next."""
+    for loop in ast.walk(function):
+        if not _steps(loop):
+            continue
+        counts = " ".join(ast.unparse(arg) for arg in loop.iter.args)
+        stored = {
+            n.id for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
+        carried = _read_before_stored(loop.body) & stored - targets
+        over_parts = isinstance(loop.iter.args[-1], ast.Constant) or any(
+            w in counts for w in ("self.", "config", "expert")
+        )
+        if carried and not over_parts:
+            return loop
+    return None
+
+
+def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
+    """The names that a step reads as the step before left them."""
+    read: set[str] = set()
+    stored: set[str] = set()
+    for statement in body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        read |= {n.id for n in names if isinstance(n.ctx, ast.Load)} - stored
+        if isinstance(statement, ast.AugAssign):
+            read |= {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)} - stored
+        if not isinstance(statement, ast.If | ast.For | ast.While | ast.With):
+            stored |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    return read
+
+
+def _not_parallel(place: str, loop: ast.For) -> str:
+    header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+    return f"{place} steps along the sequence (`{header}`): not sequence-parallel"
 
 
 class _WrapCalls(cst.CSTTransformer):

@@ -61,7 +61,11 @@ class RouterLoss(SitePass):
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """A class that weighs an auxiliary loss in its forward and calls none of the loss functions found."""
+        """Classes that weigh an auxiliary loss, and functions that look like one, where no loss function was found.
+
+        A name of the coefficient is one sign; a function that counts choices with a one-hot and multiplies them by a
+        softmax of router logits is another, whatever it and its parameters are called.
+        """
         functions = {site.name for site in self.sites(module, anatomy)}
         signs = []
         for info in anatomy.classes.values():
@@ -71,6 +75,10 @@ class RouterLoss(SitePass):
             for node in ast.walk(forward):
                 if isinstance(node, ast.Attribute) and node.attr == "router_aux_loss_coef":
                     signs.append(f"{info.name} reads router_aux_loss_coef (line {node.lineno})")
+        for name, function in anatomy.functions.items():
+            balances = {"one_hot", "softmax", "topk", "mean"} <= called_names(function)
+            if balances and module.has(name) and name not in functions:
+                signs.append(f"{name} counts the choices of a softmax with a one-hot (line {function.lineno})")
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:

@@ -44,6 +44,8 @@ def mutation(
 GATE_UP = "gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)"
 ACTIVATED = "current_hidden_states = self.act_fn(gate) * up"
 ADDED = "final_hidden_states.index_add_(0, token_idx, current_hidden_states.to(final_hidden_states.dtype))"
+ZEROS = "final_hidden_states = torch.zeros_like(hidden_states)"
+HIT = "expert_hit = torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero()"
 LOSS = "loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)"
 IF_LABELS = "        if labels is not None:\n            " + LOSS
 PROJECTED = "logits = self.lm_head(hidden_states)"
@@ -60,6 +62,27 @@ EXPERTS = (
     mutation("fused_experts", "qwen3_moe", "a conditional change", (ACTIVATED, ACTIVATED + "\n            if self.training:\n                current_hidden_states = current_hidden_states * 2")),
     mutation("fused_experts", "qwen3_moe", "scaled before the loop", ("final_hidden_states = torch.zeros_like(hidden_states)", "hidden_states = hidden_states * 2\n        final_hidden_states = torch.zeros_like(hidden_states)")),
     mutation("fused_experts", "qwen3_moe", "scaled after the loop", ("        return final_hidden_states\n\n\nclass Qwen3MoeTopKRouter", "        return final_hidden_states * 2\n\n\nclass Qwen3MoeTopKRouter")),
+    *(mutation("fused_experts", "qwen3_moe", title, (ZEROS, ZEROS + "\n        " + code)) for title, code in (
+        ("scaled in place before the loop", "hidden_states.mul_(2.0)"),
+        ("an early return", "if top_k_index.numel() == 0:\n            return hidden_states"),
+        ("the weights sorted before the loop", "top_k_index, order = top_k_index.sort()"),
+    )),
+    *(mutation("fused_experts", "qwen3_moe", title, edit) for title, edit in (
+        ("a capacity per expert", (HIT, "expert_mask[:, :, self.capacity :] = 0\n            " + HIT)),
+        ("only some of the experts", ("for expert_idx in expert_hit:", "for expert_idx in expert_hit[: self.limit]:")),
+        ("frozen experts", ("if expert_idx == self.num_experts:", "if expert_idx == self.num_experts or expert_idx in self.frozen:")),
+        ("a sum that begins with the tokens", (ZEROS, ZEROS.replace("torch.zeros_like(hidden_states)", "hidden_states.clone()"))),
+        ("ones for zeros", (ZEROS, ZEROS.replace("zeros_like", "ones_like"))),
+        ("other tokens", ("hidden_states[token_idx]", "hidden_states[top_k_pos]")),
+        ("another expert's weight", ("self.down_proj[expert_idx]", "self.down_proj[top_k_pos]")),
+        ("slot and token swapped", ("top_k_pos, token_idx = torch.where", "token_idx, top_k_pos = torch.where")),
+        ("a weight in fp32", ("self.down_proj[expert_idx])", "self.down_proj[expert_idx].float())")),
+        ("tokens in fp32", ("hidden_states[token_idx]", "hidden_states[token_idx].to(torch.float32)")),
+        ("activation in fp32", (ACTIVATED, ACTIVATED.replace("self.act_fn(gate)", "self.act_fn(gate.float())"))),
+        ("routing weights in fp32", ("top_k_weights[token_idx, top_k_pos, None]", "top_k_weights[token_idx, top_k_pos, None].float()")),
+        ("halves of another dimension", (GATE_UP, GATE_UP.replace("dim=-1", "dim=0"))),
+    )),
+    mutation("fused_experts", "qwen3_moe", "a sum in fp32", (ZEROS, ZEROS.replace("(hidden_states)", "(hidden_states, dtype=torch.float32)")), because="the fused call adds up in fp32 too", gives="ops.fused_moe("),
     mutation("fused_experts", "qwen3_moe", "weights normalised in the experts", ("        for expert_idx in expert_hit:", "        top_k_weights = top_k_weights / top_k_weights.sum(-1, keepdim=True)\n        for expert_idx in expert_hit:")),
     mutation("fused_experts", "qwen3_moe", "no routing weight", ("            current_hidden_states = current_hidden_states * top_k_weights[token_idx, top_k_pos, None]\n", "")),
     mutation("fused_experts", "qwen3_moe", "another bias", ("nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])", "nn.functional.linear(current_hidden_states, self.down_proj[expert_idx], self.shared_bias)")),
@@ -134,6 +157,7 @@ SEQUENCE = (
     mutation("router_loss", "qwen3_moe", "the product by an operator", (PRODUCT, "overall_loss = (tokens_per_expert * router_prob_per_expert).sum()")),
     mutation("router_loss", "qwen3_moe", "the product nested", ("    " + PRODUCT, "    if total_rows:\n        " + PRODUCT)),
     mutation("router_loss", "qwen3_moe", "the logits renamed", ("gate_logits", "router_outputs")),
+    mutation("router_loss", "qwen3_moe", "the logits and the coefficient renamed", ("gate_logits", "router_outputs"), ("router_aux_loss_coef", "balance_weight")),
     mutation("router_loss", "qwen3_moe", "the mask renamed", ("    attention_mask: torch.Tensor | None = None,\n) -> torch.Tensor | int", "    mask: torch.Tensor | None = None,\n) -> torch.Tensor | int")),
     mutation("router_loss", "qwen3_moe", "the loss moved to another file", ("aux_loss = load_balancing_loss_func(", "aux_loss = imported_loss("), ("from torch import nn\n", "from torch import nn\nfrom elsewhere import imported_loss\n")),
     mutation("router_loss", "qwen3_moe", "the function renamed", ("load_balancing_loss_func", "balance"), because="it is known by its parameters", gives="ops.router_means("),
@@ -188,6 +212,8 @@ FORMULAS = (
     mutation("fused_ops", "qwen3_moe", "rotation of q alone", ("k_embed = (k * cos) + (rotate_half(k) * sin)", "k_embed = k")),
     mutation("fused_ops", "qwen3_moe", "a norm with an offset", (NORM, "return (1 + self.weight) * hidden_states.to(input_dtype)")),
     mutation("fused_ops", "qwen3_moe", "a norm without epsilon", ("torch.rsqrt(variance + self.variance_epsilon)", "torch.rsqrt(variance)")),
+    mutation("fused_ops", "qwen3_moe", "a norm by a power", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states * (variance + self.variance_epsilon) ** -0.5")),
+    mutation("fused_ops", "qwen3_moe", "a norm by another method", ("hidden_states * torch.rsqrt(variance + self.variance_epsilon)", "hidden_states / (variance + self.variance_epsilon).sqrt()"), ("hidden_states.pow(2)", "hidden_states.square()")),
     mutation("fused_ops", "qwen3_moe", "gate and up summed", ("self.act_fn(self.gate_proj(x)) * self.up_proj(x)", "self.act_fn(self.gate_proj(x)) + self.up_proj(x)")),
     mutation("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
 )  # fmt: skip
