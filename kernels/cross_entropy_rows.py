@@ -4,8 +4,8 @@
     logits[c, v] = (exp(logits[c, v]) / sum - (v == target[c])) / divisor
 
 The maximum and the sum are kept while the row is read once (Milakov and Gimelshein, 2018, "Online normalizer
-calculation for softmax"). The second reading mostly finds the row in the L2: one row per multiprocessor is 40 MB at
-V = 151,936. Floor: C * V read and written once, at the speed of memory.
+calculation for softmax"); a second reading overwrites it. Floor: C * V read and written once. Measured: 0.92 ms for
+1.16 GiB of logits on an H200, 2026-11-21, which is two readings and one writing at the speed of memory.
 
     C tokens of one chunk   V vocabulary
 """
@@ -16,8 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 16384
-_NUM_WARPS = 32
+_BLOCK = 4096
+_NUM_WARPS = 8
+"""Measured on an H200 at C = 4096, V = 151,936, 2026-11-21, ms: 4096 in 8 warps 0.92; 8192 in 8, 16, 32 warps 0.94,
+0.97, 1.07; 16,384 in 16, 32 warps 0.96, 0.95; 32,768 in 16, 32 warps 1.17, 0.99. Fewer rows at a time do not keep
+the row in the L2 for its second reading."""
 
 
 def cross_entropy_rows(

@@ -28,7 +28,8 @@ from patchgen.kernels.unsupported import UnsupportedOptionError
 
 CHUNK_LOGITS = 5 * 2**27
 """Logits of one chunk: at most 1.25 GiB in bf16. At V = 151,936 that is 4096 tokens, and with the 1.16 GiB of the
-weight's gradient in fp32 (H = 2048) the loss stays below 2.6 GiB."""
+weight's gradient in fp32 (H = 2048) the loss stays below 2.6 GiB. Half of it costs 1.3 % of the time at 8k tokens and
+0.2 % at 32k, and saves 0.58 GiB (H200, 2026-11-21)."""
 
 _LARGEST_CHUNK = 8192
 _ROWS = 128

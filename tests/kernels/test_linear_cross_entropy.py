@@ -27,8 +27,6 @@ linear_loss = functools.partial(linear_causal_lm_loss, loss_function=ForCausalLM
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Five chunks of 8 tokens and one of 2, in buffers that begin as `nan`."""
-    monkeypatch.setattr(linear_cross_entropy, "_ROWS", 1)
-    monkeypatch.setattr(linear_cross_entropy, "_LARGEST_CHUNK", 8)
     monkeypatch.setattr(linear_cross_entropy, "chunk_rows", lambda num_tokens, vocab_size: 8)
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
