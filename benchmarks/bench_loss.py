@@ -1,6 +1,7 @@
 """Head and cross-entropy of a language model: time and memory of the ways to compute them, forward and backward.
 
     python benchmarks/bench_loss.py
+    python benchmarks/bench_loss.py --tokens 8192 --options chunked linear
 
 V = 151,936, H = 2048, bf16, one sequence of 8k and of 32k tokens. Times are medians of `triton.testing.do_bench`; the
 peak counts what a run allocates above its inputs, gradients of hidden states and weight included. The error is that of
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
+from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
 
 COLUMNS = [
     "date",
@@ -46,6 +48,10 @@ def chunked(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
     return chunked_causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=VOCAB_SIZE)[1]
 
 
+def linear(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    return linear_causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=VOCAB_SIZE)[1]
+
+
 def liger(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
@@ -54,7 +60,7 @@ def liger(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def options() -> dict[str, Callable]:
-    found = {"upstream": upstream, "upstream compiled": torch.compile(upstream), "chunked": chunked}
+    found = {"upstream": upstream, "upstream compiled": torch.compile(upstream), "chunked": chunked, "linear": linear}
     if importlib.util.find_spec("liger_kernel"):
         found["liger"] = liger
     return found
@@ -67,6 +73,7 @@ def gradients(function: Callable, head: nn.Linear, hidden: Tensor, labels: Tenso
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 32768])
+    parser.add_argument("--options", nargs="+", choices=list(options()), default=list(options()))
     parser.add_argument("--results", type=Path, default=RESULTS.with_name("results_loss.csv"))
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -83,7 +90,8 @@ def main() -> None:
             wide.weight.data.copy_(head.weight)
             exact = gradients(chunked, wide, hidden.detach().float().requires_grad_(), labels)
             del wide
-            for name, function in options().items():
+            for name in arguments.options:
+                function = options()[name]
                 run = functools.partial(gradients, function, head, hidden, labels)
                 found = run()
                 error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))

@@ -59,13 +59,8 @@ def chunked_causal_lm_loss(
         ValueError: another loss function, or a head whose logits are not `[1, C, V]`.
     """
     require_causal_lm_loss(loss_function, "chunked")
-    target_T = shifted_targets(labels, shift_labels, ignore_index).to(hidden_states.device)
+    target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
     hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
-    if target_T.numel() != hidden_TH.shape[0]:
-        raise ValueError(
-            f"causal_lm_loss: {target_T.numel()} labels for {hidden_TH.shape[0]} hidden states. Give labels of the "
-            f"shape {tuple(hidden_states.shape[:2])}."
-        )
     if vocab_size is None:
         with torch.no_grad():  # one token tells, for the size of the chunks must be known before the first of them
             vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]
@@ -82,11 +77,7 @@ def chunked_causal_lm_loss(
             use_reentrant=False,
             preserve_rng_state=False,
         )
-    if num_items_in_batch is None:
-        return None, total / (target_T != ignore_index).sum()
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(total.device)
-    return None, total / num_items_in_batch
+    return None, total / items(target_T, num_items_in_batch, ignore_index)
 
 
 def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation: str) -> None:
@@ -101,11 +92,36 @@ def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation:
         )
 
 
-def shifted_targets(labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
-    """The label of the token that each position predicts, `[T]`; the last of each sequence predicts nothing."""
+def shifted_targets(hidden_states: Tensor, labels: Tensor, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """The label of the token that each position predicts, `[T]`; the last of each sequence predicts nothing.
+
+    Args:
+        hidden_states: `[B, S, H]`: the labels go to its device.
+        labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
+        shift_labels: `[B, S]`, already shifted.
+
+    Raises:
+        ValueError: another number of labels than of hidden states.
+    """
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return shift_labels.reshape(-1)
+    target_T = shift_labels.reshape(-1).to(hidden_states.device)
+    num_tokens = hidden_states.shape[:-1].numel()
+    if target_T.numel() != num_tokens:
+        raise ValueError(
+            f"causal_lm_loss: {target_T.numel()} labels for {num_tokens} hidden states. Give labels of the "
+            f"shape {tuple(hidden_states.shape[:2])}."
+        )
+    return target_T
+
+
+def items(target_T: Tensor, num_items_in_batch: Tensor | int | None, ignore_index: int) -> Tensor | int:
+    """What the sum of the losses is divided by: what the caller says, or the number of labels that count."""
+    if num_items_in_batch is None:
+        return (target_T != ignore_index).sum()
+    if isinstance(num_items_in_batch, Tensor):
+        return num_items_in_batch.to(target_T.device)
+    return num_items_in_batch
 
 
 def _loss_sum(

@@ -14,10 +14,6 @@ from torch import Tensor
 from patchgen.kernels import activations
 
 
-class UnsupportedOptionError(ValueError, NotImplementedError):
-    """A backend has no kernel for an option, a size or a device; the message names it. Another backend may."""
-
-
 @dataclass(frozen=True)
 class MoeOptions:
     """The options of `runtime.ops.fused_moe`, which documents them."""

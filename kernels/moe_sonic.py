@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from patchgen.kernels.moe_options import MoeOptions, UnsupportedOptionError
+from patchgen.kernels.moe_options import MoeOptions
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _NAMES = {"silu": "SWIGLU", "gelu": "GEGLU", "relu": "REGLU"}
 

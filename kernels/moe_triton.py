@@ -24,8 +24,9 @@ from patchgen.kernels.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe_bias import sum_padded_rows, sum_token_rows
 from patchgen.kernels.moe_gate_backward import gate_backward_gemm
 from patchgen.kernels.moe_gate_up import gate_up
-from patchgen.kernels.moe_options import MoeOptions, UnsupportedOptionError
+from patchgen.kernels.moe_options import MoeOptions
 from patchgen.kernels.moe_plan import BLOCK_M, Plan, make_plan, max_tiles
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _MAX_EXPERTS = 2**14
 

@@ -42,6 +42,20 @@ def fused_moe_sonic(*args, **kwargs) -> Tensor:
     return fused_moe(*args, **kwargs, backend="sonic")
 
 
+@seams.register("causal_lm_loss", "auto")
+def causal_lm_loss_auto(*args, **kwargs) -> tuple[None, Tensor]:
+    from patchgen.kernels.loss_auto import auto_causal_lm_loss
+
+    return auto_causal_lm_loss(*args, **kwargs)
+
+
+@seams.register("causal_lm_loss", "linear")
+def causal_lm_loss_linear(*args, **kwargs) -> tuple[None, Tensor]:
+    from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
+
+    return linear_causal_lm_loss(*args, **kwargs)
+
+
 @seams.register("causal_lm_loss", "chunked")
 def causal_lm_loss_chunked(*args, **kwargs) -> tuple[None, Tensor]:
     from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss

@@ -23,6 +23,7 @@ SHIPPED = {
 
 def test_every_seam_has_its_implementation():
     assert {"auto", "torch", "triton", "sonic"} <= set(seams.implementations("fused_moe"))
+    assert {"auto", "linear", "chunked"} <= set(seams.implementations("causal_lm_loss"))
     for seam, name in SHIPPED.items():
         assert name in seams.implementations(seam)
         with seams.using(**{seam: name}):
@@ -60,12 +61,13 @@ def test_the_experts_seam_equals_the_upstream_loop():
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_loss_seam_equals_its_eager_twin():
+@pytest.mark.parametrize("name", ["auto", "linear", "chunked"])
+def test_the_loss_seam_equals_its_eager_twin(name: str):
     torch.manual_seed(0)
     head, hidden, labels = nn.Linear(8, 11), torch.randn(2, 5, 8), torch.randint(0, 11, (2, 5))
     logits, expected = ops.causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=11)
     assert logits.shape == (2, 5, 11)
-    with seams.using(causal_lm_loss="chunked"):
+    with seams.using(causal_lm_loss=name):
         logits, loss = ops.causal_lm_loss(head, hidden, labels, loss_function=ForCausalLMLoss, vocab_size=11)
         assert ops.causal_lm_loss(head, hidden, None, loss_function=ForCausalLMLoss, vocab_size=11)[1] is None
     assert logits is None
