@@ -16,6 +16,7 @@ from patchgen.source import Block, Module
 
 MASK = "attention_mask"
 LOGITS = "gate_logits"
+COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # how upstream has counted tokens per expert
 
 
 class RouterLoss(SitePass):
@@ -63,8 +64,8 @@ class RouterLoss(SitePass):
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Classes that weigh an auxiliary loss, and functions that look like one, where no loss function was found.
 
-        A name of the coefficient is one sign; a function that counts choices with a one-hot and multiplies them by a
-        softmax of router logits is another, whatever it and its parameters are called.
+        The name of the coefficient is one sign; a function that counts the choices of a softmax of router logits is
+        another, whatever it and its parameters are called.
         """
         functions = {site.name for site in self.sites(module, anatomy)}
         signs = []
@@ -76,9 +77,10 @@ class RouterLoss(SitePass):
                 if isinstance(node, ast.Attribute) and node.attr == "router_aux_loss_coef":
                     signs.append(f"{info.name} reads router_aux_loss_coef (line {node.lineno})")
         for name, function in anatomy.functions.items():
-            balances = {"one_hot", "softmax", "topk", "mean"} <= called_names(function)
+            called = called_names(function)
+            balances = {"softmax", "topk"} <= called and called & COUNTS and called & {"sum", "mean"}
             if balances and module.has(name) and name not in functions:
-                signs.append(f"{name} counts the choices of a softmax with a one-hot (line {function.lineno})")
+                signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
