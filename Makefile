@@ -69,7 +69,7 @@ bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 	@$(BIN)/python benchmarks/bench_generate.py $(ARGS)
 
 bench-moe:  ## check and time the experts' kernels; runs with the python that has CUDA: PYTHON=python3
-	@$(PYTHON) benchmarks/bench_moe.py $(ARGS)
+	@PYTHONPATH=. $(PYTHON) benchmarks/bench_moe.py $(ARGS)
 
 clean:  ## remove .venv
 	rm -rf $(VENV)

@@ -39,7 +39,6 @@ __all__ = [
     "router_mask",
     "router_means",
     "sequence_position_ids",
-    "sequence_slice",
     "serves",
     "swiglu",
 ]
@@ -210,16 +209,6 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     from patchgen.runtime.parallel.sequence import position_slice
 
     return position_slice(position_ids, hidden_states, state)
-
-
-def sequence_slice(tensor: Tensor | None, hidden_states: Tensor, dim: int = -1) -> Tensor | None:
-    """This rank's slice of `tensor` along `dim`, if that dimension spans the whole sequence; otherwise `tensor`."""
-    state = parallel.current()
-    if tensor is None or state is None or state.sp == 1:
-        return tensor
-    from patchgen.runtime.parallel.sequence import slice_dimension
-
-    return slice_dimension(tensor, hidden_states.shape[1], state, dim)
 
 
 def causal_conv1d(

@@ -58,8 +58,3 @@ def config_for(model: str) -> ModelConfig:
             f"{module_name.replace('.', '/')}.py is for '{model}', but its CONFIG says '{config.model}'."
         )
     return config
-
-
-def has_config(model: str) -> bool:
-    """Whether a model has a config file of its own."""
-    return model.isidentifier() and importlib.util.find_spec(f"{__name__}.{model}") is not None

@@ -134,8 +134,8 @@ class FusedOps(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         if site.name == site.block:
             return self._rotary(block, site, anatomy)
-        if Role.NORM in anatomy.classes[site.block].roles:
-            call = _norm_call(anatomy, site.block)
+        call = _norm_call(anatomy, site.block) if Role.NORM in anatomy.classes[site.block].roles else None
+        if call is not None:
             seam = statements(f'if ops.serves("rms_norm"):\n    return {call}\n', depth=2, comment=self.mark)
             return Rewritten(edit_function(block, "forward", lambda f: insert_at_start(f, seam)), "rms_norm seam")
         return self._swiglu(block)
