@@ -51,7 +51,7 @@ def start_scatter_heads(
         for places, widths, wait in started:
             whole_BSF = wait().permute(1, 0, 2, 3).flatten(1, 2)
             for place, part in zip(places, whole_BSF.split(widths, dim=-1), strict=True):
-                B, s, N, D = shapes[place]
+                N, D = shapes[place][2:]
                 results[place] = part.unflatten(-1, (N // size, D))
         return results
 

@@ -47,7 +47,8 @@ def test_heads_that_travel_in_groups_give_the_same(heads, groups, used, two_rank
     two_ranks.run(
         cases.attention_agrees,
         *("patchgen_eager", heads, (8, 8), True, groups, used),
-        **{"sliding_window": 7, "with_sinks": True},
+        sliding_window=7,
+        with_sinks=True,
     )
 
 
