@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, called_names, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
 from patchgen.source import Block, Module
@@ -115,14 +115,16 @@ class SharedExperts(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
         (routed, *_), (shared, *_) = _experts(anatomy, site.block), _shared(anatomy, site.block)
-        found: list[_Calls | str] = []
+        found: list[_Calls | Missed | str] = []
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
             calls = _find(forward, routed, shared)
             found.append(calls)
-            return forward if isinstance(calls, str) else with_body(forward, self._moved(forward, calls))
+            return with_body(forward, self._moved(forward, calls)) if isinstance(calls, _Calls) else forward
 
         block = edit_function(block, "forward", edit)
+        if isinstance(found[0], Missed):
+            return found[0]
         if isinstance(found[0], str):
             return LeftAlone(f"{site.name}: {found[0]}; shared and routed experts run one after the other")
         return Rewritten(block, f"self.{shared} beside self.{routed}")
@@ -155,8 +157,7 @@ def _experts(anatomy: Anatomy, name: str) -> list[str]:
 
 def _shared(anatomy: Anatomy, name: str) -> list[str]:
     """MLPs that every token goes through, beside the routed experts: those with a gate, and others of several layers."""
-    called = called_names(anatomy.classes[name].methods["forward"])
-    return [a for a, info in _built(anatomy, name) if a in called and (Role.MLP in info.roles or _is_dense(info))]
+    return [a for a, info in _built(anatomy, name) if Role.MLP in info.roles or _is_dense(info)]
 
 
 def _is_dense(info: ClassInfo) -> bool:
@@ -174,14 +175,16 @@ def _built(anatomy: Anatomy, name: str) -> list[tuple[str, ClassInfo]]:
     return [(build.attribute, anatomy.classes[build.target]) for build in builds]
 
 
-def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
-    """Where the two calls stand; in words, why they cannot overlap."""
+def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | Missed | str:
+    """Where the two calls stand; in words, why they are not moved."""
     body = function_body(forward)
     places = {}
     for attribute in (routed, shared):
         pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name(attribute)))
         found = [(i, call) for i, node in enumerate(body) for call in m.findall(node, pattern)]
-        if len(found) != 1:
+        if not found:
+            return Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
+        if len(found) > 1:
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]
     (at_routed, _), (at_shared, call) = places[routed], places[shared]
