@@ -83,3 +83,7 @@ def test_a_stall_ends_the_process():
     assert done.returncode == watch.EXIT_STATUS
     assert "operation wait for nobody" in done.stderr
     assert "Thread" in done.stderr
+
+
+def test_what_upstream_keeps_in_fp32_is_computed_in_fp32(two_ranks):
+    two_ranks.run(cases.what_upstream_keeps_in_fp32_is_computed_in_fp32)
