@@ -210,3 +210,25 @@ def what_upstream_keeps_in_fp32_is_computed_in_fp32() -> None:
     assert seen == dict.fromkeys(routers, torch.float32) | {"model.layers.0.self_attn.q_proj": torch.bfloat16}
     missing = [name for name, p in model.named_parameters() if p.grad is None and p.requires_grad]
     assert not missing, missing
+
+
+def a_model_that_drops_the_lengths_of_documents_is_refused_for_packing() -> None:
+    """Nemotron's layers hand no further arguments to their attention: whole rows are right on slices, packed are not."""
+    from transformers import NemotronConfig, NemotronForCausalLM
+
+    attention.register()
+    config = NemotronConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False, attn_implementation="patchgen_eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = NemotronForCausalLM(config)
+    state = cases_sequence.state_of(sp=2)
+    sharding.shard_model(model, state)
+    assert require_sliceable(model, state, vocab_size=61, packed=False) < 1e-5
+    try:
+        require_sliceable(model, state, vocab_size=61)
+    except ValueError as error:
+        assert "Some layer does not hand cu_seq_lens_q to its attention" in str(error), error
+        return
+    raise AssertionError("packed rows over slices were accepted although their documents see each other")
