@@ -193,6 +193,41 @@ def mesh(
     proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
 
 
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
+    processes: Annotated[int, typer.Option("--nproc", help="ranks on this machine")] = 1,
+    nodes: Annotated[str, typer.Option("--nnodes", help="machines, or min:max of them")] = "1",
+    rdzv_endpoint: Annotated[str, typer.Option("--rdzv-endpoint", help="host:port where machines meet")] = "",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="a value of the recipe, for example parallel.ep=2")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start anew; an earlier run is moved away")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
+    ] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="show the recipe with all defaults")] = False,
+) -> None:
+    """Train a recipe: on this machine, on several, or as a rank of torchrun. A run that exists is continued.
+
+    Example: patchgen train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2
+    """
+    from patchgen.commands import training
+
+    raise typer.Exit(
+        training.train(
+            recipe,
+            assignments or [],
+            processes=processes,
+            nodes=nodes,
+            rdzv_endpoint=rdzv_endpoint,
+            fresh=fresh,
+            dry_run=dry_run,
+            print_config=print_config,
+        )
+    )
+
+
 def main() -> None:
     """Entry point: errors that are meant for the user are printed without a traceback."""
     try:
