@@ -1,0 +1,82 @@
+"""Samples from Hugging Face datasets: saved in a folder, or on the hub, there also streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from patchgen.runtime.data.config import SourceConfig
+from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.records import Record
+
+
+class HubDataset:
+    """A map-style dataset; a position is the number of the next row."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset = dataset
+        self.name = name
+
+    def read(self, position: int | None = None) -> Iterator[tuple[Record, int]]:
+        for number in range(position or 0, len(self.dataset)):
+            yield self[number], number + 1
+
+    def fingerprint(self) -> list[Any]:
+        return [self.name, self.dataset._fingerprint, len(self.dataset)]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Record:
+        return Record(f"{self.name}, row {number + 1}", self.dataset[number])
+
+
+class HubStream:
+    """A streamed dataset; a position is the number of rows read and the state that `datasets` gives for it."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset = dataset
+        self.name = name
+
+    def read(self, position: list[Any] | None = None) -> Iterator[tuple[Record, list[Any]]]:
+        row, state = position or (0, self._start)
+        self.dataset.load_state_dict(state)
+        for fields in self.dataset:
+            row += 1
+            yield Record(f"{self.name}, row {row}", fields), [row, self.dataset.state_dict()]
+
+    @property
+    def _start(self) -> dict[str, Any]:
+        return self.dataset.state_dict()
+
+    def fingerprint(self) -> list[Any]:
+        return [self.name]
+
+
+def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
+    """The dataset that `source.path` names: a folder written by `save_to_disk`, or a name on the hub."""
+    import datasets
+
+    name = f"{source.path}[{source.split}]"
+    if Path(source.path).expanduser().is_dir():
+        found = _open_saved(source)
+    else:
+        found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+    if source.streaming:
+        return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)
+    return HubDataset(found, name)
+
+
+def _open_saved(source: SourceConfig) -> Any:
+    import datasets
+
+    path = Path(source.path).expanduser()
+    if not any((path / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return datasets.load_dataset(str(path), source.subset, split=source.split, streaming=source.streaming)
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        if source.split not in found:
+            raise DataError(f"{source.path} has the splits {', '.join(found)}, not {source.split} (source.split).")
+        found = found[source.split]
+    return found
