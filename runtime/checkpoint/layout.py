@@ -14,7 +14,6 @@ renamed layouts; what is added here follows from its converters, for whatever mo
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
@@ -72,7 +71,8 @@ class Origin:
 
 
 def _pattern(key: str) -> str:
-    return re.sub(r"\d+", "0", key)
+    """The key without the numbers of layers and experts."""
+    return ".".join("0" if part.isdigit() else part for part in key.split("."))
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """Weights into a model, from any Hugging Face layout; each rank reads the bytes of its own shards.
 
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM._from_config(config)
-    sharding.shard_model(model, state)
-    sharding.materialise(model, "cuda")
-    report = load_pretrained(model, "/models/Qwen3-30B-A3B")
+with torch.device("meta"):
+    model = Qwen3MoeForCausalLM._from_config(config)
+sharding.shard_model(model, state)
+sharding.materialise(model, "cuda")
+report = load_pretrained(model, "/models/Qwen3-30B-A3B")
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTenso
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
+DERIVED = (".rotary_emb.inv_freq",)
+"""Old checkpoints hold these buffers; transformers computes them, and leaves them out when it loads."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,8 @@ def load_pretrained(
     missing = [name for name in state if owners.get(name, name) not in wanted and name not in blamed]
     upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
     initialised = [name for name in missing if _matches(name, allow_missing) or _found(name, upstream_allows)]
-    upstream_ignores = _patterns(model, "_keys_to_ignore_on_load_unexpected")
-    ignored = [k for k in assembly.unexpected if _matches(k, allow_unexpected) or _found(k, upstream_ignores)]
+    ignored = unexpected_by_upstream(model, assembly.unexpected)
+    ignored |= {key for key in assembly.unexpected if _matches(key, allow_unexpected)}
     problems += [f"missing: {name} {list(state[name].shape)}" for name in missing if name not in initialised]
     problems += [
         f"unexpected: {key} {list(stored[key].shape)} in {stored[key].file.name}"
@@ -140,7 +142,7 @@ def load_pretrained(
     _raise_everywhere(errors, directory)
     model.checkpoint_origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
     return LoadReport(
-        directory, len(wanted), num_bytes, time.perf_counter() - started, tuple(initialised), tuple(ignored)
+        directory, len(wanted), num_bytes, time.perf_counter() - started, tuple(initialised), tuple(sorted(ignored))
     )
 
 
@@ -174,6 +176,12 @@ def require_same_type(model: PreTrainedModel, directory: Path) -> None:
             f"{file} is of model type '{kind}'; {class_name(model)} is of type '{own.model_type}'. Load it into the "
             "model that it belongs to."
         )
+
+
+def unexpected_by_upstream(model: nn.Module, unexpected: Sequence[str]) -> set[str]:
+    """Those of the keys without a parameter that upstream's class says it leaves out."""
+    patterns = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    return {key for key in unexpected if _found(key, patterns) or key.endswith(DERIVED)}
 
 
 def tied_groups(model: nn.Module) -> list[list[str]]:
@@ -273,7 +281,5 @@ def _raise_everywhere(errors: Sequence[str], directory: Path) -> None:
     _, size = world()
     if not any(ranks):
         return
-    where = [
-        f"rank {rank}: {error}" if size > 1 else error for rank, found in enumerate(ranks) for error in found
-    ]
+    where = [f"rank {rank}: {error}" if size > 1 else error for rank, found in enumerate(ranks) for error in found]
     raise CheckpointError(f"{directory} cannot be loaded; the model is not usable:", where)

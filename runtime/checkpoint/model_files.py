@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
 
@@ -71,16 +73,13 @@ def read_config(directory: Path) -> dict:
         raise CheckpointError(f"{file} is not JSON: {error}.") from error
 
 
-def empty_model(directory: Path) -> PreTrainedModel:
-    """The model that a folder's config describes, on the meta device: shapes and conversions, no memory.
+def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
+    """The models that a folder's config may describe, on the meta device: shapes and conversions, no memory.
 
-    transformers' own class where there is one: its conversions are those that the checkpoint was made for. Otherwise
-    the generated class of that name.
+    transformers' own class first, then the generated class of that name, whose experts may be stacked differently.
     """
     import transformers
     from transformers import AutoConfig, AutoModel
-
-    from patchgen.runtime import registry
 
     fields = read_config(directory)
     try:
@@ -89,16 +88,19 @@ def empty_model(directory: Path) -> PreTrainedModel:
         raise CheckpointError(f"transformers does not know the model of {directory / CONFIG}: {error}") from error
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
     classes = [getattr(transformers, name) for name in named if hasattr(transformers, name)]
-    if not classes:
-        for model in registry.generated_models():
-            if set(named) & set(model.classes):
-                module = model.load()
-                classes = [getattr(module, name) for name in named if hasattr(module, name)]
-                break
+    for model in registry.generated_models():
+        if set(named) & set(model.classes):
+            module = model.load()
+            classes += [getattr(module, name) for name in named if hasattr(module, name)]
+    found = False
     with torch.device("meta"):
-        if classes and issubclass(classes[0], PreTrainedModel):
-            return classes[0]._from_config(config)
+        for cls in classes:
+            if issubclass(cls, PreTrainedModel):
+                found = True
+                yield cls._from_config(copy.deepcopy(config))
+        if found:
+            return
         try:
-            return AutoModel.from_config(config)
+            yield AutoModel.from_config(config)
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error

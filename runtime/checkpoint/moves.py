@@ -169,8 +169,12 @@ _RECORDERS: dict[object, Callable] = {
     **dict.fromkeys((_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default), _same),
     **dict.fromkeys(
         (
-            _aten.view.default, _aten._unsafe_view.default, _aten.squeeze.dim, _aten.squeeze.dims,
-            _aten.squeeze.default, _aten.unsqueeze.default,
+            _aten.view.default,
+            _aten._unsafe_view.default,
+            _aten.squeeze.dim,
+            _aten.squeeze.dims,
+            _aten.squeeze.default,
+            _aten.unsqueeze.default,
         ),
         _reshape,
     ),  # fmt: skip
@@ -277,7 +281,7 @@ def _pull_reshaped(parent: Moved, shape: Sequence[int], box: Box, out: Tensor, f
         if view is not None:
             _pull(parent, theirs, view, found)
             return
-    buffer = torch.empty(box_shape(larger), dtype=out.dtype)
+    buffer = torch.empty(box_shape(larger), dtype=out.dtype, device=out.device)
     _pull(parent, theirs, buffer.view(box_shape(theirs)), found)
     inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, larger, strict=True))
     found.finishes.append(lambda: out.copy_(buffer[inner]))

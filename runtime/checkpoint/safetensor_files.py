@@ -7,7 +7,6 @@ process, and a copy more would cost as much as the read.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -72,7 +71,9 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         found = sorted(path.name for path in directory.glob("*.safetensors"))
         names = [SINGLE] if SINGLE in found else found
     if not names:
-        others = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern))
+        others = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)
+        )
         there = f" It has {', '.join(others[:5])}: save these as safetensors first." if others else ""
         raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors.{there}")
     tensors: dict[str, StoredTensor] = {}
@@ -270,55 +271,3 @@ class FileReader:
 def has_nan(tensor: Tensor) -> bool:
     """Whether a floating-point tensor holds NaN. One fast pass where it does not: a sum is finite only then."""
     return not math.isfinite(float(tensor.sum())) and bool(torch.isnan(tensor).any())
-
-
-class FileWriter:
-    """Writes one safetensors file, tensor by tensor in the order of its header, under a temporary name.
-
-    `close` gives it its name after its bytes are on the disk; a failed write leaves no file of that name.
-    """
-
-    def __init__(self, file: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
-        self.file, self._temporary = file, file.with_name(f".{file.name}.partial")
-        header, end = {"__metadata__": {"format": "pt"}}, 0
-        for name, dtype, shape in tensors:
-            start, end = end, end + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        self._expected = [name for name, *_ in tensors]
-        try:
-            self._stream = self._temporary.open("wb")
-            self._stream.write(len(text).to_bytes(8, "little") + text)
-        except OSError as error:
-            raise CheckpointError(f"{file} cannot be written: {error}") from error
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        """Writes the next tensor (contiguous, on the CPU)."""
-        if name != self._expected[0]:
-            raise AssertionError(f"{name} is written before {self._expected[0]}")
-        try:
-            self._stream.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
-        except OSError as error:
-            self.abandon()
-            raise CheckpointError(f"{name} cannot be written to {self.file}: {error}") from error
-        self._expected.pop(0)
-
-    def close(self) -> None:
-        """Puts the finished file in its place."""
-        if self._expected:
-            raise AssertionError(f"{self._expected[0]} was not written to {self.file}")
-        try:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-            self._temporary.replace(self.file)
-        except OSError as error:
-            self.abandon()
-            raise CheckpointError(f"{self.file} cannot be written: {error}") from error
-
-    def abandon(self) -> None:
-        """Removes what was written."""
-        with contextlib.suppress(OSError):  # closing flushes, and may fail as the write did
-            self._stream.close()
-        self._temporary.unlink(missing_ok=True)

@@ -92,6 +92,13 @@ class Checkpointer:
         self._pending: Future | None = None
         self._hooked: set[int] = set()
 
+    @classmethod
+    def reader(cls, directory: str | Path) -> Checkpointer:
+        """One that only finds checkpoints, on this rank alone."""
+        found = cls.__new__(cls)
+        found.directory, found.keep = Path(directory), 1
+        return found
+
     # ------------------------------------------------------------------------------------------- save
 
     def save(
@@ -256,7 +263,7 @@ class Checkpointer:
     def _has_final(self, replaced: Path) -> bool:
         return (self.directory / _step_name(replaced)).exists()
 
-    def _folder_of(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Path:
         """Where a step lies: under its name, or set aside by a save that came just short of its end."""
         final = self.directory / _folder(step)
         replaced = self.directory / f".{final.name}.replaced"
@@ -290,7 +297,7 @@ class Checkpointer:
         """
         self.wait()
         step = self._same_step(step)
-        folder = self._folder_of(step)
+        folder = self.folder_of(step)
         manifest, problem = examine(folder)
         if manifest is None or problem:
             raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
@@ -319,7 +326,9 @@ class Checkpointer:
             try:
                 dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except Exception as error:
-                raise CheckpointError(f"{folder} cannot be read: {_cause(error)}", advice=self._others(step)) from error
+                raise CheckpointError(
+                    f"{folder} cannot be read: {_cause(error)}", advice=self._others(step)
+                ) from error
         if optimizer is not None:
             optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
         if scheduler is not None:
