@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import difflib
-import hashlib
 import inspect
 import re
 import sys
@@ -14,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.checkpoint import load_pretrained
+from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import optimizers
@@ -218,65 +217,15 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
 def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> PreTrainedModel:
     """The model of a recipe, sharded over the ranks, with its weights. Every rank must call it."""
     model = build_on_meta(recipe)
-    twin = copy.deepcopy(model)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
     sharding.materialise(model, "cpu" if recipe.parallel.cpu_offload else device)
     folder = weights_folder(recipe.model)
-    if folder is None or recipe.model.allow_missing:
-        random_weights(model, twin, recipe.train.seed)
-    if folder is not None:
-        from patchgen.runtime.checkpoint import load_pretrained
-
-        load_pretrained(model, folder, allow_missing=recipe.model.allow_missing)
+    if folder is None:
+        initialise(model, [name for name, _ in model.named_parameters()], seed=recipe.train.seed)
+    else:
+        load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
     return model
-
-
-@torch.no_grad()
-def random_weights(model: PreTrainedModel, twin: PreTrainedModel, seed: int) -> None:
-    """Fills a sharded model with upstream's random weights, the same for every layout, one module at a time.
-
-    Args:
-        model: sharded and materialised.
-        twin: the same model whole, on the meta device; a module of it is filled, copied and forgotten.
-    """
-    own = dict(model.named_parameters())
-    inits = {path: module for path, module in twin.named_modules() if hasattr(module, "_init_weights")}
-    for path, module in twin.named_modules():
-        mine = [name for name, _ in module.named_parameters(recurse=False) if _joined(path, name) in own]
-        if not mine:
-            continue
-        owner = inits[max((outer for outer in inits if _is_inside(path, outer)), key=len)]
-        module.to_empty(device="cpu", recurse=False)
-        for name in mine:
-            module.get_parameter(name).fill_(float("nan"))
-        with torch.random.fork_rng(devices=[]):
-            digest = hashlib.sha256(f"{seed}:{path}".encode()).digest()
-            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-            owner._init_weights(module)
-        for name in mine:
-            whole = module.get_parameter(name)
-            if bool(whole.isnan().any()):
-                raise RecipeError(
-                    f"{type(twin).__name__} does not say how {_joined(path, name)} is initialised: start from weights "
-                    "(model.weights)."
-                )
-            target = own[_joined(path, name)]
-            if isinstance(target, DTensor):
-                target.to_local().copy_(sharding.local_part(whole, target))
-            else:
-                target.copy_(whole)
-        module.to("meta")
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wanted: Mapping[str, str]) -> str:

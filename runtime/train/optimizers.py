@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -33,14 +33,27 @@ def factor(step: int, config: OptimConfig, total: int) -> float:
     return 1.0
 
 
-def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], share: float) -> float:
+def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
     """Sets every group to `share` of its peak; returns the rate of the first."""
-    rates = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * share
-            rates.append(group["lr"])
-    return rates[0]
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * share
+    return optimizer.param_groups[0]["lr"]
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one: their groups one after the other, their states in one dict."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """A step of each."""
+        for part in self.parts:
+            part.step()
 
 
 def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
@@ -63,7 +76,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     return frozen
 
 
-def build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizers of the trained parameters: AdamW, or Muon and AdamW.
 
     Args:
@@ -92,7 +105,7 @@ def build(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     if rest:
         groups = parameter_groups(rest, config, peak=config.lr)
         found.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
-    return found
+    return found[0] if len(found) == 1 else Together(found)
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:

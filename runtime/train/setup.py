@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 
+from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
@@ -44,7 +44,7 @@ def data_parts(recipe: Recipe) -> DataParts:
     return DataParts(tokenizer, processor)
 
 
-def loader(config: DataConfig, parts: DataParts, state: ParallelState):
+def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
     """The loader of this rank's batch group."""
     return build_loader(
         config,

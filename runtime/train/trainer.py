@@ -40,7 +40,7 @@ class Trainer:
     """One run on this rank. Parts are attributes: replace one before `run`.
 
     Attributes:
-        model, optimizers, loader, state, listeners: as built from the recipe.
+        model, optimizer, loader, state, listeners: as built from the recipe.
         step: optimizer steps taken.
         report: what runs where, as text.
     """
@@ -52,16 +52,16 @@ class Trainer:
         self.state = ParallelState.create(layout, device.type, expert_capacity=recipe.parallel.expert_capacity)
         seed(recipe, self.state)
         self.parts = setup.data_parts(recipe)
-        self.loader: Loader = setup.loader(recipe.data, self.parts, self.state)
+        self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
         self.model = models.build_model(recipe, self.state, device)
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
-        self.optimizers = optimizers.build(self.model, recipe.optim)
+        self.optimizer = optimizers.build(self.model, recipe.optim)
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
-        self.step, self.skipped = 0, 0
+        self.step, self.skipped, self.saved_step = 0, 0, 0
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -90,7 +90,7 @@ class Trainer:
                     self.evaluate()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
-            if self.checkpointer.latest() != self.step:
+            if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
             self.checkpointer.wait()
         return self.finish(upcoming.reason)
@@ -112,16 +112,14 @@ class Trainer:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
         config = self.recipe.optim
         share = optimizers.factor(self.step, config, self.recipe.train.steps)
-        rate = optimizers.set_learning_rate(self.optimizers, share)
+        rate = optimizers.set_learning_rate(self.optimizer, share)
         norm = gradients.clip(self.model, max_norm=config.max_grad_norm)
         if gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite):
             self.skipped = 0
-            for optimizer in self.optimizers:
-                optimizer.step()
+            self.optimizer.step()
         else:
             self.skipped += 1
-        for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
@@ -136,7 +134,7 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """The mean loss per label over `eval_batches` packed batches, the same ones each time."""
         recipe = self.recipe
-        loader = setup.loader(recipe.eval_data, self.parts, self.state)
+        loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
         feed = Feed(loader, self.state, 1, self.cost)
         started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
@@ -163,24 +161,30 @@ class Trainer:
 
     def resume(self) -> dict[str, Any]:
         """Continues from the newest checkpoint of the run, if there is one; returns the loader's position."""
-        latest = self.checkpointer.latest()
-        if latest is None:
+        latest = [self.checkpointer.latest() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(latest, src=0)  # what rank 0 sees on the disk counts for all
+        if latest[0] is None:
             return self.loader.state_dict()
-        extra = self.checkpointer.load(latest, model=self.model, optimizer=self.optimizers)
-        self.step = extra["shared"]["step"]
-        self.loader.load_state_dict(extra["rank"]["loader"])
-        set_random_state(extra["rank"]["random"])
-        return extra["rank"]["loader"]
+        groups = self.optimizer.param_groups
+        wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
+        for group, options in zip(groups, wanted, strict=True):
+            group.update(options)  # the recipe decides, changed or not since then
+        self.step, position = saved["step"], saved["shared"]["loader"]
+        self.saved_step = self.step
+        self.loader.load_state_dict(position)
+        return position
 
     def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
         """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
         self.checkpointer.save(
             self.step,
             model=self.model,
-            optimizer=self.optimizers,
-            extra_state={"shared": {"step": self.step}, "rank": {"loader": position, "random": random_state()}},
+            optimizer=self.optimizer,
+            extra_state={"shared": {"loader": position}},
             asynchronous=asynchronous,
         )
+        self.saved_step = self.step
 
     def finish(self, reason: str) -> Summary:
         """Exports what was trained, unless the run was stopped before its end."""
@@ -258,18 +262,3 @@ def seed(recipe: Recipe, state: ParallelState) -> None:
     numpy.random.seed(number % 2**32)
     torch.manual_seed(number)
     torch.use_deterministic_algorithms(recipe.train.deterministic, warn_only=True)
-
-
-def random_state() -> dict[str, Any]:
-    """The state of every generator of this rank."""
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Undoes what was drawn since `random_state`."""
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
