@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel.batch import slice_batch
@@ -52,6 +53,9 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
         inputs = {key: value.to(device) for key, value in mine.items()}
         own = model(**inputs, use_cache=False).logits
     model.train(was_training)
+    if isinstance(model, FSDPModule):
+        # The root stays gathered after a forward without backward; an optimizer that is made now must see the shards.
+        model.reshard()
     expected = whole.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (own - expected).float().abs().max() / whole.float().abs().max().clamp(min=1e-12)
     worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the whole sequence"))

@@ -149,6 +149,7 @@ class Trainer:
                 total += self.model(**rows, num_items_in_batch=items, use_cache=False).loss * items
             labels += batches.labels
         self.model.train()
+        self.model.reshard()  # without a backward, the root stays gathered
         if not labels:
             raise ValueError("The evaluation data hold no labels (eval_data).")
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / labels
