@@ -6,6 +6,7 @@ torch's AdamW and clipping, and a schedule written out again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -76,7 +77,7 @@ def plain_loop(folder: Path, steps: int, rows: list[dict]) -> list[float]:
         documents = []
         for row in rows[4 * step : 4 * step + 4]:
             bounds = row["cu_seq_lens_q"].tolist()
-            documents += [row["input_ids"][:, a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+            documents += [row["input_ids"][:, a:b] for a, b in itertools.pairwise(bounds)]
         count = sum(ids.shape[1] - 1 for ids in documents)
         total = 0.0
         for ids in documents:
