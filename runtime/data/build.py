@@ -8,10 +8,10 @@ from typing import Any
 from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
+from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.loader import Loader
 from patchgen.runtime.data.planned import PlannedLoader
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.text import make_encoder
 
 
 def build_loader(
