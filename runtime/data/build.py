@@ -11,11 +11,13 @@ from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.loader import Loader
+from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.planned import PlannedLoader
-from patchgen.runtime.data.prepare import PrepareText
+from patchgen.runtime.data.prepare import Prepare, PrepareText
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.stream import MixedStream
 from patchgen.runtime.data.streamed import StreamedLoader
+from patchgen.runtime.data.text import tokenizer_fingerprint
 
 
 def build_loader(
@@ -45,9 +47,18 @@ def build_loader(
     if not 0 <= batch_index < num_batches:
         raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
     sources = [open_source(source) for source in config.sources]
-    encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
+    streaming = any(source.streaming for source in config.sources)
+    multimodal = config.kind == "multimodal"
+    if multimodal:
+        prepare: Prepare = PrepareMultimodal(config, processor, position_function)
+        tokenizer = tokenizer or processor.tokenizer
+        encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
+    else:
+        encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
+        prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
+        encodings = [encoder.fingerprint() for encoder in encoders]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    if not any(source.streaming for source in config.sources):
+    if not streaming and not multimodal:
         documents = []
         for source, encoder in zip(sources, encoders, strict=True):
             cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
@@ -56,7 +67,6 @@ def build_loader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
 
-    streaming = any(source.streaming for source in config.sources)
     weights = [source.weight for source in config.sources]
     repeat = weights[0] is not None
     if not repeat:
@@ -73,7 +83,7 @@ def build_loader(
     )
     settings = {
         "sources": [source.fingerprint() for source in sources],
-        "encoders": [encoder.fingerprint() for encoder in encoders],
+        "encodings": encodings,
         "weights": weights,
         "shuffled": shuffled,
         "seed": config.seed,
@@ -85,5 +95,4 @@ def build_loader(
         "batch_index": batch_index,
         "num_batches": num_batches,
     }
-    prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)

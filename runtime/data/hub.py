@@ -66,8 +66,22 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     else:
         found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
     if source.streaming:
+        found = _undecoded(found)
         return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)
-    return HubDataset(found, name)
+    return HubDataset(_undecoded(found), name)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The dataset with media as bytes or paths: one that cannot be read is then a bad sample, not an end of the reading."""
+    import datasets
+
+    media = (datasets.Image, datasets.Audio, datasets.Video)
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, media):
+            dataset = dataset.cast_column(name, type(feature)(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, media):
+            dataset = dataset.cast_column(name, datasets.List(type(feature.feature)(decode=False)))
+    return dataset
 
 
 def _open_saved(source: SourceConfig) -> Any:

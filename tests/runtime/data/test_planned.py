@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -103,12 +102,3 @@ def test_sequence_parallel_slices_join_to_the_batch(corpus):
     for start, end in zip(batch["cu_seq_lens_q"][:-1], batch["cu_seq_lens_q"][1:], strict=True):
         assert shifted[start : end - 1].tolist() == batch["labels"][0, start + 1 : end].tolist()
         assert shifted[end - 1] == IGNORED
-
-
-def test_made_up_text_is_there_in_every_installation():
-    from patchgen.runtime.data.builtin import standard_library
-
-    train, validation = standard_library("train"), standard_library("validation")
-    assert not set(train.files) & set(validation.files)
-    assert any(Path(file).name == "json" or "json" in Path(file).parts for file in train.files)
-    assert "def " in train[0].fields()["text"] or "import" in train[0].fields()["text"]
