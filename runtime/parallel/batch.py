@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime.parallel.fields import IGNORED
+IGNORED = -100
 
 
 def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0) -> dict[str, Any]:

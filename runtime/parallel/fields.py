@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.runtime.parallel.batch import IGNORED
+
 
 @dataclass(frozen=True)
 class FieldRule:
@@ -39,7 +41,6 @@ class FieldRule:
     pad_scale: int = 0
 
 
-IGNORED = -100
 TOKENS = FieldRule(-1, sliced=True, pad_scale=1)
 TARGETS = FieldRule(-1, sliced=True, pad_value=IGNORED, pad_scale=1)
 WHOLE_TOKENS = FieldRule(-1, pad_scale=1)
