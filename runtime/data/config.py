@@ -28,7 +28,7 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:vision, builtin:audio, builtin:omni"
+            "builtin:chat, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(
@@ -60,6 +60,9 @@ class SourceConfig:
     )
     videos_field: str = field(default="videos", metadata={"help": "field with the videos of a sample"})
     audios_field: str = field(default="audios", metadata={"help": "field with the sounds of a sample"})
+    media_root: str | None = field(
+        default=None, metadata={"help": "folder from which relative media paths start; none: that of the data"}
+    )
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, Format)
@@ -121,6 +124,8 @@ class DataConfig:
     num_workers: int = field(
         default=0, metadata={"help": "processes that prepare streamed and multimodal samples; 0: in this one"}
     )
+    video_fps: float = field(default=2.0, metadata={"help": "frames a second that are taken of videos"})
+    max_frames: int = field(default=64, metadata={"help": "most frames that are taken of a video"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(self.sources))
@@ -133,7 +138,7 @@ class DataConfig:
         if weighted and len(weighted) != len(self.sources):
             bare = [source.path for source in self.sources if source.weight is None]
             raise ValueError(f"Give a weight to every source or to none: {weighted} have one, {bare} have none.")
-        for name in ("tokens_per_batch", "max_length", "pool", "epochs"):
+        for name in ("tokens_per_batch", "max_length", "pool", "epochs", "max_frames"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"data.{name} must be at least 1, not {value}.")

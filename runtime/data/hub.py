@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,22 +34,23 @@ class HubDataset:
 
 
 class HubStream:
-    """A streamed dataset; a position is the number of rows read and the state that `datasets` gives for it."""
+    """A streamed dataset; a position is the rows read, a state that `datasets` gave, and the rows read since it."""
+
+    STATE_EVERY = 256
 
     def __init__(self, dataset: Any, name: str) -> None:
         self.dataset = dataset
         self.name = name
+        self._start = dataset.state_dict()
 
     def read(self, position: list[Any] | None = None) -> Iterator[tuple[Record, list[Any]]]:
-        row, state = position or (0, self._start)
+        row, state, since = position or (0, self._start, 0)
         self.dataset.load_state_dict(state)
-        for fields in self.dataset:
-            row += 1
-            yield Record(f"{self.name}, row {row}", fields), [row, self.dataset.state_dict()]
-
-    @property
-    def _start(self) -> dict[str, Any]:
-        return self.dataset.state_dict()
+        for fields in itertools.islice(self.dataset, since, None):
+            row, since = row + 1, since + 1
+            if row % self.STATE_EVERY == 0:
+                state, since = self.dataset.state_dict(), 0
+            yield Record(f"{self.name}, row {row}", fields), [row, state, since]
 
     def fingerprint(self) -> list[Any]:
         return [self.name]
@@ -64,8 +66,22 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     else:
         found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
     if source.streaming:
+        found = _undecoded(found)
         return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)
-    return HubDataset(found, name)
+    return HubDataset(_undecoded(found), name)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The dataset with media as bytes or paths: one that cannot be read is then a bad sample, not an end of the reading."""
+    import datasets
+
+    media = (datasets.Image, datasets.Audio, datasets.Video)
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, media):
+            dataset = dataset.cast_column(name, type(feature)(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, media):
+            dataset = dataset.cast_column(name, datasets.List(type(feature.feature)(decode=False)))
+    return dataset
 
 
 def _open_saved(source: SourceConfig) -> Any:

@@ -60,10 +60,10 @@ class MixedOrder:
         size = self.sizes[source]
         if self.seed is None:
             return k % size
-        return int(_permutation(size, self.seed, self.epoch, source, k // size)[k % size])
+        return int(permutation(size, self.seed, self.epoch, source, k // size)[k % size])
 
 
 @lru_cache(maxsize=8)
-def _permutation(size: int, seed: int, epoch: int, source: int, lap: int) -> np.ndarray:
+def permutation(size: int, seed: int, epoch: int, source: int, lap: int) -> np.ndarray:
     kind = np.uint32 if size < 2**32 else np.uint64
     return np.random.default_rng([seed, epoch, source, lap]).permutation(np.arange(size, dtype=kind))

@@ -1,4 +1,4 @@
-"""From a record's fields to tokens and labels: plain text here, conversations in `chat.py`."""
+"""Plain text to tokens, and what all encoders share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from patchgen.runtime.data.config import DataConfig, SourceConfig
-from patchgen.runtime.data.problems import BadSample, DataError
+from patchgen.runtime.data.problems import BadSample
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,6 @@ def required(where: str, fields: dict[str, Any], name: str, type_: type) -> Any:
     if not isinstance(fields[name], type_):
         return BadSample(where, f"field {name!r} is {type(fields[name]).__name__}, expected {type_.__name__}")
     return fields[name]
-
-
-def make_encoder(config: DataConfig, source: SourceConfig, tokenizer: Any) -> Encoder:
-    """The encoder of a source's samples. Raises DataError where something that the kind needs is missing."""
-    if tokenizer is None:
-        raise DataError(
-            f"data.kind = {config.kind} needs a tokenizer: pass build_loader(tokenizer=...), "
-            "or train one on the data with patchgen.runtime.data.train_tokenizer(config, vocab_size=...)."
-        )
-    return TextEncoder(tokenizer, field=source.text_field, append_eos=config.append_eos)
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

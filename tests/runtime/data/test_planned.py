@@ -2,74 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
+from corpora import documents_of, everything_in, make_corpus, make_loaders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
+from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Two JSON-lines files of documents whose words name them, and a tokenizer of those words."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for name, sizes in (("a", [3, 40, 7, 1, 22, 9, 60, 5, 5, 12, 31]), ("b", [8, 2, 50, 4])):
-        lines = [
-            json.dumps({"text": " ".join(f"{name}{n}w{word}" for word in range(size))}) for n, size in enumerate(sizes)
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    sources = tuple(SourceConfig(str(folder / f"{name}.jsonl")) for name in "ab")
-    config = DataConfig(
-        sources=sources, cache_dir=str(folder / "cache"), tokens_per_batch=128, on_long="split", epochs=1
-    )
-    return config, train_tokenizer(config, vocab_size=300)
-
-
-def loaders(corpus, num_batches, **changes):
-    config = DataConfig(**{**vars(corpus[0]), **changes})
-    return [
-        build_loader(config, tokenizer=corpus[1], batch_index=index, num_batches=num_batches)
-        for index in range(num_batches)
-    ]
-
-
-def documents(batch):
-    """The documents of a batch that have labels, each a tuple of ids; checks the batch on the way."""
-    bounds = batch["cu_seq_lens_q"].tolist()
-    ids, labels, positions = (batch[name][0].tolist() for name in ("input_ids", "labels", "position_ids"))
-    assert bounds[-1] == len(ids) == len(labels) == len(positions)
-    assert batch["max_length_q"] == max(end - start for start, end in itertools.pairwise(bounds))
-    out = []
-    for start, end in itertools.pairwise(bounds):
-        assert positions[start:end] == list(range(end - start))
-        if set(labels[start:end]) != {IGNORED}:
-            assert labels[start:end] == ids[start:end]
-            out.append(tuple(ids[start:end]))
-    return out
-
-
-def everything(corpus, limit):
-    """What the files hold, cut into pieces of `limit` tokens: the truth, without any loader."""
-    config, tokenizer = corpus
-    found = Counter()
-    for source in config.sources:
-        for line in Path(source.path).read_text().splitlines():
-            ids = [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
-            found.update(tuple(ids[start : start + limit]) for start in range(0, len(ids), limit))
-    return found
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def rounds(loaders_):
     """The batches of all ranks, round by round; all ranks must end together."""
     found = list(zip(*loaders_, strict=True))
-    return [[documents(batch) for batch in one_round] for one_round in found]
+    return [[documents_of(batch) for batch in one_round] for one_round in found]
 
 
 settings_ = settings(max_examples=25, deadline=None)
@@ -90,20 +44,20 @@ def test_each_token_once_for_any_ranks_and_resume_point(
     corpus, num_before, num_after, stop, packing, shuffle, pool, tokens, epochs
 ):
     changes = {"packing": packing, "shuffle": shuffle, "pool": pool, "tokens_per_batch": tokens, "epochs": epochs}
-    expected = Counter({document: count * epochs for document, count in everything(corpus, tokens).items()})
+    expected = Counter({document: count * epochs for document, count in everything_in(corpus, tokens).items()})
 
-    before = loaders(corpus, num_before, **changes)
+    before = make_loaders(corpus, num_before, **changes)
     seen = Counter()
     for _ in range(stop):
         batches = [next(loader, None) for loader in before]
         if batches[0] is None:
             assert batches == [None] * num_before
             break
-        seen.update(document for batch in batches for document in documents(batch))
+        seen.update(document for batch in batches for document in documents_of(batch))
     states = [json.loads(json.dumps(loader.state_dict())) for loader in before]
     assert all(state == states[0] for state in states)
 
-    after = loaders(corpus, num_after, **changes)
+    after = make_loaders(corpus, num_after, **changes)
     for loader in after:
         loader.load_state_dict(states[0])
     for one_round in rounds(after):
@@ -114,10 +68,10 @@ def test_each_token_once_for_any_ranks_and_resume_point(
 @settings_
 @given(stop=st.integers(0, 12), num_batches=st.integers(1, 3))
 def test_the_next_batch_after_resuming_is_the_very_one(corpus, stop, num_batches):
-    ran = loaders(corpus, num_batches, epochs=None, tokens_per_batch=64)[-1]
+    ran = make_loaders(corpus, num_batches, epochs=None, tokens_per_batch=64)[-1]
     for _ in range(stop):
         next(ran)
-    resumed = loaders(corpus, num_batches, epochs=None, tokens_per_batch=64)[-1]
+    resumed = make_loaders(corpus, num_batches, epochs=None, tokens_per_batch=64)[-1]
     resumed.load_state_dict(ran.state_dict())
     for _ in range(5):
         expected, found = next(ran), next(resumed)
@@ -127,20 +81,20 @@ def test_the_next_batch_after_resuming_is_the_very_one(corpus, stop, num_batches
 
 
 def test_a_position_of_other_settings_is_refused(corpus):
-    (loader,) = loaders(corpus, 1)
-    (other,) = loaders(corpus, 1, tokens_per_batch=100)
+    (loader,) = make_loaders(corpus, 1)
+    (other,) = make_loaders(corpus, 1, tokens_per_batch=100)
     with pytest.raises(DataError, match="tokens_per_batch: saved 128, now 100"):
         other.load_state_dict(loader.state_dict())
 
 
 def test_padded_batches_have_one_shape_and_the_padding_no_labels(corpus):
-    for batch in loaders(corpus, 1, pad_batches=True)[0]:
+    for batch in make_loaders(corpus, 1, pad_batches=True)[0]:
         assert batch["input_ids"].shape == (1, 128)
-        documents(batch)
+        documents_of(batch)
 
 
 def test_sequence_parallel_slices_join_to_the_batch(corpus):
-    batch = next(loaders(corpus, 1)[0])
+    batch = next(make_loaders(corpus, 1)[0])
     parts = [slice_batch(dict(batch), sp=4, sp_rank=rank) for rank in range(4)]
     length = batch["input_ids"].shape[1]
     assert torch.equal(torch.cat([part["input_ids"] for part in parts], dim=1)[:, :length], batch["input_ids"])
@@ -148,12 +102,3 @@ def test_sequence_parallel_slices_join_to_the_batch(corpus):
     for start, end in zip(batch["cu_seq_lens_q"][:-1], batch["cu_seq_lens_q"][1:], strict=True):
         assert shifted[start : end - 1].tolist() == batch["labels"][0, start + 1 : end].tolist()
         assert shifted[end - 1] == IGNORED
-
-
-def test_made_up_text_is_there_in_every_installation():
-    from patchgen.runtime.data.builtin import standard_library
-
-    train, validation = standard_library("train"), standard_library("validation")
-    assert not set(train.files) & set(validation.files)
-    assert any(Path(file).name == "json" or "json" in Path(file).parts for file in train.files)
-    assert "def " in train[0].fields()["text"] or "import" in train[0].fields()["text"]
