@@ -228,6 +228,59 @@ def train(
     )
 
 
+Layout = Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else as the original was")]
+DType = Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", help="the folder to write")],
+    step: Annotated[int | None, typer.Option("--step", help="instead of the newest whole checkpoint")] = None,
+    layout: Layout = None,
+    dtype: DType = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="the original, for its tokenizer; else where the run read it")
+    ] = None,
+) -> None:
+    """Write the weights of a training checkpoint as transformers and vLLM load them. Needs no GPU.
+
+    Example: patchgen export runs/one --output exported
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.export(run, output, step=step, layout=layout, dtype=dtype, source=source)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
+    layout: Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else upstream's own")] = None,
+    dtype: DType = None,
+) -> None:
+    """Write a checkpoint with its experts one by one, or stacked. Needs no GPU, and little memory.
+
+    Example: patchgen convert Qwen3-30B-A3B stacked --layout stacked
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.convert(source, output, layout=layout, dtype=dtype)
+
+
+@app.command()
+def fingerprint(
+    directory: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint, or a run", show_default=False)],
+) -> None:
+    """Print a hash per tensor, equal for the same weights in any layout, and one of all.
+
+    Example: patchgen fingerprint exported
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.fingerprint(directory)
+
+
 def main() -> None:
     """Entry point: errors that are meant for the user are printed without a traceback."""
     try:

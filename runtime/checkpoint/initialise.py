@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patchgen.runtime.checkpoint.placement import box_of_rank, local_tensor, within
 from patchgen.runtime.checkpoint.moves import whole
+from patchgen.runtime.checkpoint.placement import box_of_rank, local_tensor, within
 from patchgen.runtime.parallel.sharding import initialiser_of
 
 

@@ -104,7 +104,7 @@ def load_pretrained(
     # Values for names of one tensor come once; further copies in the checkpoint must be equal.
     owners = {name: group[0] for group in ties for name in group}
     wanted: dict[str, str] = {}
-    copies: list[tuple[str, str]] = []
+    copies: list[tuple[str, str]] = []  # (name, the owner's name)
     for name in assembly.parameters:
         owner = owners.get(name, name)
         if owner in wanted:
@@ -137,7 +137,7 @@ def load_pretrained(
     with FileReader() as reader:
         errors = _read_all(reader, {owner: assembly.parameters[name] for owner, name in wanted.items()}, state)
         if not errors:
-            errors = _compare_copies(reader, copies, assembly.parameters, state)
+            errors = _compare_copies(reader, copies, wanted, assembly.parameters, state)
         num_bytes = reader.bytes_read
     _raise_everywhere(errors, directory)
     model.checkpoint_origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
@@ -254,6 +254,7 @@ def _read_one(reader: FileReader, read: tuple) -> list[str]:
 def _compare_copies(
     reader: FileReader,
     copies: Sequence[tuple[str, str]],
+    loaded: Mapping[str, str],
     parameters: Mapping[str, Moved],
     state: Mapping[str, Tensor],
 ) -> list[str]:
@@ -267,10 +268,10 @@ def _compare_copies(
             errors += _read_one(reader, read)
         finish(part)
         if not torch.equal(copy, mine):
-            keys = sorted({found.name for found in leaves(parameters[name])})
+            keys = sorted(next(leaves(parameters[one])).name for one in (name, loaded[owner]))
             errors.append(
-                f"{keys[0]} is tied to {owner} in the model, and has other values in the checkpoint. Load it into a "
-                "model with tie_word_embeddings=False."
+                f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. Load it into "
+                "a model with tie_word_embeddings=False."
             )
     return errors
 

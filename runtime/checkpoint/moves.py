@@ -165,19 +165,12 @@ def _stack(out: Tensor, parents: Sequence[Moved], dim: int = 0) -> Moved:
 
 
 _aten = torch.ops.aten
+_COPIES = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default)
+_SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 _RECORDERS: dict[object, Callable] = {
-    **dict.fromkeys((_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default), _same),
-    **dict.fromkeys(
-        (
-            _aten.view.default,
-            _aten._unsafe_view.default,
-            _aten.squeeze.dim,
-            _aten.squeeze.dims,
-            _aten.squeeze.default,
-            _aten.unsqueeze.default,
-        ),
-        _reshape,
-    ),  # fmt: skip
+    **dict.fromkeys(_COPIES, _same),
+    **dict.fromkeys((*_VIEWS, *_SQUEEZES), _reshape),
     _aten.transpose.int: _transpose,
     _aten.permute.default: _permute,
     _aten.t.default: _t,

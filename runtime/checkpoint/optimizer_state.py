@@ -124,11 +124,8 @@ def restore(
         saved = [by_name[names[id(p)]] for p in group["params"] if names[id(p)] in by_name]
         if not saved:
             continue
-        differing = sorted(
-            key
-            for key in saved[0].keys() - set(IMPLEMENTATION)
-            if any(not _equal(one.get(key), saved[0][key]) for one in saved)
-        )
+        compared = saved[0].keys() - set(IMPLEMENTATION)
+        differing = sorted(key for key in compared if any(not _equal(one.get(key), saved[0][key]) for one in saved))
         if differing:
             problems.append(f"group {place} holds parameters that were saved with different {', '.join(differing)}.")
         group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})

@@ -225,12 +225,8 @@ class FileReader:
             self._fill(stored, staged, offset)
             out.copy_(staged)
             return
-        if out.ndim == 1:
-            parts = out.split(STAGING // stored.dtype.itemsize)
-        else:
-            parts = out.unbind(0) if out[0].numel() * stored.dtype.itemsize > STAGING else out.split(
-                STAGING // (out[0].numel() * stored.dtype.itemsize)
-            )  # fmt: skip
+        row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
+        parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
         for part in parts:
             self._read_run(stored, offset, part)
             offset += part.numel() * stored.dtype.itemsize

@@ -36,6 +36,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from patchgen.runtime.checkpoint import optimizer_state, random_state
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
+FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
 MANIFEST, SHARED = "checkpoint.json", "shared.pt"
 FORMAT = 1
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -215,7 +217,7 @@ class Checkpointer:
         error = None
         try:
             work()
-        except Exception as caught:  # whatever it is, the other ranks must hear of it: they would wait forever
+        except FAILURES as caught:  # whatever it is, the other ranks must hear of it: they would wait forever
             error = f"{type(caught).__name__}: {_cause(caught)}"
         errors = [error]
         if self._group is not None:
