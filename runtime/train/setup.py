@@ -40,8 +40,10 @@ def data_parts(recipe: Recipe) -> DataParts:
         vocab_size = models.read_config(recipe.model).get_text_config().vocab_size
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=vocab_size))
     tokenizer = AutoTokenizer.from_pretrained(source)
-    processor = AutoProcessor.from_pretrained(source) if recipe.data.kind == "multimodal" else None
-    return DataParts(tokenizer, processor)
+    if recipe.data.kind != "multimodal":
+        return DataParts(tokenizer)
+    # Positions follow from the config alone: a model without memory computes them, in data workers too.
+    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), models.build_on_meta(recipe).get_rope_index)
 
 
 def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):

@@ -171,7 +171,9 @@ class Trainer:
         saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, wanted, strict=True):
             group.update(options)  # the recipe decides, changed or not since then
-        self.step, position = saved["step"], saved["shared"]["loader"]
+        # A plan of cached samples holds for any number of ranks; a stream's own position says so if it does not fit.
+        own = saved["rank"] if saved["rank"] is not None else saved["ranks"][0]
+        self.step, position = saved["step"], own["loader"]
         self.saved_step = self.step
         self.loader.load_state_dict(position)
         return position
@@ -182,7 +184,7 @@ class Trainer:
             self.step,
             model=self.model,
             optimizer=self.optimizer,
-            extra_state={"shared": {"loader": position}},
+            extra_state={"rank": {"loader": position}},
             asynchronous=asynchronous,
         )
         self.saved_step = self.step
