@@ -25,7 +25,7 @@ builds it, and a slice of a sequence needs no slice of a mask. What a backend ca
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 
 import torch
@@ -235,9 +235,6 @@ def attention_function(name: str, backend: Backend) -> Callable:
                 "the same sequence; generate and cross-attend with upstream's names."
             )
         sink_logits = s_aux if s_aux is not None else sinks
-        if size > 1:
-            q, k, v = _whole_sequence(q, k, v, state, where)
-            sink_logits = _own_heads(sink_logits, state)
         request = Attention(
             causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
             scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
@@ -247,31 +244,20 @@ def attention_function(name: str, backend: Backend) -> Callable:
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
         if size > 1 and not request.causal and request.documents is not None:
-            require_whole_lengths(request.documents, q.shape[0] * q.shape[1], where)
+            require_whole_lengths(request.documents, q.shape[0] * q.shape[1] * size, where)
         require_features(name, backend, request, where)
-        out = backend.function(q, k, v, request)
-        if size > 1:
-            out = sequence.gather_heads(out, state, operation=f"return the heads of {where}")
+        if size == 1:
+            return backend.function(q, k, v, request).contiguous(), None
+        if hasattr(sink_logits, "full_tensor"):
+            raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+            return backend.function(q, k, v, replace(request, sinks=sinks))
+
+        out = sequence.attend_over_heads(q, k, v, sink_logits, attend, state, where=where)
         return out.contiguous(), None
 
     return forward
-
-
-def _whole_sequence(q: Tensor, k: Tensor, v: Tensor, state: ParallelState, where: str) -> list[Tensor]:
-    """`(B, s, N, D)` to `(B, S, N/sp, D)`, q, k and v in one exchange; key heads repeated only as far as needed."""
-    repeats = sequence.key_value_repeats(q.shape[2], k.shape[2], state.sp, where=where)
-    if repeats > 1:
-        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
-    return sequence.scatter_heads([q, k, v], state, operation=f"exchange q, k and v of {where}")
-
-
-def _own_heads(per_head: Tensor | None, state: ParallelState) -> Tensor | None:
-    """This rank's part of a value per query head, `(N_q,)` to `(N_q / sp,)`."""
-    if per_head is None:
-        return None
-    if hasattr(per_head, "full_tensor"):
-        raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
-    return per_head.chunk(state.sp)[state.sp_rank]
 
 
 # One host sync per batch, not per layer, where lengths did not come as numbers.

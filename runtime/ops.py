@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelPlan",
+    "beside_experts",
     "causal_conv1d",
     "causal_lm_loss",
     "delta_rule",
@@ -116,6 +117,28 @@ def fused_moe(
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
     )
+
+
+def beside_experts(
+    shared_experts: Callable[..., Tensor], *args: Tensor, at_once: bool = False
+) -> Callable[[], Tensor]:
+    """The shared experts of an MoE block, computed while tokens travel between ranks; without EP where upstream does.
+
+    Args:
+        shared_experts: the module; `args` are what upstream calls it with.
+        at_once: upstream calls it here, not where the result is taken.
+
+    Returns:
+        A function to be called once, for the result.
+    """
+    if _expert_parallel():
+        from patchgen.runtime.parallel import beside
+
+        return beside.announce(shared_experts, *args)
+    if at_once:
+        result = shared_experts(*args)
+        return lambda: result
+    return lambda: shared_experts(*args)
 
 
 def causal_lm_loss(

@@ -12,6 +12,7 @@
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
+# shared_experts     1 hit
 # router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
@@ -249,8 +250,10 @@ class DeepseekV3MoE(nn.Module):
         orig_shape = hidden_states.shape
         _, topk_weights, topk_indices = self.gate(hidden_states)
         hidden_states = hidden_states.view(-1, hidden_states.shape[-1])
+        # patchgen: shared_experts
+        shared_beside = ops.beside_experts(self.shared_experts, residuals)
         hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)
-        hidden_states = hidden_states + self.shared_experts(residuals)
+        hidden_states = hidden_states + shared_beside()
         return hidden_states
 
 

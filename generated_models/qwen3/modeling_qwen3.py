@@ -12,6 +12,7 @@
 # tied_embeddings    upstream 1
 # stacked_experts    -
 # fused_experts      -
+# shared_experts     -
 # router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit

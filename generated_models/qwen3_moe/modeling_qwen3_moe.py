@@ -12,6 +12,7 @@
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
+# shared_experts     -
 # router_loss        1 hit
 # fused_loss         1 hit
 # language_sp        1 hit

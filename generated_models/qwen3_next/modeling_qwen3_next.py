@@ -12,6 +12,7 @@
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
+# shared_experts     1 hit
 # router_loss        1 hit
 # fused_loss         1 hit
 # language_sp        1 hit
@@ -891,9 +892,11 @@ class Qwen3NextSparseMoeBlock(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         batch_size, sequence_length, hidden_dim = hidden_states.shape
         hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
-        shared_expert_output = self.shared_expert(hidden_states_reshaped)
+        # patchgen: shared_experts
+        shared_beside = ops.beside_experts(self.shared_expert, hidden_states_reshaped, at_once=True)
         _, routing_weights, selected_experts = self.gate(hidden_states_reshaped)
         expert_output = self.experts(hidden_states_reshaped, selected_experts, routing_weights)
+        shared_expert_output = shared_beside()
 
         shared_expert_output = F.sigmoid(self.shared_expert_gate(hidden_states_reshaped)) * shared_expert_output
 

@@ -5,6 +5,7 @@ CONFIG = ModelConfig(
     roots=("DeepseekV3ForCausalLM",),
     expect={
         "fused_experts": 1,
+        "shared_experts": 1,
         "fused_loss": 1,
         "language_sp": 1,
         "fused_ops": 3,

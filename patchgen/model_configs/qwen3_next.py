@@ -5,6 +5,7 @@ CONFIG = ModelConfig(
     roots=("Qwen3NextForCausalLM",),
     expect={
         "fused_experts": 1,
+        "shared_experts": 1,
         "router_loss": 1,
         "fused_loss": 1,
         "language_sp": 1,

@@ -19,6 +19,7 @@ from patchgen.passes.parallel_plan import ParallelPlan
 from patchgen.passes.position_ids import PositionIds
 from patchgen.passes.prune import Prune
 from patchgen.passes.router_loss import RouterLoss
+from patchgen.passes.shared_experts import SharedExperts
 from patchgen.passes.stacked_experts import StackedExperts
 from patchgen.passes.tied_embeddings import TiedEmbeddings
 
@@ -33,6 +34,7 @@ PASSES: tuple[type[Pass], ...] = (
     TiedEmbeddings,
     StackedExperts,
     FusedExperts,
+    SharedExperts,
     RouterLoss,
     FusedLoss,
     LanguageSP,

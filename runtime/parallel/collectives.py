@@ -5,47 +5,84 @@ Each call names itself to `watch.py`, so that one that stalls can be reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from patchgen.runtime.parallel import watch
 
 
-class _AllToAll(torch.autograd.Function):
-    """`all_to_all_single` over the first dimension; its backward is the same exchange the other way round."""
+@dataclass
+class _Exchange:
+    """How the rows of one exchange are divided, what it is called, and the gradient that is on its way."""
+
+    receive: list[int] | None
+    send: list[int] | None
+    group: dist.ProcessGroup
+    operation: str
+    returning: Tensor | None = None
+
+    def launch(self, rows: Tensor, *, reverse: bool = False) -> Tensor:
+        """Starts the exchange; what it returns holds nothing until `wait` was called on it."""
+        count = dist.get_world_size(self.group)
+        receive = self.receive or [rows.shape[0] // count] * count
+        send = self.send or [rows.shape[0] // count] * count
+        if reverse:
+            receive, send = send, receive
+        with watch.operation(f"{self.operation}, backward" if reverse else self.operation):
+            return torch.ops._c10d_functional.all_to_all_single(
+                rows.contiguous(), receive, send, self.group.group_name
+            )
+
+    def wait(self, rows: Tensor, *, reverse: bool = False) -> Tensor:
+        with watch.operation(f"{self.operation}, backward" if reverse else self.operation):
+            return torch.ops._c10d_functional.wait_tensor(rows)
+
+
+# One exchange is two nodes of the graph, so that what is computed between them overlaps with it in both directions:
+#
+#     forward   Launch starts it    ... other work ...   Wait waits for it
+#     backward  Launch waits        ... its backward ... Wait starts the exchange of the gradient
+#
+# The gradient on its way has other rows than what Wait received, which autograd would not let pass between the two: it
+# travels in the exchange, and what passes is a stand-in that nothing reads.
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        return exchange.launch(rows)
 
     @staticmethod
-    def forward(ctx, rows, receive_sizes, send_sizes, group, operation):
-        ctx.sizes, ctx.group, ctx.operation = (receive_sizes, send_sizes), group, operation
-        return _exchange(rows, receive_sizes, send_sizes, group, operation)
+    def backward(ctx, _stand_in):
+        returned, ctx.exchange.returning = ctx.exchange.returning, None
+        return ctx.exchange.wait(returned, reverse=True), None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, exchange):
+        ctx.exchange = exchange
+        return exchange.wait(rows)
 
     @staticmethod
     def backward(ctx, gradient):
-        receive_sizes, send_sizes = ctx.sizes
-        returned = _exchange(gradient, send_sizes, receive_sizes, ctx.group, f"{ctx.operation}, backward")
-        return returned, None, None, None, None
-
-
-def _exchange(rows, receive_sizes, send_sizes, group, operation):
-    with watch.operation(operation):
-        received = functional.all_to_all_single(rows.contiguous(), receive_sizes, send_sizes, group)
-        return functional.wait_tensor(received)
+        ctx.exchange.returning = ctx.exchange.launch(gradient, reverse=True)
+        return gradient, None
 
 
 @torch.compiler.disable  # a compiled layer stops here: progress is noted on the host, and sizes may come from there
-def all_to_all(
+def start_all_to_all(
     rows: Tensor,
     group: dist.ProcessGroup,
     *,
     operation: str,
     receive_sizes: Sequence[int] | None = None,
     send_sizes: Sequence[int] | None = None,
-) -> Tensor:
-    """Sends consecutive blocks of the first dimension to the ranks of `group`, in rank order.
+) -> Callable[[], Tensor]:
+    """Starts to send consecutive blocks of the first dimension to the ranks of `group`, in rank order.
 
     Args:
         rows: `[R, ...]`.
@@ -53,11 +90,20 @@ def all_to_all(
         receive_sizes, send_sizes: rows per rank; None on both: equal blocks.
 
     Returns:
-        `[sum(receive_sizes), ...]`; differentiable.
+        A function to be called once: it waits and returns `[sum(receive_sizes), ...]`, differentiable. What is
+        computed before that call overlaps with the exchange, and so does its backward.
     """
     receive = list(receive_sizes) if receive_sizes is not None else None
     send = list(send_sizes) if send_sizes is not None else None
-    return _AllToAll.apply(rows, receive, send, group, operation)
+    exchange = _Exchange(receive, send, group, operation)
+    received = _Launch.apply(rows, exchange)
+    return lambda: _Wait.apply(received, exchange)
+
+
+@torch.compiler.disable
+def all_to_all(rows: Tensor, group: dist.ProcessGroup, **options) -> Tensor:
+    """`start_all_to_all` with the same arguments, waited for at once."""
+    return start_all_to_all(rows, group, **options)()
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, dim: int, *, operation: str) -> Tensor:

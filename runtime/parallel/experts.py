@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import seams
-from patchgen.runtime.parallel import checkpointing
-from patchgen.runtime.parallel.collectives import all_to_all
+from patchgen.runtime.parallel import beside, checkpointing
+from patchgen.runtime.parallel.collectives import all_to_all, start_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 
 
@@ -87,8 +87,8 @@ def fused_moe(
     gate_up_e, down_e, gate_up_bias_e, down_bias_e = (_own_experts(tensor, own) for tensor in tensors)
     route, exchange = _plan(state, top_k_index, num_experts)
 
-    def there(rows: Tensor, what: str) -> Tensor:
-        return all_to_all(
+    def there(rows: Tensor, what: str) -> Callable[[], Tensor]:
+        return start_all_to_all(
             rows,
             state.ep_group,
             operation=f"send {what} to their experts",
@@ -97,11 +97,14 @@ def fused_moe(
         )
 
     slots_RH = _Gather.apply(hidden_states, route)
+    arriving = there(slots_RH, "tokens")
     weight_R1 = _Gather.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
+    arriving_weights = there(weight_R1, "routing weights")
+    beside.compute_announced()
     out_QH = _implementation()(
-        there(slots_RH, "tokens"),
+        arriving(),
         exchange.expert_Q1,
-        there(weight_R1, "routing weights"),
+        arriving_weights(),
         gate_up_e,
         down_e,
         num_experts=own,

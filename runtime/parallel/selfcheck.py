@@ -10,8 +10,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+<<<<<<< HEAD
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+=======
+from torch import Tensor, nn
 
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel.batch import slice_batch
@@ -23,13 +26,17 @@ HALF_PRECISION = 5e-2
 
 
 @torch.no_grad()
-def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 8) -> float:
+def require_sliceable(
+    model: nn.Module, state: ParallelState, *, vocab_size: int, tokens_per_rank: int = 8, packed: bool = True
+) -> float:
     """Compares logits `(1, S, V)` of random tokens, computed in slices, with those of the whole sequence.
 
     Args:
         model: a causal language model, after `shard_model` and with its weights. Every rank must call this.
         vocab_size: random token ids lie below it.
         tokens_per_rank: the length of a slice.
+        packed: compare a packed batch as well, whose documents meet where slices do: no position id shows it there, so
+            it is right only if the lengths of the documents reach every attention.
 
     Returns:
         The largest relative difference over all ranks; 0 without sequence parallelism.
@@ -39,23 +46,36 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
     """
     if state.sp == 1:
         return 0.0
-    device = state.data_mesh.device_type
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, vocab_size, (1, tokens_per_rank * state.sp), generator=generator)
-    mine = slice_batch({"input_ids": ids}, sp=state.sp, sp_rank=state.sp_rank)
-    # All ranks of a group compute the whole sequence; experts stay where they are.
-    config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
     was_training = model.training
     model.eval()
-    with parallel.using(replace(state, config=config)):
-        whole = model(input_ids=ids.to(device), use_cache=False).logits
-    with parallel.using(state):
-        inputs = {key: value.to(device) for key, value in mine.items()}
-        own = model(**inputs, use_cache=False).logits
+    worst = _require_equal(model, state, {"input_ids": ids}, "Some layer mixes tokens without attention")
+    if packed:
+        positions = torch.arange(ids.shape[1])[None] % tokens_per_rank
+        batch = {"input_ids": ids, "position_ids": positions}
+        told = "(a packed batch) Some layer does not hand cu_seq_lens_q to its attention"
+        worst = max(worst, _require_equal(model, state, batch, told))
     model.train(was_training)
     if isinstance(model, FSDPModule):
         # The root stays gathered after a forward without backward; an optimizer that is made now must see the shards.
         model.reshard()
+    return worst
+
+
+def _require_equal(model: nn.Module, state: ParallelState, batch: dict[str, Tensor], suspicion: str) -> float:
+    device = state.data_mesh.device_type
+
+    def logits(sp: int, sp_rank: int, using: ParallelState) -> Tensor:
+        mine = slice_batch(batch, sp=sp, sp_rank=sp_rank)
+        inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+        with parallel.using(using):
+            return model(**inputs, use_cache=False).logits
+
+    # All ranks of a group compute the whole sequence; experts stay where they are.
+    config = replace(state.config, dp_shard=state.config.num_shards, sp=1)
+    whole = logits(1, 0, replace(state, config=config))
+    own = logits(state.sp, state.sp_rank, state)
     expected = whole.chunk(state.sp, dim=1)[state.sp_rank]
     difference = (own - expected).float().abs().max() / whole.float().abs().max().clamp(min=1e-12)
     worst = float(all_reduce(difference, op=dist.ReduceOp.MAX, operation="compare slices with the whole sequence"))
@@ -64,8 +84,7 @@ def require_sliceable(model: nn.Module, state: ParallelState, *, vocab_size: int
         name = type(model).__name__.removeprefix("FSDP")
         raise ValueError(
             f"{name} on slices of a sequence (sp={state.sp}) computes other logits than on the whole: they differ by "
-            f"{worst:.1e} of the largest, more than {bar:.0e}. Some layer mixes tokens without attention, or attends "
-            "without transformers' attention interface. Train it with sp=1, or generate it with the pass that serves "
-            "its mixer."
+            f"{worst:.1e} of the largest, more than {bar:.0e}. {suspicion}, or attends without transformers' attention "
+            "interface. Train it with sp=1, or generate it with the pass that serves its mixer."
         )
     return worst

@@ -10,12 +10,12 @@ rank 1  (B, s, N, D) second slice  ----------->   (B, S, N/n, D) second heads
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from patchgen.runtime.parallel.collectives import all_to_all
+from patchgen.runtime.parallel.collectives import start_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 
 
@@ -25,31 +25,112 @@ def scatter_heads(tensors: Sequence[Tensor], state: ParallelState, *, operation:
     Args:
         tensors: each `(B, s, N_i, D_i)` with `N_i` divisible by n.
     """
+    return start_scatter_heads(tensors, state, operation=operation)()
+
+
+def start_scatter_heads(
+    tensors: Sequence[Tensor], state: ParallelState, *, operation: str
+) -> Callable[[], list[Tensor]]:
+    """Starts `scatter_heads`; the function it returns waits and hands out the tensors."""
     size = state.sp
-    results: list[Tensor | None] = [None] * len(tensors)
+    shapes = [tensor.shape for tensor in tensors]
+    started = []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         parts = []
         for place in places:
-            B, s, N, D = tensors[place].shape
+            B, s, N, D = shapes[place]
             parts.append(tensors[place].reshape(B, s, size, N // size * D))
         widths = [part.shape[-1] for part in parts]
         packed_BsnF = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        received_nBsF = all_to_all(packed_BsnF.permute(2, 0, 1, 3), state.sp_group, operation=operation)
-        whole_BSF = received_nBsF.permute(1, 0, 2, 3).flatten(1, 2)
-        for place, part in zip(places, whole_BSF.split(widths, dim=-1), strict=True):
-            B, s, N, D = tensors[place].shape
-            results[place] = part.unflatten(-1, (N // size, D))
-    return results
+        wait = start_all_to_all(packed_BsnF.permute(2, 0, 1, 3), state.sp_group, operation=operation)
+        started.append((places, widths, wait))
+
+    def finish() -> list[Tensor]:
+        results: list[Tensor | None] = [None] * len(shapes)
+        for places, widths, wait in started:
+            whole_BSF = wait().permute(1, 0, 2, 3).flatten(1, 2)
+            for place, part in zip(places, whole_BSF.split(widths, dim=-1), strict=True):
+                N, D = shapes[place][2:]
+                results[place] = part.unflatten(-1, (N // size, D))
+        return results
+
+    return finish
 
 
 def gather_heads(tensor: Tensor, state: ParallelState, *, operation: str) -> Tensor:
     """`(B, S, N/n, D)` back to `(B, s, N, D)`."""
+    return start_gather_heads(tensor, state, operation=operation)().flatten(2, 3)
+
+
+def start_gather_heads(tensor: Tensor, state: ParallelState, *, operation: str) -> Callable[[], Tensor]:
+    """Starts to return heads; the function it returns waits and hands out `(B, s, n, N/n, D)`, by owning rank."""
     size = state.sp
     B, S, heads, D = tensor.shape
     by_slice_nBsF = tensor.reshape(B, size, S // size, heads * D).permute(1, 0, 2, 3)
-    received_nBsF = all_to_all(by_slice_nBsF, state.sp_group, operation=operation)
-    return received_nBsF.permute(1, 2, 0, 3).reshape(B, S // size, size * heads, D)
+    wait = start_all_to_all(by_slice_nBsF, state.sp_group, operation=operation)
+    return lambda: wait().permute(1, 2, 0, 3).unflatten(-1, (heads, D))
+
+
+def attend_over_heads(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    state: ParallelState,
+    *,
+    where: str,
+) -> Tensor:
+    """Attention over the whole sequence of which this rank holds a slice.
+
+    With `state.head_groups` g > 1 the heads travel in g groups: the attention of one group runs while the next group
+    arrives and the group before returns; in the backward too.
+
+        heads of group 0   exchange | attention | return
+        heads of group 1            | exchange  | attention | return
+
+    Args:
+        q: `(B, s, N_q, D)`.
+        k, v: `(B, s, N_k, D)`, `(B, s, N_k, D_v)`; key heads are repeated only as far as needed.
+        sinks: None, or `(N_q,)`.
+        attend: `(q, k, v, sinks) -> out` over the whole sequence and some heads, `(B, S, N, ...)`.
+        where: the module, for errors and reports of stalls.
+
+    Returns:
+        `(B, s, N_q, D_v)`.
+    """
+    size = state.sp
+    groups = num_head_groups(q.shape[2], k.shape[2], size, state.head_groups)
+    repeats = key_value_repeats(q.shape[2], k.shape[2], size, where=where)
+    if repeats > 1:
+        k, v = k.repeat_interleave(repeats, dim=2), v.repeat_interleave(repeats, dim=2)
+    sent = [_in_groups(states, size, groups, dim=2) for states in (q, k, v)]
+    own_sinks = [None] * groups if sinks is None else sinks.chunk(size)[state.sp_rank].chunk(groups)
+    arriving = [
+        start_scatter_heads(heads, state, operation=f"exchange q, k and v of {where}")
+        for heads in zip(*sent, strict=True)
+    ]
+    returning = [
+        start_gather_heads(attend(*arrive(), sink), state, operation=f"return the heads of {where}")
+        for arrive, sink in zip(arriving, own_sinks, strict=True)
+    ]
+    by_rank = [wait() for wait in returning]
+    return (by_rank[0] if groups == 1 else torch.cat(by_rank, dim=3)).flatten(2, 3)
+
+
+def num_head_groups(query_heads: int, key_heads: int, size: int, wanted: int) -> int:
+    """The largest number of groups up to `wanted` that divides a rank's key heads: no head is sent twice for it."""
+    key_heads_per_rank = key_heads * key_value_repeats(query_heads, key_heads, size, where="attention") // size
+    return max(groups for groups in range(1, wanted + 1) if key_heads_per_rank % groups == 0)
+
+
+def _in_groups(heads: Tensor, size: int, groups: int, dim: int) -> list[Tensor]:
+    """The heads of each group, `(B, s, N/groups, D)`: of every rank's block the same part."""
+    if groups == 1:
+        return [heads]
+    by_rank = heads.unflatten(dim, (size, groups, heads.shape[dim] // (size * groups)))
+    return [part.flatten(dim, dim + 1) for part in by_rank.unbind(dim + 1)]
 
 
 def key_value_repeats(query_heads: int, key_heads: int, size: int, *, where: str) -> int:

@@ -10,6 +10,8 @@ expert gradients are gradients of the same number whatever mesh they live on, an
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -84,6 +86,11 @@ def shard_model(
             **policy,
         )
         checkpointing.hide_hooks(module)
+    for module in kept_in_fp32(model, options.param_dtype):
+        # Its inputs stay as they are, too: upstream's own code says where it widens them.
+        wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
+        fully_shard(module, mesh=state.fsdp_mesh, **policy | {"mp_policy": wide})
+        checkpointing.hide_hooks(module)
     for layer in layers:
         if options.compile_layers:
             layer.compile()
@@ -148,6 +155,39 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
     # What is not split over devices includes embeddings of some models, which may be tied to the head in the root.
     repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
     return [model.get_submodule(path) for path in repeated or found]
+
+
+# ------------------------------------------------------------------------------------- kept in fp32
+
+
+def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
+    """The modules whose parameters upstream keeps in fp32 while the others are `param_dtype`: routers, for example.
+
+    A unit of FSDP2 has one dtype. A parameter that shares its module with others that are not kept is computed with in
+    `param_dtype`, and a warning names it; what is stored and updated is fp32 either way.
+    """
+    names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if param_dtype == torch.float16:
+        names |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if not names or param_dtype in (None, torch.float32):
+        return []
+    pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
+    kept = {path for path, _ in model.named_parameters() if pattern.search(path)}
+    owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(kept))
+    whole = {path for path in owners if path and _paths_below(model, path) <= kept}
+    mixed = sorted(path for path in kept if path.rpartition(".")[0] not in whole)
+    if mixed:
+        warnings.warn(
+            f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}: "
+            f"FSDP2 has one dtype per module, so these are computed with in {param_dtype} (and stored in fp32).",
+            stacklevel=3,
+        )
+    inner = {path for path in whole if any(path.startswith(f"{other}.") for other in whole)}
+    return [model.get_submodule(path) for path in sorted(whole - inner)]
+
+
+def _paths_below(model: nn.Module, path: str) -> set[str]:
+    return {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()}
 
 
 # -------------------------------------------------------------------------------------------- the experts

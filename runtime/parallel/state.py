@@ -24,6 +24,8 @@ class ParallelState:
         expert_capacity: None, or the number of rows that a rank sends to each other rank in a token exchange, the same
             on all ranks (the even share is `tokens * K / ep`). With it the exchange needs no host sync; rows over it
             are left out and counted.
+        head_groups: in how many groups the heads of an attention travel, so that the attention of one group overlaps
+            with the exchange of others; where fewer divide a rank's key heads, so many.
     """
 
     config: ParallelConfig
@@ -31,9 +33,17 @@ class ParallelState:
     dense_mesh: DeviceMesh
     expert_mesh: DeviceMesh
     expert_capacity: int | None = None
+    head_groups: int = 1
 
     @classmethod
-    def create(cls, config: ParallelConfig, device_type: str, *, expert_capacity: int | None = None) -> ParallelState:
+    def create(
+        cls,
+        config: ParallelConfig,
+        device_type: str,
+        *,
+        expert_capacity: int | None = None,
+        head_groups: int = 1,
+    ) -> ParallelState:
         """Builds the meshes; every rank must call it.
 
         Args:
@@ -51,6 +61,8 @@ class ParallelState:
             )
         if expert_capacity is not None and expert_capacity < 1:
             raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
+        if head_groups < 1:
+            raise ValueError(f"head_groups must be at least 1 (no overlap), not {head_groups}.")
         config.require_world(dist.get_world_size())
 
         def mesh(**dimensions: int) -> DeviceMesh:
@@ -62,6 +74,7 @@ class ParallelState:
             dense_mesh=mesh(dp_replicate=config.dp_replicate, fsdp=config.num_shards),
             expert_mesh=mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep),
             expert_capacity=expert_capacity,
+            head_groups=head_groups,
         )
 
     @property

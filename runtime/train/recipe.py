@@ -70,6 +70,7 @@ class ParallelSection:
         dp_replicate: copies of the sharded model (HSDP).
         sp: ranks that share a sequence (Ulysses).
         ep: ranks that share the experts.
+        head_groups: groups in which the heads of an attention travel under sp, so that computing overlaps with it.
         expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
@@ -84,6 +85,7 @@ class ParallelSection:
     dp_replicate: Count = 1
     sp: Count = 1
     ep: Count = 1
+    head_groups: Count = 1
     expert_capacity: Count | None = None
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName = "float32"

@@ -49,7 +49,12 @@ class Trainer:
         self.recipe, self.device, self.listeners = recipe, device, listeners
         layout = models.parallel_config(recipe.parallel, dist.get_world_size())
         self.num_micro_batches = micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
-        self.state = ParallelState.create(layout, device.type, expert_capacity=recipe.parallel.expert_capacity)
+        self.state = ParallelState.create(
+            layout,
+            device.type,
+            expert_capacity=recipe.parallel.expert_capacity,
+            head_groups=recipe.parallel.head_groups,
+        )
         seed(recipe, self.state)
         self.parts = setup.data_parts(recipe)
         self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)

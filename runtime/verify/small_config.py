@@ -105,7 +105,7 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
     if window is not None:
         has_switch = _field(type(text), "use_sliding_window") is not None
         by_layer = _field(type(text), "layer_types") is not None  # then the base config has both kinds of layer
-        if vars(text).get("sliding_window") is None:
+        if not vars(text).get("sliding_window"):
             found.append("window")
         elif has_switch or ("None" in str(window.type) and not by_layer):
             found.append("no_window")
@@ -314,10 +314,10 @@ def _layers(
 def _with_every_kind(config_class: type[PreTrainedConfig], values: Mapping) -> list[str]:
     """The layers of a config that are all of one kind by default, ending in one of each other kind there is code for.
 
-    Windowed kinds need a window: without one they are left out.
+    Windowed kinds need a window: without one (None, or 0 where a switch is off) they are left out.
     """
     layer_types = list(values["layer_types"])
-    has_window = values.get("sliding_window") is not None
+    has_window = bool(values.get("sliding_window"))
     others = [kind for kind in _kinds_in_source(config_class) if kind not in layer_types]
     others = [kind for kind in others if has_window or "sliding" not in kind]
     rope = values.get("rope_parameters") or {}

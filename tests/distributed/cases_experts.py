@@ -134,3 +134,43 @@ def recomputation_exchanges_no_sizes(mode: str) -> int:
     finally:
         experts._exchange_sizes = original
     return len(calls)
+
+
+def shared_experts_run_beside_the_exchange(at_once: bool) -> None:
+    """Both ways: the exchange of tokens starts, the shared experts compute, the exchange is waited for."""
+    from patchgen.runtime.parallel import collectives
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = _tensors(2 * world, biased=False)
+    own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
+    hidden, index, weights = routing("balanced", rank, 2 * world)
+    events: list[str] = []
+
+    def noting(method):
+        def run(exchange, rows, *, reverse=False):
+            if exchange.operation == "send tokens to their experts":
+                events.append(f"{method.__name__}{' back' if reverse else ''}")
+            return method(exchange, rows, reverse=reverse)
+
+        return run
+
+    def shared(x: Tensor) -> Tensor:
+        events.append("shared")
+        out = x * 2
+        out.register_hook(lambda _gradient: events.append("shared back"))
+        return out
+
+    originals = collectives._Exchange.launch, collectives._Exchange.wait
+    collectives._Exchange.launch, collectives._Exchange.wait = map(noting, originals)
+    try:
+        with parallel.using(state_of(ep=world)):
+            x = hidden.clone().requires_grad_()
+            beside = ops.beside_experts(shared, x, at_once=at_once)
+            out = ops.fused_moe(x, index, weights, **own, num_experts=2 * world, activation=silu)
+            (out + beside()).sum().backward()
+    finally:
+        collectives._Exchange.launch, collectives._Exchange.wait = originals
+    assert events[:3] == ["launch", "shared", "wait"], events
+    # What was computed while tokens travelled has its backward while their gradients travel.
+    assert events[3:].index("launch back") < events[3:].index("wait back"), events
+    assert "shared back" in events

@@ -15,10 +15,10 @@ from patchgen.runtime.parallel.state import ParallelState
 
 
 @cache
-def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, expert_capacity: int | None = None) -> ParallelState:
+def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, **options) -> ParallelState:
     """One state per configuration and process: meshes make process groups, which are never freed."""
     config = ParallelConfig.for_world(dist.get_world_size(), dp_replicate=dp_replicate, sp=sp, ep=ep)
-    return ParallelState.create(config, "cpu", expert_capacity=expert_capacity)
+    return ParallelState.create(config, "cpu", **options)
 
 
 def exchange_round_trip() -> None:
@@ -45,15 +45,24 @@ class AttentionModule(nn.Module):
     is_causal = True
 
 
-def attention_agrees(name: str, heads: tuple[int, int], head_sizes: tuple[int, int], packed: bool, **options) -> None:
+def attention_agrees(
+    name: str,
+    heads: tuple[int, int],
+    head_sizes: tuple[int, int],
+    packed: bool,
+    head_groups: int = 1,
+    expected_groups: int = 1,
+    **options,
+) -> None:
     """One backend over slices against the same backend over the whole sequence: outputs and all gradients.
 
     Torch has no backward of flex attention on the CPU: there, outputs only.
     """
     differentiable = name != "patchgen_flex_attention"
     size = dist.get_world_size()
-    state = state_of(sp=size)
+    state = state_of(sp=size, head_groups=head_groups)
     N_q, N_k = heads
+    assert sequence.num_head_groups(N_q, N_k, size, head_groups) == expected_groups
     D, D_v = head_sizes
     B, S = (1, 24) if packed else (2, 16)
     generator = torch.Generator().manual_seed(0)

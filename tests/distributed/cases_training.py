@@ -181,3 +181,54 @@ def sliceable_models_pass_and_others_are_refused() -> float:
         assert "MambaForCausalLM on slices of a sequence (sp=2) computes other logits" in str(error), error
         return worst
     raise AssertionError("a state-space scan over slices was accepted")
+
+
+def what_upstream_keeps_in_fp32_is_computed_in_fp32() -> None:
+    """Routers that upstream keeps in fp32 are gathered in fp32, attention beside them in bf16; gradients arrive."""
+    from transformers import Ernie4_5_MoeConfig
+    from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeForCausalLM
+
+    config = Ernie4_5_MoeConfig(
+        vocab_size=31, hidden_size=16, intermediate_size=16, moe_intermediate_size=8, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, moe_num_experts=4, moe_k=2, moe_layer_start_index=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Ernie4_5_MoeForCausalLM(config)
+    state = cases_sequence.state_of()
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(param_dtype=torch.bfloat16))
+    seen = {}
+
+    def note(path):
+        return lambda module, *_: seen.update({path: module.weight.dtype})
+
+    routers = [path for path, _ in model.named_modules() if path.endswith("mlp.gate")]
+    assert len(routers) == 2
+    for path in [*routers, "model.layers.0.self_attn.q_proj"]:
+        model.get_submodule(path).register_forward_hook(note(path))
+    ids = torch.arange(12).view(2, 6)
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert seen == dict.fromkeys(routers, torch.float32) | {"model.layers.0.self_attn.q_proj": torch.bfloat16}
+    missing = [name for name, p in model.named_parameters() if p.grad is None and p.requires_grad]
+    assert not missing, missing
+
+
+def a_model_that_drops_the_lengths_of_documents_is_refused_for_packing() -> None:
+    """Nemotron's layers hand no further arguments to their attention: whole rows are right on slices, packed are not."""
+    from transformers import NemotronConfig, NemotronForCausalLM
+
+    attention.register()
+    config = NemotronConfig(
+        vocab_size=61, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False, attn_implementation="patchgen_eager",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = NemotronForCausalLM(config)
+    state = cases_sequence.state_of(sp=2)
+    sharding.shard_model(model, state)
+    assert require_sliceable(model, state, vocab_size=61, packed=False) < 1e-5
+    try:
+        require_sliceable(model, state, vocab_size=61)
+    except ValueError as error:
+        assert "Some layer does not hand cu_seq_lens_q to its attention" in str(error), error
+        return
+    raise AssertionError("packed rows over slices were accepted although their documents see each other")

@@ -27,3 +27,8 @@ def test_rows_over_the_bound_are_left_out_and_counted(two_ranks):
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_does_not_exchange_sizes_again(mode, two_ranks):
     assert two_ranks.run(cases.recomputation_exchanges_no_sizes, mode) == [1, 1]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_shared_experts_run_beside_the_exchange(at_once, two_ranks):
+    two_ranks.run(cases.shared_experts_run_beside_the_exchange, at_once)

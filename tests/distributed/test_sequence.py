@@ -33,5 +33,24 @@ def test_attention_over_slices_equals_attention_over_the_whole(
     pool.run(cases.attention_agrees, name, heads, head_sizes, packed, **options)
 
 
+@pytest.mark.parametrize(
+    ("heads", "groups", "used"),
+    [
+        pytest.param((8, 4), 2, 2, id="two-groups"),
+        pytest.param((16, 8), 4, 4, id="four-groups"),
+        pytest.param((8, 4), 3, 2, id="as-many-as-divide"),
+        pytest.param((8, 1), 2, 1, id="one-key-head"),
+    ],
+)
+def test_heads_that_travel_in_groups_give_the_same(heads, groups, used, two_ranks):
+    """Packed, sinks, window, grouped-query heads; outputs and gradients against one rank."""
+    two_ranks.run(
+        cases.attention_agrees,
+        *("patchgen_eager", heads, (8, 8), True, groups, used),
+        sliding_window=7,
+        with_sinks=True,
+    )
+
+
 def test_towers_that_were_not_sliced_are_refused(two_ranks):
     two_ranks.run(cases.towers_that_were_not_sliced_are_refused)

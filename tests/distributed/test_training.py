@@ -83,3 +83,11 @@ def test_a_stall_ends_the_process():
     assert done.returncode == watch.EXIT_STATUS
     assert "operation wait for nobody" in done.stderr
     assert "Thread" in done.stderr
+
+
+def test_what_upstream_keeps_in_fp32_is_computed_in_fp32(two_ranks):
+    two_ranks.run(cases.what_upstream_keeps_in_fp32_is_computed_in_fp32)
+
+
+def test_a_model_that_drops_the_lengths_of_documents_is_refused_for_packing(two_ranks):
+    two_ranks.run(cases.a_model_that_drops_the_lengths_of_documents_is_refused_for_packing)

@@ -153,6 +153,9 @@ HEADS = (
 )  # fmt: skip
 
 SEQUENCE = (
+    mutation("shared_experts", "qwen3_next", "the call by another name", ("= self.shared_expert(hidden", "= self.dense_expert(hidden")),
+    mutation("shared_experts", "qwen3_next", "the routed experts called through a variable", ("expert_output = self.experts(hidden", "run = self.experts\n        expert_output = run(hidden")),
+    mutation("shared_experts", "qwen3_next", "the module renamed throughout", ("self.shared_expert ", "self.dense "), ("self.shared_expert(", "self.dense("), because="an MLP beside the experts is known by its class", gives="ops.beside_experts(self.dense, "),
     mutation("router_loss", "qwen3_moe", "the product rewritten", (PRODUCT, "overall_loss = torch.dot(tokens_per_expert, router_prob_per_expert)")),
     mutation("router_loss", "qwen3_moe", "the product by an operator", (PRODUCT, "overall_loss = (tokens_per_expert * router_prob_per_expert).sum()")),
     mutation("router_loss", "qwen3_moe", "the product nested", ("    " + PRODUCT, "    if total_rows:\n        " + PRODUCT)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,24 +158,33 @@ def test_documents_do_not_see_each_other(name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("patchgen_eager", "patchgen_sdpa")])
-@pytest.mark.parametrize("window", [None, 100])
-def test_kernels_agree_with_the_formula(name, window):
+@pytest.mark.parametrize("feature", [None, "sliding window", "soft cap", "sinks"])
+def test_kernels_agree_with_the_formula(name, feature):
     """Outputs and gradients of packed, grouped heads in bf16 against the eager formula in fp32."""
     reason = BACKENDS[name].unavailable()
     if reason is not None or not torch.cuda.is_available():
         pytest.skip(f"{name}: {reason or 'it is compared on a CUDA device'}")
+    if feature is not None and feature not in BACKENDS[name].features:
+        pytest.skip(f"{name} refuses {feature}, which another test holds")
     torch.manual_seed(0)
     B, S, N_q, N_k, D = 1, 768, 8, 2, 64
     states = [torch.randn(B, S, heads, D, device="cuda", dtype=torch.bfloat16) for heads in (N_q, N_k, N_k)]
     bounds = torch.tensor([0, 200, 201, 768], dtype=torch.int32, device="cuda")
-
-    request = Attention(causal=True, scaling=D**-0.5, window=window, documents=Documents(bounds, 567))
+    sinks = torch.randn(N_q, device="cuda", dtype=torch.bfloat16)
+    request = Attention(
+        causal=True,
+        scaling=D**-0.5,
+        window=100 if feature == "sliding window" else None,
+        softcap=2.0 if feature == "soft cap" else None,
+        documents=Documents(bounds, 567),
+    )
 
     def run(backend, dtype):
         inputs = [t.detach().to(dtype, copy=True).requires_grad_() for t in states]
-        out = backend.function(*inputs, request)
+        own_sinks = sinks.detach().to(dtype, copy=True).requires_grad_() if feature == "sinks" else None
+        out = backend.function(*inputs, replace(request, sinks=own_sinks))
         out.float().square().sum().backward()
-        return [out, *(t.grad for t in inputs)]
+        return [out, *(t.grad for t in inputs), *([own_sinks.grad] if own_sinks is not None else [])]
 
     for got, expected in zip(
         run(BACKENDS[name], torch.bfloat16), run(BACKENDS["patchgen_eager"], torch.float32), strict=True

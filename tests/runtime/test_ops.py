@@ -77,3 +77,17 @@ def test_positions_of_another_batch_are_refused():
 def test_an_eager_seam_has_no_kernel_to_call():
     with seams.using(rms_norm=seams.EAGER), pytest.raises(RuntimeError, match="rms_norm"):
         ops.rms_norm(torch.zeros(2, 4), torch.ones(4), 1e-6)
+
+
+@pytest.mark.parametrize(("at_once", "order"), [(False, ["routed", "shared"]), (True, ["shared", "routed"])])
+def test_shared_experts_run_where_upstream_runs_them_without_expert_parallelism(at_once, order):
+    events = []
+
+    def shared(x):
+        events.append("shared")
+        return x + 1
+
+    take = ops.beside_experts(shared, torch.ones(2), at_once=at_once)
+    events.append("routed")
+    assert torch.equal(take(), torch.full((2,), 2.0))
+    assert events == order
