@@ -10,11 +10,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-<<<<<<< HEAD
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-=======
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel.batch import slice_batch
