@@ -193,6 +193,94 @@ def mesh(
     proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
 
 
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
+    processes: Annotated[int, typer.Option("--nproc", help="ranks on this machine")] = 1,
+    nodes: Annotated[str, typer.Option("--nnodes", help="machines, or min:max of them")] = "1",
+    rdzv_endpoint: Annotated[str, typer.Option("--rdzv-endpoint", help="host:port where machines meet")] = "",
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", help="a value of the recipe, for example parallel.ep=2")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start anew; an earlier run is moved away")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
+    ] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="show the recipe with all defaults")] = False,
+) -> None:
+    """Train a recipe: on this machine, on several, or as a rank of torchrun. A run that exists is continued.
+
+    Example: patchgen train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2
+    """
+    from patchgen.commands import training
+
+    raise typer.Exit(
+        training.train(
+            recipe,
+            assignments or [],
+            processes=processes,
+            nodes=nodes,
+            rdzv_endpoint=rdzv_endpoint,
+            fresh=fresh,
+            dry_run=dry_run,
+            print_config=print_config,
+        )
+    )
+
+
+Layout = Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else as the original was")]
+DType = Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", help="the folder to write")],
+    step: Annotated[int | None, typer.Option("--step", help="instead of the newest whole checkpoint")] = None,
+    layout: Layout = None,
+    dtype: DType = None,
+    source: Annotated[
+        Path | None, typer.Option("--source", help="the original, for its tokenizer; else where the run read it")
+    ] = None,
+) -> None:
+    """Write the weights of a training checkpoint as transformers and vLLM load them. Needs no GPU.
+
+    Example: patchgen export runs/one --output exported
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.export(run, output, step=step, layout=layout, dtype=dtype, source=source)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
+    layout: Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else upstream's own")] = None,
+    dtype: DType = None,
+) -> None:
+    """Write a checkpoint with its experts one by one, or stacked. Needs no GPU, and little memory.
+
+    Example: patchgen convert Qwen3-30B-A3B stacked --layout stacked
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.convert(source, output, layout=layout, dtype=dtype)
+
+
+@app.command()
+def fingerprint(
+    directory: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint, or a run", show_default=False)],
+) -> None:
+    """Print a hash per tensor, equal for the same weights in any layout, and one of all.
+
+    Example: patchgen fingerprint exported
+    """
+    from patchgen.commands import checkpoints
+
+    checkpoints.fingerprint(directory)
+
+
 def main() -> None:
     """Entry point: errors that are meant for the user are printed without a traceback."""
     try:

@@ -76,11 +76,16 @@ def attention_users(model: nn.Module) -> dict[str, Counter]:
     """The attention implementations of live attention modules, by name: a module that looks one up in its config."""
     found: dict[str, Counter] = {}
     for module in model.modules():
-        config = getattr(module, "config", None)
-        names = {name for code in _codes(type(module).forward) for name in code.co_names}
-        if config is not None and "get_interface" in names and "_attn_implementation" in names:
-            found.setdefault(f"attention:{config._attn_implementation}", Counter())[_own_name(module)] += 1
+        if attends(module):
+            name = f"attention:{module.config._attn_implementation}"
+            found.setdefault(name, Counter())[_own_name(module)] += 1
     return found
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether this module itself calls the attention implementation that its config names."""
+    names = {name for code in _codes(type(module).forward) for name in code.co_names}
+    return getattr(module, "config", None) is not None and {"get_interface", "_attn_implementation"} <= names
 
 
 def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:

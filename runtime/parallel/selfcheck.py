@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime import parallel
 from patchgen.runtime.parallel.batch import slice_batch
@@ -53,6 +54,9 @@ def require_sliceable(
         told = "(a packed batch) Some layer does not hand cu_seq_lens_q to its attention"
         worst = max(worst, _require_equal(model, state, batch, told))
     model.train(was_training)
+    if isinstance(model, FSDPModule):
+        # The root stays gathered after a forward without backward; an optimizer that is made now must see the shards.
+        model.reshard()
     return worst
 
 

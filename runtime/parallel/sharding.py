@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -277,12 +277,45 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Gives a model that was built and sharded on the meta device its memory, uninitialised: load it next.
 
     Buffers that no checkpoint holds (rotary frequencies) are computed by upstream's own initialisation of modules.
+
+    Raises:
+        ValueError: such a buffer that upstream's initialisation leaves as it was: it would hold what happened to be in
+            memory.
     """
-    model.to_empty(device=device)
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        kept = set(module._buffers) & set(module._non_persistent_buffers_set)
-        if kept:
-            model._init_weights(module)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, first_name), *others in shared.values():
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
+    untouched = []
+    for path, module in model.named_modules():
+        own = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
+        marked = [name for name in own if module._buffers[name].is_floating_point()]
+        for name in marked:
+            module._buffers[name].fill_(float("nan"))
+        if own:
+            initialiser_of(model, path)(module)
+        untouched += [f"{path}.{name}" for name in marked if bool(module._buffers[name].isnan().any())]
+    if untouched:
+        raise ValueError(
+            f"{type(model).__name__} does not initialise its buffers {untouched[:6]}, which no checkpoint holds. Build "
+            "it on the CPU instead of the meta device."
+        )
+
+
+def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
+    """What initialises the module at `path`: `_init_weights` of the innermost transformers model around it."""
+    owner = model
+    module = model
+    for name in path.split(".") if path else ():
+        module = getattr(module, name)
+        if hasattr(module, "_init_weights"):
+            owner = module
+    return owner._init_weights
 
 
 @torch.no_grad()

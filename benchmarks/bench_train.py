@@ -1,0 +1,415 @@
+"""A training step of Qwen3-30B-A3B at full width beside plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
+
+    torchrun --nproc-per-node 4 benchmarks/bench_train.py
+    torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile
+    torchrun --nproc-per-node 2 benchmarks/bench_train.py --device cpu --tiny          # that it runs, on gloo
+
+ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto; several layouts
+transformers    upstream's class with `experts_implementation="grouped_mm"`, torch's FSDP2 as its tutorial has it,
+                `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
+
+Both: the same weights, the same packed rows (documents of log-normal length), fp32 parameters and AdamW, bf16 compute,
+fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above. Losses
+and gradient norms of the first step are compared. MFU is by `runtime/train/flops.py`, for both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import flops
+
+RESULTS = Path(__file__).with_name("results_train.csv")
+COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
+COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
+THEIRS = "transformers"
+LAYOUTS: dict[str, dict[str, int]] = {
+    "FSDP": {},
+    THEIRS: {},
+    "EP2": {"ep": 2},
+    "EP4": {"ep": 4},
+    "EP8": {"ep": 8},
+    "SP2": {"sp": 2},
+    "EP4 x SP2": {"ep": 4, "sp": 2},
+}
+MODEL = {"vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
+MODEL |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+MODEL |= {"norm_topk_prob": True, "use_cache": False, "max_position_embeddings": 40_960, "tie_word_embeddings": False}
+TINY = MODEL | {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
+SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
+MEAN_DOCUMENT, SIGMA = 1500, 1.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every case of a run shares."""
+
+    device: str
+    sizes: dict
+    attention: str
+    their_attention: str
+    steps: int
+    cost: flops.ModelCost
+    peak: float | None
+
+
+def config_of(sizes: dict):
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**sizes)
+
+
+def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
+    """Layers whose parameters, gradients and optimizer take `SHARE_FOR_STATE` of the memory, at most all 48."""
+
+    def count(layers: int) -> int:
+        with torch.device("meta"):
+            model = registry.build_model(config_of(sizes | {"num_hidden_layers": layers}))
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    one, two = count(1), count(2)
+    budget = memory * SHARE_FOR_STATE * world / BYTES_PER_PARAMETER
+    return max(1, min(48, int((budget - (2 * one - two)) // (two - one))))
+
+
+# ------------------------------------------------------------------------------------------ the two models
+
+
+def ours(setting: Setting, state: ParallelState, mode: str) -> nn.Module:
+    with torch.device("meta"):
+        model = registry.build_model(config_of(setting.sizes), attn_implementation=setting.attention).train()
+    checkpointing.apply(model, mode)
+    options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharding.shard_model(model, state, options=options)
+    return model
+
+
+def theirs(setting: Setting, mode: str) -> nn.Module:
+    from transformers import Qwen3MoeForCausalLM
+
+    experts = "grouped_mm" if setting.device == "cuda" else "eager"
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM._from_config(
+            config_of(setting.sizes), attn_implementation=setting.their_attention, experts_implementation=experts
+        ).train()
+    if model.config._experts_implementation != experts:
+        raise RuntimeError(f"Asked for {experts} experts, got {model.config._experts_implementation}.")
+    if mode == "full":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+@torch.no_grad()
+def fill(model: nn.Module, device: str) -> None:
+    """Weights that depend on nothing but their names, whatever the layout."""
+    if next(model.parameters()).is_meta:
+        sharding.materialise(model, device)
+    for name, parameter in model.named_parameters():
+        digest = hashlib.sha256(name.encode()).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+        if parameter.ndim == 1:
+            whole = torch.ones(parameter.shape, device=device)
+        else:
+            whole = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
+        if isinstance(parameter, DTensor):
+            parameter.to_local().copy_(sharding.local_part(whole, parameter))
+        else:
+            parameter.copy_(whole)
+
+
+# ------------------------------------------------------------------------------------------------- the data
+
+
+def packed_row(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """One row of `tokens` tokens: documents of log-normal length, ids of a Zipf distribution."""
+    draw = numpy.random.default_rng(seed)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        length = max(8, int(draw.lognormal(numpy.log(MEAN_DOCUMENT) - SIGMA**2 / 2, SIGMA)))
+        lengths.append(min(length, tokens - sum(lengths)))
+    ids = torch.from_numpy(draw.zipf(1.2, tokens) % vocabulary)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+def inputs_of(tokens: int, state: ParallelState, setting: Setting, step: int) -> tuple[dict, float]:
+    """This rank's inputs, and the FLOPs of its own share of the global batch.
+
+    The global batch is the same for every layout: `world` rows of `tokens`; SP ranks share theirs, one after the other.
+    """
+    first = state.batch_index * state.sp
+    vocabulary = setting.sizes["vocab_size"]
+    rows = [packed_row(tokens, vocabulary, step * 10_000 + index) for index in range(first, first + state.sp)]
+    whole = {key: torch.cat([row[key] for row in rows], dim=1) for key in rows[0]}
+    mine = slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
+    bounds = mine.get("cu_seq_lens_q")
+    lengths = bounds.diff().tolist() if bounds is not None else [tokens * state.sp]
+    on_device = {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+    return on_device, setting.cost.flops(lengths) / state.sp
+
+
+# -------------------------------------------------------------------------------------------------- a step
+
+
+def our_step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor) -> tuple[Tensor, Tensor]:
+    with parallel.using(state), loss.step(items):
+        share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+        share.backward()
+    norm = gradients.clip(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return share.detach(), norm
+
+
+def their_step(
+    model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor
+) -> tuple[Tensor, Tensor]:
+    share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+    (share * dist.get_world_size()).backward()  # FSDP2 averages gradients over the ranks
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return share.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def measure(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
+    """Loss and norm of the first step, then the time of the following ones."""
+    step: Callable = their_step if name == THEIRS else our_step
+    batches = [inputs_of(tokens, state, setting, index) for index in range(2)]
+    items = [loss.count_items([inputs], setting.device) for inputs, _ in batches]
+    reset_peak(setting)
+    share, norm = step(model, optimizer, batches[0][0], state, items[0])
+    total = share.clone()
+    dist.all_reduce(total)
+    step(model, optimizer, batches[1][0], state, items[1])
+    synchronise(setting)
+    started = time.perf_counter()
+    for index in range(setting.steps):
+        step(model, optimizer, batches[index % 2][0], state, items[index % 2])
+    synchronise(setting)
+    seconds = torch.tensor((time.perf_counter() - started) / setting.steps, device=setting.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    work = torch.tensor(sum(own for _, own in batches) / len(batches), dtype=torch.float64, device=setting.device)
+    dist.all_reduce(work)
+    tflops = float(work) / float(seconds) / dist.get_world_size() / 1e12
+    row = {"loss 1": round(float(total), 5), "norm 1": round(float(norm), 4), "s/step": round(float(seconds), 4)}
+    row |= {"tokens/s/GPU": round(tokens / float(seconds)), "TFLOP/s": round(tflops, 1)}
+    if setting.peak:
+        row["MFU %"] = round(100 * tflops / setting.peak, 1)
+    if setting.device == "cuda":
+        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=setting.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        row["peak GiB"] = round(float(peak), 1)
+    return row
+
+
+def profile(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
+    """The kernels that take most of one step, with their share of it, and the share without any kernel."""
+    step: Callable = their_step if name == THEIRS else our_step
+    inputs, _ = inputs_of(tokens, state, setting, 0)
+    items = loss.count_items([inputs], setting.device)
+    synchronise(setting)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        started = time.perf_counter()
+        step(model, optimizer, inputs, state, items)
+        synchronise(setting)
+        seconds = time.perf_counter() - started
+    if dist.get_rank() == 0:
+        kernels = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+        print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
+        for event in kernels[:14]:
+            share = event.device_time_total / 1e6 / seconds
+            print(f"  {share:6.1%} {event.count:>6} x  {event.key[:120]}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------- the run
+
+
+def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list[dict]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows: list[dict] = []
+    for name in arguments.layouts:
+        sizes = LAYOUTS[name]
+        if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
+            continue
+        state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device)
+        for mode in ("none", "full"):
+            wanted = [
+                tokens for tokens in arguments.tokens if (tokens > arguments.checkpoint_above) == (mode == "full")
+            ]
+            if not wanted or is_late(started, arguments.budget, setting):
+                continue
+            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode)
+            for tokens in wanted:
+                if is_late(started, arguments.budget, setting):
+                    break
+                row = {"layers": setting.sizes["num_hidden_layers"], "who": THEIRS if name == THEIRS else "ours"}
+                row |= {"layout": "FSDP" if name == THEIRS else name, "ckpt": mode, "tokens/GPU": tokens}
+                failed = False
+                try:
+                    fill(model, setting.device)  # each first step starts from the same weights
+                    groups = [{"params": list(model.parameters())}] if name == THEIRS else None
+                    optimizer = torch.optim.AdamW(
+                        groups or sharding.optimizer_groups(model), lr=1e-5, fused=setting.device == "cuda"
+                    )
+                    row |= measure(name, model, optimizer, tokens, state, setting)
+                    if arguments.profile and tokens == arguments.tokens[len(arguments.tokens) // 2]:
+                        profile(name, model, optimizer, tokens, state, setting)
+                except torch.OutOfMemoryError:
+                    row["s/step"] = "out of memory"
+                    failed = True
+                optimizer = None
+                rows.append(row)
+                if rank == 0:
+                    print(" | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1]), flush=True)
+                if failed:
+                    break  # the gradients that are left may be of half a step; longer rows need more still
+            del model
+            if setting.device == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def is_late(started: float, budget: float, setting: Setting) -> bool:
+    """Whether the time is up, by rank 0's clock."""
+    late = torch.tensor(time.perf_counter() - started > budget, dtype=torch.int32, device=setting.device)
+    dist.broadcast(late, src=0)
+    return bool(late)
+
+
+def compare(rows: list[dict]) -> list[str]:
+    """Fills in `ratio`; returns the first steps that differ from transformers'."""
+    problems = []
+    reference = {row["tokens/GPU"]: row for row in rows if row["who"] == THEIRS and "loss 1" in row}
+    for row in rows:
+        other = reference.get(row["tokens/GPU"])
+        if "loss 1" not in row:
+            continue
+        if row["loss 1"] != row["loss 1"]:
+            problems.append(f"{row['who']} {row['layout']} at {row['tokens/GPU']}: the loss is not a number")
+        if other is None:
+            continue
+        row["ratio"] = round(row["tokens/s/GPU"] / other["tokens/s/GPU"], 2)
+        for key, bar in (("loss 1", 1e-3), ("norm 1", 3e-2)):
+            if abs(row[key] - other[key]) > bar * abs(other[key]):
+                problems.append(f"{row['layout']} at {row['tokens/GPU']}: {key} {row[key]}, transformers {other[key]}")
+    return problems
+
+
+def reset_peak(setting: Setting) -> None:
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def synchronise(setting: Setting) -> None:
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
+def write(rows: list[dict], world: int) -> None:
+    import transformers
+
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    stamp = {
+        "date": datetime.date.today().isoformat(),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "gpus": f"{world} {gpu}",
+    }
+    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
+    new_file = not target.exists()
+    with target.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new_file:
+            writer.writeheader()
+        writer.writerows(stamp | row for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
+    parser.add_argument("--layers", type=int, help="instead of as many as fit")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
+    parser.add_argument("--layouts", nargs="+", default=["FSDP", THEIRS, "EP4", "EP2", "SP2"], choices=list(LAYOUTS))
+    parser.add_argument("--checkpoint-above", type=int, default=4096)
+    parser.add_argument("--attention", help="default: the first that can run of runtime/train/model.py")
+    parser.add_argument("--their-attention", help="default: the same")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+
+    device = arguments.device
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=300))
+    attention.register()
+    from patchgen.runtime.train.model import choose_attention
+
+    name = choose_attention(arguments.attention)
+    sizes = TINY if arguments.tiny else MODEL
+    memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 2**30
+    layers = arguments.layers or (2 if arguments.tiny else layers_that_fit(sizes, memory, dist.get_world_size()))
+    sizes = sizes | {"num_hidden_layers": layers, "max_window_layers": layers}
+    with torch.device("meta"):
+        cost = flops.model_cost(registry.build_model(config_of(sizes)))
+    setting = Setting(
+        device=device,
+        sizes=sizes,
+        attention=name,
+        their_attention=arguments.their_attention or name,
+        steps=arguments.steps,
+        cost=cost,
+        peak=flops.peak_tflops(torch.device(device)),
+    )
+    choices = {"fused_moe": "auto", "causal_lm_loss": "auto"}
+    with seams.using(**choices):
+        if dist.get_rank() == 0:
+            print(
+                f"{layers} layers, {cost.parameters / 1e9:.2f} B parameters, {cost.active / 1e9:.2f} B active; attention "
+                f"{name}, transformers' {setting.their_attention}; {choices}",
+                flush=True,
+            )
+            print(" | ".join(COLUMNS[3:-1]), flush=True)
+        rows = run(setting, arguments, started)
+    problems = compare(rows)
+    if dist.get_rank() == 0:
+        write(rows, dist.get_world_size())
+        for row in rows:
+            if "ratio" in row and row["who"] == "ours":
+                print(f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times transformers'", flush=True)
+        print("\n".join(problems) or "first steps agree with transformers'", flush=True)
+        print(f"{time.perf_counter() - started:.0f} s in all", flush=True)
+    dist.destroy_process_group()
+    raise SystemExit(1 if problems else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""export, convert and fingerprint: checkpoints from disk to disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchgen.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def export(
+    run: Path, output: Path, *, step: int | None, layout: str | None, dtype: str | None, source: Path | None
+) -> None:
+    """Writes the weights of a run's checkpoint for transformers and vLLM."""
+    with _named_errors():
+        from patchgen.runtime import checkpoint
+
+        folder = checkpoint.export_run(run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source)
+    print(f"{folder} -> {output}")
+
+
+def convert(source: Path, output: Path, *, layout: str | None, dtype: str | None) -> None:
+    """Writes a checkpoint in another layout."""
+    with _named_errors():
+        from patchgen.runtime import checkpoint
+
+        written = checkpoint.convert(source, output, layout=layout, dtype=_dtype(dtype))
+    size = sum(tensor.num_bytes for tensor in written)
+    print(f"{source} -> {output}: {len(written)} tensors, {size / 1e9:.2f} GB")
+
+
+def fingerprint(directory: Path) -> None:
+    """Prints a hash and a name per tensor, then the hash of all."""
+    with _named_errors():
+        from patchgen.runtime.checkpoint import offline
+
+        hashes = offline.fingerprint(directory)
+    for name, value in hashes.items():
+        print(f"{value}  {name}")
+    print(f"{offline.hash_of(hashes)}  all {len(hashes)} tensors")
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ConfigError(f"There is no dtype '{name}' to store weights in. Dtypes: {', '.join(DTYPES)}.")
+    import torch
+
+    return getattr(torch, name)
+
+
+@contextmanager
+def _named_errors() -> Iterator[None]:
+    """Errors of checkpoints are meant for the reader, as those of generation are."""
+    from patchgen.runtime.checkpoint.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error

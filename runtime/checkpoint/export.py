@@ -1,0 +1,189 @@
+"""Weights out of a sharded model, as the original checkpoint had them: what transformers and vLLM load.
+
+    export_pretrained(model, "runs/one/export", source="/models/Qwen3-30B-A3B", dtype=torch.bfloat16)
+
+No rank ever has more than one whole tensor of the output. Each file is written by one rank; for each tensor, every rank
+sends the writer what it holds of it:
+
+    rank 0: experts 0-3   -+
+    rank 1: experts 4-7    +->  experts.5.up_proj [I, H]  ->  its file, written by rank 2
+    ...                   -+    (rank 1 alone sends)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.layout import disassemble
+from patchgen.runtime.checkpoint.load import finish, tied_groups
+from patchgen.runtime.checkpoint.model_files import config_files, copy_side_files
+from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
+from patchgen.runtime.checkpoint.placement import box_of_rank, intersection, local_tensor, within, world
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
+
+
+@torch.no_grad()
+def export_pretrained(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    layout: str | None = None,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_file: int = MAX_FILE,
+) -> None:
+    """Writes the weights of `model` as safetensors files with index and configs. Every rank calls it.
+
+    Args:
+        model: sharded or not.
+        directory: where to; weights of an earlier export there are replaced once all new ones are written.
+        layout: "per-expert" or "stacked"; None: that of the checkpoint that the model was loaded from, or upstream's
+            own.
+        source: the folder of the original, whose tokenizer, processor and generation config are copied.
+        dtype: of floating-point weights, but for those that upstream keeps in fp32; None: as they are.
+        max_file: bytes of a file.
+
+    Raises:
+        CheckpointError: on every rank, naming file and key; files that were there before are as they were.
+    """
+    directory = Path(directory)
+    tensors = saved_tensors(model)
+    leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+    written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
+    files = plan(outputs(model, written, dtype), max_file=max_file)
+    writer = FolderWriter(directory, files)
+    gatherer = _Gatherer(tensors)
+    rank, _ = world()
+    for round_ in _rounds([(file.writer, output) for file in files for output in file.outputs]):
+        for output, tensor in gatherer.gather(round_):
+            writer.write(output, tensor)
+    failed = ""
+    if rank == 0 and source is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            copy_side_files(Path(source), directory)
+        except (CheckpointError, OSError) as error:
+            failed = str(error)
+    others = config_files(model, dtype)
+    if source is not None and (Path(source) / "generation_config.json").is_file():
+        others.pop("generation_config.json", None)
+    writer.close(others, failed=failed)
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint of `model` holds: parameters and persistent buffers, tied ones once."""
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    dropped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    for group in tied_groups(model):
+        targets = [name for name in group if name in tied]
+        kept = next((name for name in group if name not in targets), group[0])
+        dropped |= set(group) - {kept}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+
+
+def outputs(model: nn.Module, written: dict[str, Moved], dtype: torch.dtype | None) -> list[Output]:
+    """The tensors to write with their dtypes."""
+    # transformers casts these up again on load, so they must not lose their digits here.
+    exact = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    exact |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+
+    def stored(name: str, own: torch.dtype) -> torch.dtype:
+        is_exact = own == torch.float32 and any(f".{part}." in f".{name}." for part in exact)
+        return own if dtype is None or not own.is_floating_point or is_exact else dtype
+
+    return [Output(name, moved, stored(name, moved.dtype)) for name, moved in written.items()]
+
+
+def _rounds(work: Sequence[tuple[int, Output]]) -> Iterator[list[tuple[int, Output]]]:
+    """One tensor for each writer at a time, all of a round no larger than the largest tensor of all."""
+    queues: dict[int, list[Output]] = {}
+    for writer, output in work:
+        queues.setdefault(writer, []).append(output)
+    limit = max((output.num_bytes for _, output in work), default=0)
+    for column in itertools.zip_longest(*queues.values()):
+        round_: list[tuple[int, Output]] = []
+        size = 0
+        for writer, output in zip(queues, column, strict=True):
+            if output is None:
+                continue
+            if round_ and size + output.num_bytes > limit:
+                yield round_
+                round_, size = [], 0
+            round_.append((writer, output))
+            size += output.num_bytes
+        yield round_
+
+
+class _Gatherer:
+    """Collects whole tensors on the ranks that write them."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._rank, self._world = world()
+        self._local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
+        self._holders = {name: _holders(tensor, self._world) for name, tensor in tensors.items()}
+        meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
+        self._device = torch.device(meshes[0].device_type if meshes else "cpu")
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+    def gather(self, round_: Sequence[tuple[int, Output]]) -> list[tuple[Output, Tensor]]:
+        """The tensors of a round that this rank writes, whole and on the CPU. Every rank calls it."""
+        operations: list[dist.P2POp] = []
+        arrivals: list[tuple[Tensor, Tensor]] = []
+        made = []
+        transfers = itertools.count()  # counted alike on all ranks: a tag for each pair of send and receive
+        for writer, output in round_:
+            mine = writer == self._rank
+            shape = tuple(output.moved.shape)
+            out = torch.empty(shape, dtype=output.dtype, device=self._device if mine else "meta")
+            part = pull(output.moved, whole(shape), out)
+            for found, box, view in part.reads:
+                for holders, held in self._holders[found.name]:
+                    shared = intersection(box, held)
+                    if shared is None:
+                        continue
+                    sender = writer if writer in holders else holders[writer % len(holders)]
+                    tag = next(transfers)
+                    target = within(view, box, shared)
+                    if self._rank == sender:
+                        piece = within(self._local[found.name], held, shared)
+                        if mine:
+                            target.copy_(piece)
+                        else:
+                            sent = piece.to(self._device, output.dtype).contiguous()
+                            operations.append(dist.P2POp(dist.isend, sent, writer, tag=tag))
+                    elif mine:
+                        arrived = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+                        operations.append(dist.P2POp(dist.irecv, arrived, sender, tag=tag))
+                        if arrived is not target:
+                            arrivals.append((target, arrived))
+            if mine:
+                made.append((output, out, part))
+        for request in dist.batch_isend_irecv(operations) if operations else ():
+            request.wait()
+        for target, arrived in arrivals:
+            target.copy_(arrived)
+        for _, _, part in made:
+            finish(part)
+        return [(output, out.cpu()) for output, out, _ in made]
+
+
+def _holders(tensor: Tensor, size: int) -> list[tuple[list[int], Box]]:
+    """The distinct parts of a tensor and the ranks that hold each."""
+    if not isinstance(tensor, DTensor):
+        return [(list(range(size)), whole(tensor.shape))]
+    parts: dict[Box, list[int]] = {}
+    for rank in range(size):
+        box = box_of_rank(tensor, rank)
+        if box is not None and all(start < stop for start, stop in box):
+            parts.setdefault(box, []).append(rank)
+    return [(ranks, box) for box, ranks in parts.items()]

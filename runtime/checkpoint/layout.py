@@ -1,0 +1,311 @@
+"""Between the keys of a checkpoint and the parameters of a model, by transformers' own conversions, both ways.
+
+    assemble       keys of a checkpoint -> parameters        (what `from_pretrained` does)
+    disassemble    parameters -> keys of a checkpoint        (what `save_pretrained` does)
+
+Both work on `Moved` tensors, so nothing is read or computed here. transformers knows per-expert, stacked and
+renamed layouts; what is added here follows from its converters, for whatever model they belong to:
+
+    merged        experts.gate_proj [E, I, H] + experts.up_proj [E, I, H]: the converter of single experts, without its
+                  stacking
+    transposed    a stack whose last two dimensions are exchanged is transposed
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    SplitModulelist,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.moves import Moved, UnknownMove
+
+PER_EXPERT, STACKED = "per-expert", "stacked"
+LAYOUTS = (PER_EXPERT, STACKED)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The layout that a model's weights came in: enough to write them in the same one again.
+
+    Attributes:
+        directory: where they were read.
+        shapes: one key for each that differs in more than its numbers -> its shape.
+    """
+
+    directory: str
+    shapes: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, directory: object, shapes: Mapping[str, Sequence[int]]) -> Origin:
+        found: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for key in sorted(shapes, key=dot_natural_key):
+            found.setdefault(_pattern(key), (key, tuple(shapes[key])))
+        return cls(str(directory), dict(found.values()))
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict) -> Origin:
+        return cls(fields["directory"], {key: tuple(shape) for key, shape in fields["shapes"].items()})
+
+
+def _pattern(key: str) -> str:
+    """The key without the numbers of layers and experts."""
+    return ".".join("0" if part.isdigit() else part for part in key.split("."))
+
+
+@dataclass
+class Assembly:
+    """What a checkpoint gives a model.
+
+    Attributes:
+        parameters: name in the model's state dict -> how it is made of the checkpoint's tensors.
+        sources: name in the model's state dict -> the keys it is made of.
+        unexpected: keys that no parameter takes.
+        problems: sentences about keys that cannot be put together.
+    """
+
+    parameters: dict[str, Moved] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def own_classes(model: nn.Module) -> Iterator[None]:
+    """FSDP2 puts a subclass of its own before each class; transformers looks conversions up by class name."""
+    swapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    classes = [type(module) for module in swapped]
+    for module, cls in zip(swapped, classes, strict=True):
+        module.__class__ = cls.__mro__[2]
+    try:
+        yield
+    finally:
+        for module, cls in zip(swapped, classes, strict=True):
+            module.__class__ = cls
+
+
+def class_name(model: nn.Module) -> str:
+    """The name of the model's class before it was sharded."""
+    with own_classes(model):
+        return type(model).__name__
+
+
+def conversions(model: PreTrainedModel, *, legacy: bool) -> list[WeightTransform]:
+    """transformers' conversions for `model`, sharded or not; a new copy."""
+    with own_classes(model):
+        return get_model_conversion_mapping(model, add_legacy=legacy)
+
+
+def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
+    """How the tensors of a checkpoint make up the parameters and persistent buffers of `model`.
+
+    Args:
+        model: on any device, sharded or not.
+        stored: key in the checkpoint -> tensor of its shape and dtype.
+    """
+    state = model.state_dict()
+    transforms = conversions(model, legacy=True)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    converters += _merged_experts(converters)
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    prefix = model.base_model_prefix
+
+    found = Assembly()
+    pending: dict[str, WeightConverter] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name not in state:
+            found.unexpected.append(key)
+            continue
+        others = found.sources.setdefault(name, [])
+        if others and (pattern is None or name not in pending):
+            found.problems.append(f"{name} is given twice: by {others[0]} and by {key}.")
+            continue
+        others.append(key)
+        if pattern is None:
+            found.parameters[name] = stored[key]
+            continue
+        if name not in pending:
+            pending[name] = deepcopy(by_pattern[pattern])
+        pending[name].add_tensor(name, key, pattern, stored[key])
+    for name, converter in pending.items():
+        keys = found.sources.pop(name)
+        try:
+            made = converter.convert(name, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, AttributeError, UnknownMove) as error:
+            reason = " ".join(str(error).split())
+            found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: {reason}{_gaps(keys)}")
+            found.sources[name] = keys
+            continue
+        for target, tensor in made.items():
+            found.parameters[target] = tensor[0] if isinstance(tensor, list) else tensor
+            found.sources[target] = keys
+    for name, tensor in found.parameters.items():
+        if name in state:
+            _fit(found, name, tensor, state[name].shape)
+    return found
+
+
+def _fit(found: Assembly, name: str, tensor: Moved, shape: torch.Size) -> None:
+    """Notes a tensor of the wrong shape, unless it is a stack that lies transposed."""
+    if tensor.shape == shape:
+        return
+    if tensor.ndim == 3 and (*tensor.shape[:1], tensor.shape[2], tensor.shape[1]) == shape:
+        found.parameters[name] = tensor.transpose(1, 2)
+        return
+    keys = found.sources[name]
+    found.problems.append(
+        f"{name} is {list(shape)} in the model, {list(tensor.shape)} in the checkpoint "
+        f"(from {_some_keys(keys)}).{_gaps(keys)}"
+    )
+
+
+def _some_keys(keys: Sequence[str]) -> str:
+    return keys[0] if len(keys) == 1 else f"{keys[0]} ... {keys[-1]}, {len(keys)} keys"
+
+
+def _gaps(keys: Sequence[str]) -> str:
+    """Which numbered keys are missing among those that differ in one number."""
+    groups: dict[tuple[str, ...], set[int]] = {}
+    for key in keys:
+        parts = key.split(".")
+        for place, part in enumerate(parts):
+            if part.isdigit():
+                groups.setdefault((*parts[:place], "*", *parts[place + 1 :]), set()).add(int(part))
+    counts = [len(numbers) for numbers in groups.values()]
+    count = 1 + max((max(numbers) for numbers in groups.values() if len(numbers) > 1), default=-1)
+    gaps = [
+        ".".join(name).replace("*", str(number))
+        for name, numbers in groups.items()
+        if len(numbers) > 1 and len(numbers) >= max(counts) - 1
+        for number in range(count)
+        if number not in numbers
+    ]
+    return f" Missing: {', '.join(gaps[:5])}." if gaps else ""
+
+
+def _merged_experts(converters: Sequence[WeightConverter]) -> list[WeightConverter]:
+    """Converters for experts that were stacked, but not put together as the model has them."""
+    merged = []
+    for converter in converters:
+        kept = [operation for operation in converter.operations if not isinstance(operation, MergeModulelist)]
+        if len(kept) == len(converter.operations) or len(converter.target_patterns) != 1:
+            continue
+        # With nothing left to do, only a key that ends in .weight differs from that of the model.
+        ending = r"(?:\.weight)?$" if kept else r"\.weight$"
+        variant = WeightConverter(
+            source_patterns=[
+                pattern.replace(".*.", ".").removesuffix(".weight") + ending for pattern in converter.source_patterns
+            ],
+            target_patterns=list(converter._original_target_patterns),
+            operations=kept or [Concatenate(dim=0)],
+        )
+        variant.scope_prefix = converter.scope_prefix
+        variant.base_model_prefix = getattr(converter, "base_model_prefix", None)
+        merged.append(variant)
+    return merged
+
+
+# ---------------------------------------------------------------------------------------------------- out
+
+
+def disassemble(
+    model: PreTrainedModel, tensors: Mapping[str, Moved], *, layout: str | None, origin: Origin | None
+) -> dict[str, Moved]:
+    """The keys and tensors to write for a model.
+
+    Args:
+        model: on any device, sharded or not.
+        tensors: the tensors of its state dict that are to be written.
+        layout: "per-expert" or "stacked"; None: the layout of `origin`, or upstream's own without one.
+        origin: where the weights came from.
+
+    Raises:
+        CheckpointError: a layout that does not exist, or that the model has no conversion to.
+    """
+    if layout is not None and layout not in LAYOUTS:
+        raise CheckpointError(f"There is no layout '{layout}'. Layouts: {', '.join(LAYOUTS)}.")
+    chosen = _used(model, origin)
+    available = [entry for entry in conversions(model, legacy=False) if _splits_experts(entry)]
+    if layout == PER_EXPERT:
+        chosen = [entry for entry in chosen if not _splits_experts(entry)] + available
+        if not available and any(tensor.ndim == 3 for tensor in tensors.values()):
+            stacks = [name for name, tensor in tensors.items() if tensor.ndim == 3][:3]
+            raise CheckpointError(
+                f"{class_name(model)} has no layout with one key per expert: transformers keeps "
+                f"{', '.join(stacks)} as they are. Write it with its own layout."
+            )
+    elif layout == STACKED:
+        chosen = [entry for entry in chosen if not _splits_experts(entry)]
+    before = getattr(model, "_weight_conversions", None)
+    model._weight_conversions = chosen
+    try:
+        written = revert_weight_conversion(model, dict(tensors))
+    finally:
+        if before is None:
+            del model._weight_conversions
+        else:
+            model._weight_conversions = before
+    if origin is None or layout is not None:
+        return written
+    shapes = {_pattern(key): shape for key, shape in origin.shapes.items()}
+    return {key: _as_it_was(tensor, shapes.get(_pattern(key))) for key, tensor in written.items()}
+
+
+def _used(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform]:
+    """The conversions that reading the original made use of; without an original, those that upstream would undo."""
+    if origin is None:
+        return [entry for entry in conversions(model, legacy=False) if not isinstance(entry, PrefixChange)]
+    transforms = conversions(model, legacy=True)
+    renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
+    for key in origin.shapes:
+        rename_source_key(key, renamings, converters)
+    used = [entry for entry in transforms if entry.was_used()]
+    # Merged experts are a layout that nobody loads: they go back to single experts.
+    merged = _merged_experts(converters)
+    if any(entry.rename_source_key(key)[1] is not None for key in origin.shapes for entry in merged):
+        used += [entry for entry in converters if _splits_experts(entry) and entry not in used]
+    return used
+
+
+def _splits_experts(entry: WeightTransform) -> bool:
+    return isinstance(entry, WeightConverter) and any(
+        isinstance(operation, MergeModulelist | SplitModulelist) for operation in entry.operations
+    )
+
+
+def _as_it_was(tensor: Moved, shape: tuple[int, ...] | None) -> Moved:
+    """A stack, transposed if it lay so in the original."""
+    is_transposed = (
+        shape is not None
+        and tensor.ndim == 3
+        and tensor.shape != shape
+        and (tensor.shape[0], tensor.shape[2], tensor.shape[1]) == shape
+    )
+    return tensor.transpose(1, 2) if is_transposed else tensor

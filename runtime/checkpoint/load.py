@@ -1,0 +1,286 @@
+"""Weights into a model, from any Hugging Face layout; each rank reads the bytes of its own shards.
+
+with torch.device("meta"):
+    model = Qwen3MoeForCausalLM._from_config(config)
+sharding.shard_model(model, state)
+sharding.materialise(model, "cuda")
+report = load_pretrained(model, "/models/Qwen3-30B-A3B")
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from patchgen.runtime.checkpoint import initialise
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
+from patchgen.runtime.checkpoint.moves import Moved, Pull, leaf, leaves, pull
+from patchgen.runtime.checkpoint.placement import all_gather, box_of_rank, local_tensor, world
+from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
+from patchgen.runtime.parallel import sharding
+
+NUM_THREADS = 4
+DERIVED = (".rotary_emb.inv_freq",)
+"""Old checkpoints hold these buffers; transformers computes them, and leaves them out when it loads."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did on this rank.
+
+    Attributes:
+        directory: what was read.
+        num_tensors: parameters and buffers that were filled.
+        num_bytes: bytes that this rank asked of the files.
+        seconds: time it took.
+        initialised: names that the checkpoint lacks and `allow_missing` (or upstream) allows: given upstream's own
+            initial values, the same on any number of ranks.
+        ignored: keys that upstream says its class leaves out.
+    """
+
+    directory: Path
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    initialised: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        gigabytes = self.num_bytes / 1e9
+        lines = [
+            f"{self.num_tensors} tensors from {self.directory}: {gigabytes:.2f} GB in {self.seconds:.1f} s "
+            f"({gigabytes / max(self.seconds, 1e-9):.2f} GB/s) on this rank"
+        ]
+        for what, names in (("initialised, not loaded", self.initialised), ("left out by upstream", self.ignored)):
+            if names:
+                lines.append(f"  {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if names[8:] else ''}")
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def load_pretrained(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+    seed: int = 0,
+) -> LoadReport:
+    """Fills the parameters and buffers of `model`, in place and in their own dtypes. Every rank calls it.
+
+    Args:
+        model: a generated model or any of transformers', sharded by `sharding.shard_model` or not. A model that is
+            still on the meta device is materialised first, on the device of its mesh or the CPU.
+        directory: safetensors files with or without an index, and `config.json`.
+        allow_missing: patterns (`lm_head.*`) of names that the checkpoint may lack: these are initialised.
+        allow_unexpected: patterns of keys that the checkpoint may hold and the model has no use for.
+        seed: of what is initialised.
+
+    Raises:
+        CheckpointError: on every rank, with every missing, unexpected and mis-shaped key, or the file and key that
+            cannot be read or holds NaN. Before bytes are read nothing has changed in the model.
+    """
+    started = time.perf_counter()
+    directory = Path(directory)
+    require_same_type(model, directory)
+    stored = read_folder(directory)
+    assembly = assemble(model, stored_leaves(stored))
+    state = model.state_dict()
+    ties = tied_groups(model)
+    problems = list(assembly.problems)
+    # Values for names of one tensor come once; further copies in the checkpoint must be equal.
+    owners = {name: group[0] for group in ties for name in group}
+    wanted: dict[str, str] = {}
+    copies: list[tuple[str, str]] = []  # (name, the owner's name)
+    for name in assembly.parameters:
+        owner = owners.get(name, name)
+        if owner in wanted:
+            copies.append((name, owner))
+        else:
+            wanted[owner] = name
+    blamed = {name for name in state if any(problem.startswith(f"{name} ") for problem in assembly.problems)}
+    missing = [name for name in state if owners.get(name, name) not in wanted and name not in blamed]
+    upstream_allows = _patterns(model, "_keys_to_ignore_on_load_missing")
+    initialised = [name for name in missing if _matches(name, allow_missing) or _found(name, upstream_allows)]
+    ignored = unexpected_by_upstream(model, assembly.unexpected)
+    ignored |= {key for key in assembly.unexpected if _matches(key, allow_unexpected)}
+    problems += [f"missing: {name} {list(state[name].shape)}" for name in missing if name not in initialised]
+    problems += [
+        f"unexpected: {key} {list(stored[key].shape)} in {stored[key].file.name}"
+        for key in assembly.unexpected
+        if key not in ignored
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{directory} does not fit {class_name(model)}:",
+            problems,
+            advice="New parts are initialised with allow_missing=[PATTERN], parts without use left out with "
+            "allow_unexpected=[PATTERN].",
+        )
+    if any(tensor.is_meta for tensor in state.values()):
+        sharding.materialise(model, _own_device(model))
+        state = model.state_dict()
+    initialise.initialise(model, initialised, seed=seed)
+    with FileReader() as reader:
+        errors = _read_all(reader, {owner: assembly.parameters[name] for owner, name in wanted.items()}, state)
+        if not errors:
+            errors = _compare_copies(reader, copies, wanted, assembly.parameters, state)
+        num_bytes = reader.bytes_read
+    _raise_everywhere(errors, directory)
+    model.checkpoint_origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
+    return LoadReport(
+        directory, len(wanted), num_bytes, time.perf_counter() - started, tuple(initialised), tuple(sorted(ignored))
+    )
+
+
+def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, Moved]:
+    """The tensors of files as leaves."""
+    return {key: leaf(key, tensor.shape, tensor.dtype, tensor) for key, tensor in stored.items()}
+
+
+def require_same_type(model: PreTrainedModel, directory: Path) -> None:
+    """Raises if the folder's config is that of another model type, or of quantised weights; no config says nothing."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+    quantised = config.get("quantization_config")
+    if quantised:
+        raise CheckpointError(
+            f"{directory} holds quantised weights ({quantised.get('quant_method', 'unnamed')}): they cannot be trained "
+            "on. Use the bf16 release, or dequantise it first."
+        )
+    kind = config.get("model_type")
+    # A part of a composite model (a thinker, a text tower) loads from the whole's checkpoint.
+    parts = {kind} | {value.get("model_type") for value in config.values() if isinstance(value, dict)}
+    own = model.config
+    ours = {own.model_type} | {getattr(own, key).model_type for key in own.sub_configs if getattr(own, key, None)}
+    if kind and not parts & ours:
+        raise CheckpointError(
+            f"{file} is of model type '{kind}'; {class_name(model)} is of type '{own.model_type}'. Load it into the "
+            "model that it belongs to."
+        )
+
+
+def unexpected_by_upstream(model: nn.Module, unexpected: Sequence[str]) -> set[str]:
+    """Those of the keys without a parameter that upstream's class says it leaves out."""
+    patterns = _patterns(model, "_keys_to_ignore_on_load_unexpected")
+    return {key for key in unexpected if _found(key, patterns) or key.endswith(DERIVED)}
+
+
+def tied_groups(model: nn.Module) -> list[list[str]]:
+    """Names of one and the same parameter or buffer, where there are several; the first is what a module calls it."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def _own_device(model: nn.Module) -> str:
+    mesh_types = [p.device_mesh.device_type for p in model.parameters() if isinstance(p, DTensor)]
+    return mesh_types[0] if mesh_types else "cpu"
+
+
+def _patterns(model: nn.Module, attribute: str) -> set[str]:
+    return set(getattr(model, attribute, None) or ())
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _found(name: str, expressions: set[str]) -> bool:
+    return any(re.search(expression, name) for expression in expressions)
+
+
+# ---------------------------------------------------------------------------------------------- reading
+
+
+def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]) -> list[str]:
+    """Fills this rank's parts, in the order of the files; returns what went wrong."""
+    simple, others = [], []
+    for name, moved in wanted.items():
+        target = state[name]
+        part = pull(moved, box_of_rank(target), local_tensor(target))
+        if part.finishes:
+            others.append(part)
+        else:
+            simple += part.reads
+    simple.sort(key=lambda read: (read[0].source.file, read[0].source.offset, read[1]))
+    errors: list[str] = []
+    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
+        for error in pool.map(partial(_read_one, reader), simple, chunksize=1):
+            errors += error
+        for part in others:
+            for error in pool.map(partial(_read_one, reader), part.reads):
+                errors += error
+            finish(part)
+    return list(dict.fromkeys(errors))
+
+
+def finish(part: Pull) -> None:
+    """Copies out of the buffers of a pull whose reads are done."""
+    for call in part.finishes:
+        call()
+    part.finishes.clear()
+    part.reads.clear()
+
+
+def _read_one(reader: FileReader, read: tuple) -> list[str]:
+    found, box, out = read
+    try:
+        reader.read(found.source, box, out)
+    except CheckpointError as error:
+        return list(error.problems or [str(error)])
+    return []
+
+
+def _compare_copies(
+    reader: FileReader,
+    copies: Sequence[tuple[str, str]],
+    loaded: Mapping[str, str],
+    parameters: Mapping[str, Moved],
+    state: Mapping[str, Tensor],
+) -> list[str]:
+    """Tied tensors that the checkpoint holds more than once must be equal."""
+    errors = []
+    for name, owner in copies:
+        mine = local_tensor(state[owner])
+        copy = torch.empty_like(mine)
+        part = pull(parameters[name], box_of_rank(state[owner]), copy)
+        for read in part.reads:
+            errors += _read_one(reader, read)
+        finish(part)
+        if not torch.equal(copy, mine):
+            keys = sorted(next(leaves(parameters[one])).name for one in (name, loaded[owner]))
+            errors.append(
+                f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. Load it into "
+                "a model with tie_word_embeddings=False."
+            )
+    return errors
+
+
+def _raise_everywhere(errors: Sequence[str], directory: Path) -> None:
+    """Raises on all ranks if it went wrong on any."""
+    ranks = all_gather(list(errors))
+    _, size = world()
+    if not any(ranks):
+        return
+    where = [f"rank {rank}: {error}" if size > 1 else error for rank, found in enumerate(ranks) for error in found]
+    raise CheckpointError(f"{directory} cannot be loaded; the model is not usable:", where)

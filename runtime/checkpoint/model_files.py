@@ -1,0 +1,106 @@
+"""The files around the weights: config, generation config, tokenizer; and the model that a config describes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from patchgen.runtime import registry
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.layout import class_name
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+# What stands beside the weights of a release and is needed to run it.
+SIDE_FILES = (
+    "tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*", "*.jinja",
+    "*processor_config*", "*.model", "*.tiktoken", "generation_config.json", "*.py", "LICENSE*",
+)  # fmt: skip
+
+
+def config_files(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, str]:
+    """The config files of a model as `save_pretrained` writes them: name -> text."""
+    config = copy.deepcopy(model.config)
+    config.architectures = [class_name(model)]
+    stored = dtype or common_dtype(model)
+    if stored is not None:
+        config.dtype = str(stored).removeprefix("torch.")
+    files = {CONFIG: config.to_json_string(use_diff=True)}
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and model.can_generate():
+        files[GENERATION_CONFIG] = generation.to_json_string(use_diff=True)
+    return files
+
+
+def common_dtype(model: nn.Module) -> torch.dtype | None:
+    """The dtype of most of the parameters' elements."""
+    sizes: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+    return max(sizes, key=sizes.get) if sizes else None
+
+
+def copy_side_files(source: Path, directory: Path) -> list[str]:
+    """Copies tokenizer, processor, chat template and generation config; returns their names."""
+    if not source.is_dir():
+        raise CheckpointError(f"{source}, whose tokenizer and generation config are to be copied, is not a folder.")
+    names = sorted({path.name for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file()})
+    for name in names:
+        if (source / name).resolve() != (directory / name).resolve():
+            shutil.copyfile(source / name, directory / name)
+    return names
+
+
+def read_config(directory: Path) -> dict:
+    """`config.json` of a folder.
+
+    Raises:
+        CheckpointError: there is none, or it is not JSON.
+    """
+    file = directory / CONFIG
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{directory} has no {CONFIG}: nothing says what its tensors belong to.") from None
+    except ValueError as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+
+
+def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
+    """The models that a folder's config may describe, on the meta device: shapes and conversions, no memory.
+
+    transformers' own class first, then the generated class of that name, whose experts may be stacked differently.
+    """
+    import transformers
+    from transformers import AutoConfig, AutoModel
+
+    fields = read_config(directory)
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"transformers does not know the model of {directory / CONFIG}: {error}") from error
+    named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
+    classes = [getattr(transformers, name) for name in named if hasattr(transformers, name)]
+    for model in registry.generated_models():
+        if set(named) & set(model.classes):
+            module = model.load()
+            classes += [getattr(module, name) for name in named if hasattr(module, name)]
+    found = False
+    with torch.device("meta"):
+        for cls in classes:
+            if issubclass(cls, PreTrainedModel):
+                found = True
+                yield cls._from_config(copy.deepcopy(config))
+        if found:
+            return
+        try:
+            yield AutoModel.from_config(config)
+        except ValueError as error:
+            raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error

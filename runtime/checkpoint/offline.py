@@ -1,0 +1,338 @@
+"""Checkpoints from disk to disk, in one process without a GPU and without a model in memory.
+
+    convert("in", "out", layout="stacked")     another layout
+    export_run("runs/one", "out")              the newest checkpoint of a run, as the original was laid out
+    fingerprint("in")                          a hash per tensor, equal in every layout
+
+What is read for a tensor of the output are the boxes that it is made of, of the files as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from transformers import PreTrainedModel
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.export import outputs, saved_tensors
+from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
+from patchgen.runtime.checkpoint.load import (
+    finish,
+    require_same_type,
+    stored_leaves,
+    tied_groups,
+    unexpected_by_upstream,
+)
+from patchgen.runtime.checkpoint.model_files import config_files, copy_side_files, empty_models
+from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
+from patchgen.runtime.checkpoint.placement import intersection, within
+from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
+
+CHUNK = 64 << 20
+"""Bytes that are hashed at a time."""
+
+
+# ------------------------------------------------------------------------------------------------- convert
+
+
+def convert(
+    source: str | Path,
+    directory: str | Path,
+    *,
+    layout: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_file: int = MAX_FILE,
+) -> list[Output]:
+    """Writes a Hugging Face checkpoint in another layout; returns what was written.
+
+    Args:
+        layout: "per-expert" or "stacked"; None: upstream's own.
+        dtype: of floating-point weights; None: as they are.
+
+    Raises:
+        CheckpointError: naming file and key.
+    """
+    source, directory = Path(source), Path(directory)
+    if source.resolve() == directory.resolve():
+        raise CheckpointError(f"{source} would be read and written at once: give another folder to write to.")
+    model, assembly = _open(source)
+    names = saved_tensors(model)
+    parameters = {name: moved for name, moved in assembly.parameters.items() if name in names}
+    written = disassemble(model, parameters, layout=layout, origin=None)
+    made = outputs(model, written, dtype)
+    files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
+    if (source / "generation_config.json").is_file():
+        files.pop("generation_config.json", None)
+    _write(directory, made, files, source, max_file)
+    return made
+
+
+def export_run(
+    run: str | Path,
+    directory: str | Path,
+    *,
+    step: int | None = None,
+    layout: str | None = None,
+    source: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_file: int = MAX_FILE,
+) -> Path:
+    """Writes the weights of a training checkpoint as a Hugging Face checkpoint; returns the folder it was made from.
+
+    Args:
+        run: a run's folder, its `checkpoints` folder, or one checkpoint (`step-...`).
+        step: which; None: the newest whole one.
+        source: folder of the original, for tokenizer and generation config; None: the one that the run's weights were
+            loaded from, where that still exists.
+
+    Raises:
+        CheckpointError: no whole checkpoint, or files that cannot be read or written.
+    """
+    folder = find_checkpoint(Path(run), step)
+    manifest, _ = examine(folder)
+    stored = _stored_shards(folder)
+    origin = Origin.from_json(manifest.origin) if manifest.origin else None
+    model = next((model for model in empty_models(folder) if set(model.state_dict()) == set(stored)), None)
+    if model is None:
+        raise CheckpointError(
+            f"{folder} holds tensors that are not those of {manifest.model_class}: no class that transformers or "
+            "patchgen has under that name fits. Is the generated model of this run there, and registered?"
+        )
+    names = saved_tensors(model)
+    parameters = {name: moved for name, moved in stored.items() if name in names}
+    made = outputs(model, disassemble(model, parameters, layout=layout, origin=origin), dtype)
+    files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
+    beside = Path(source) if source is not None else None
+    if beside is None and origin is not None and Path(origin.directory).is_dir():
+        beside = Path(origin.directory)
+    if (folder / "generation_config.json").is_file() and not (
+        beside and (beside / "generation_config.json").is_file()
+    ):
+        files["generation_config.json"] = (folder / "generation_config.json").read_text()
+    elif beside is not None:
+        files.pop("generation_config.json", None)
+    _write(Path(directory), made, files, beside, max_file)
+    return folder
+
+
+def find_checkpoint(run: Path, step: int | None = None) -> Path:
+    """The folder of a run's newest whole checkpoint, or of that of a step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if step is None and (run / "checkpoint.json").is_file():
+        _, problem = examine(run)
+        if problem:
+            raise CheckpointError(f"{run} is not a whole checkpoint: {problem}.")
+        return run
+    for parent in (run, run / "checkpoints"):
+        checkpointer = Checkpointer.reader(parent)
+        found = checkpointer.latest() if step is None else step if step in checkpointer.complete() else None
+        if found is not None:
+            return checkpointer.folder_of(found)
+    which = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"{run} holds no whole checkpoint{which}, and neither does {run / 'checkpoints'}.")
+
+
+def _open(source: Path) -> tuple[PreTrainedModel, Assembly]:
+    """The model that a Hugging Face checkpoint belongs to, on the meta device, and how its parameters are made."""
+    stored = read_folder(source)
+    best: tuple[int, list[str], PreTrainedModel, Assembly] | None = None
+    for model in empty_models(source):
+        require_same_type(model, source)
+        assembly = assemble(model, stored_leaves(stored))
+        given = set(assembly.parameters)
+        for group in tied_groups(model):
+            given |= set(group) if given & set(group) else set()
+        ignored = unexpected_by_upstream(model, assembly.unexpected)
+        problems = [*assembly.problems]
+        problems += [f"missing: {name}" for name in model.state_dict() if name not in given]
+        problems += [
+            f"unexpected: {key} in {stored[key].file.name}" for key in assembly.unexpected if key not in ignored
+        ]
+        if best is None or len(problems) < best[0]:
+            best = len(problems), problems, model, assembly
+        if not problems:
+            break
+    count, problems, model, assembly = best
+    if count:
+        raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
+    return model, assembly
+
+
+def _write(directory: Path, made: list[Output], files: Mapping[str, str], source: Path | None, max_file: int) -> None:
+    planned = plan(made, max_file=max_file)
+    writer = FolderWriter(directory, planned)
+    failed = ""
+    with FileReader() as reader:
+        try:
+            for file in planned:
+                for output in file.outputs:
+                    out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
+                    _fill(reader, output.moved, whole(out.shape), out)
+                    writer.write(output, out)
+            if source is not None:
+                copy_side_files(source, directory)
+        except (CheckpointError, OSError) as error:
+            failed = str(error)
+    writer.close(files, failed=failed)
+
+
+def _fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
+    part = pull(moved, box, out)
+    for found, wanted, view in part.reads:
+        if isinstance(found.source, StoredTensor):
+            reader.read(found.source, wanted, view)
+            continue
+        for shard in found.source:
+            shared = intersection(wanted, shard.box) if wanted else ()
+            if shared is not None:
+                inner = tuple((a - c, b - c) for (a, b), (c, _) in zip(shared, shard.box, strict=True))
+                reader.read(shard.stored, inner, within(view, wanted, shared))
+    finish(part)
+
+
+# ------------------------------------------------------------------------- tensors of a training checkpoint
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A part of a tensor in a file of torch's distributed checkpoint."""
+
+    box: Box
+    stored: StoredTensor
+
+
+def _stored_shards(folder: Path) -> dict[str, Moved]:
+    """The tensors of the model in a training checkpoint, as leaves whose source is a list of shards."""
+    metadata = FileSystemReader(folder).read_metadata()
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not key.startswith(MODEL) or not isinstance(entry, TensorStorageMetadata):
+            continue
+        shards = []
+        for chunk in entry.chunks:
+            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            file = folder / place.relative_path
+            offset = place.offset + _data_offset(file, place.offset, place.length, key)
+            box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+            shards.append(_Shard(box, StoredTensor(key, file, entry.properties.dtype, tuple(chunk.sizes), offset)))
+        name = key.removeprefix(MODEL)
+        found[name] = leaf(name, entry.size, entry.properties.dtype, shards)
+    return found
+
+
+class _Part:
+    """A stretch of a file as a file of its own, for zipfile and torch.load."""
+
+    def __init__(self, stream, start: int, length: int) -> None:
+        self._stream, self._start, self._length, self._place = stream, start, length, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._place = offset + (0, self._place, self._length)[whence]
+        return self._place
+
+    def tell(self) -> int:
+        return self._place
+
+    def seekable(self) -> bool:
+        return True
+
+    def read(self, count: int = -1) -> bytes:
+        left = self._length - self._place
+        count = left if count is None or count < 0 else min(count, left)
+        self._stream.seek(self._start + self._place)
+        data = self._stream.read(count)
+        self._place += len(data)
+        return data
+
+
+def _data_offset(file: Path, start: int, length: int, key: str) -> int:
+    """Where, after `start`, the elements of a tensor lie that torch.save wrote there: uncompressed, as one record.
+
+    Raises:
+        CheckpointError: they do not lie so, or the file is damaged.
+    """
+    try:
+        with file.open("rb") as stream:
+            part = _Part(stream, start, length)
+            tensor = torch.load(part, map_location="meta", weights_only=True)
+            part.seek(0)
+            with zipfile.ZipFile(part) as archive:
+                records = [entry for entry in archive.infolist() if "/data/" in entry.filename]
+            if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED or not tensor.is_contiguous():
+                raise CheckpointError(f"{key} in {file} is not stored as one run of elements.")
+            part.seek(records[0].header_offset + 26)  # the local header ends with the lengths of name and extra field
+            lengths = part.read(4)
+            name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+            return records[0].header_offset + 30 + name + extra + tensor.storage_offset() * tensor.element_size()
+    except (OSError, zipfile.BadZipFile, RuntimeError) as error:
+        raise CheckpointError(f"{key} cannot be read from {file}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------- fingerprint
+
+
+def fingerprint(directory: str | Path) -> dict[str, str]:
+    """A hash for each parameter and saved buffer of a checkpoint: Hugging Face in any layout, or of a run.
+
+    Parameters are named and laid out as the model has them, so the same weights give the same hashes whatever layout,
+    order or number of files they lie in. The hash covers dtype, shape and every byte. Of tied parameters one is listed.
+
+    Raises:
+        CheckpointError: naming file and key.
+    """
+    directory = Path(directory)
+    if any(directory.glob("*.safetensors")) or (directory / "model.safetensors.index.json").is_file():
+        model, assembly = _open(directory)
+        owners = {name: group[0] for group in tied_groups(model) for name in group}
+        made = {}
+        for name in model.state_dict():
+            if name in assembly.parameters:
+                made.setdefault(owners.get(name, name), assembly.parameters[name])
+    else:
+        made = _stored_shards(find_checkpoint(directory))
+        owners = {name: name for name in made}
+        for model in empty_models(find_checkpoint(directory)):
+            if set(model.state_dict()) == set(made):
+                owners |= {name: group[0] for group in tied_groups(model) for name in group}
+                break
+        made = {name: moved for name, moved in made.items() if owners[name] == name}
+    with FileReader() as reader:
+        return {name: _hash(reader, moved) for name, moved in sorted(made.items())}
+
+
+def _hash(reader: FileReader, moved: Moved) -> str:
+    digest = hashlib.sha256(f"{moved.dtype} {list(moved.shape)} ".encode())
+    for box in _slabs(moved):
+        out = torch.empty([stop - start for start, stop in box], dtype=moved.dtype)
+        _fill(reader, moved, box, out)
+        digest.update(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()[:32]
+
+
+def _slabs(moved: Moved) -> Iterator[Box]:
+    """Boxes of about CHUNK bytes that follow each other in memory."""
+    box = whole(moved.shape)
+    if not box or moved.numel() * moved.dtype.itemsize <= CHUNK:
+        yield box
+        return
+    step = max(1, CHUNK * moved.shape[0] // (moved.numel() * moved.dtype.itemsize))
+    for start in range(0, moved.shape[0], step):
+        yield ((start, min(start + step, moved.shape[0])), *box[1:])
+
+
+def hash_of(fingerprints: Mapping[str, str]) -> str:
+    """One hash of all."""
+    return hashlib.sha256("\n".join(f"{k} {v}" for k, v in sorted(fingerprints.items())).encode()).hexdigest()[:32]

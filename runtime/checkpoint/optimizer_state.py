@@ -1,0 +1,170 @@
+"""The state of an optimizer by the names of its parameters, whatever groups and meshes they are in.
+
+Groups follow the mesh (`sharding.optimizer_groups`), and the mesh changes between runs: so options are kept per
+parameter, and state tensors are laid out as the parameter that they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.optim import Optimizer
+
+SEPARATOR = "/"
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options that say how an update is computed, not which: those of this run stay."""
+
+
+def named_parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """The parameters that the optimizer trains, by their names in the model.
+
+    Raises:
+        CheckpointError: it trains a tensor that is none of the model's parameters.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for place, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"Group {place} of {type(optimizer).__name__} trains a tensor {list(parameter.shape)} that is no "
+                    "parameter of the model. Make the optimizer after the model was sharded."
+                )
+            found[names[id(parameter)]] = parameter
+    return found
+
+
+def state_tensors(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, dict]]:
+    """The tensors of the state, as `parameter/field`, and what else it holds, by parameter."""
+    tensors, others = {}, {}
+    for name, parameter in named_parameters(model, optimizer).items():
+        for field, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}{SEPARATOR}{field}"] = value
+            else:
+                others.setdefault(name, {})[field] = value
+    return tensors, others
+
+
+def options(model: nn.Module, optimizer: Optimizer) -> list[dict]:
+    """Options and parameter names of each group."""
+    names = {id(parameter): name for name, parameter in named_parameters(model, optimizer).items()}
+    return [
+        {
+            "names": [names[id(parameter)] for parameter in group["params"]],
+            "options": {key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def empty_state(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Tensors to read a saved state into, `parameter/field`, laid out for this run.
+
+    Raises:
+        CheckpointError: the state is of parameters that this optimizer does not train, or is divided in a way that only
+            the optimizer itself could tell.
+    """
+    parameters = named_parameters(model, optimizer)
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found, problems = {}, []
+    for key, stored in saved.items():
+        name, _, field = key.rpartition(SEPARATOR)
+        if name not in parameters:
+            problems.append(f"{name} has a saved {field}; this optimizer does not train it.")
+            continue
+        parameter = parameters[name]
+        existing = optimizer.state.get(parameter, {}).get(field)
+        dtype = stored.properties.dtype
+        if isinstance(existing, Tensor) and existing.shape == stored.size:
+            found[key] = torch.zeros_like(existing, dtype=dtype)
+        elif stored.size == parameter.shape and parameter.ndim:
+            found[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
+        elif len(stored.chunks) == 1:
+            group = group_of[id(parameter)]
+            # torch's optimizers count steps on the host, unless a fused or captured kernel reads the count.
+            on_host = field == "step" and not (group.get("fused") or group.get("capturable"))
+            found[key] = torch.zeros(stored.size, dtype=dtype, device="cpu" if on_host else parameter.device)
+        else:
+            problems.append(
+                f"{field} of {name} is {list(stored.size)} in {len(stored.chunks)} parts; the parameter is "
+                f"{list(parameter.shape)}. Let the optimizer make its state (one step) before it is loaded."
+            )
+    if problems:
+        raise CheckpointError(f"The saved state does not fit {type(optimizer).__name__}:", problems)
+    return found
+
+
+def restore(
+    model: nn.Module,
+    optimizer: Optimizer,
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, dict],
+    groups: list[dict],
+) -> None:
+    """Puts a loaded state and the options of each parameter into the optimizer.
+
+    Raises:
+        CheckpointError: parameters of one group had different options.
+    """
+    by_name = {name: group["options"] for group in groups for name in group["names"]}
+    names = {id(parameter): name for name, parameter in named_parameters(model, optimizer).items()}
+    problems = []
+    for place, group in enumerate(optimizer.param_groups):
+        saved = [by_name[names[id(p)]] for p in group["params"] if names[id(p)] in by_name]
+        if not saved:
+            continue
+        compared = saved[0].keys() - set(IMPLEMENTATION)
+        differing = sorted(key for key in compared if any(not _equal(one.get(key), saved[0][key]) for one in saved))
+        if differing:
+            problems.append(f"group {place} holds parameters that were saved with different {', '.join(differing)}.")
+        group.update({key: value for key, value in saved[0].items() if key not in IMPLEMENTATION})
+    if problems:
+        raise CheckpointError(
+            "The groups of the optimizer mix what was apart:", problems, advice="Divide the parameters as before."
+        )
+    parameters = named_parameters(model, optimizer)
+    optimizer.state.clear()
+    for key, value in tensors.items():
+        name, _, field = key.rpartition(SEPARATOR)
+        optimizer.state[parameters[name]][field] = value
+    for name, fields in others.items():
+        if name in parameters:
+            optimizer.state[parameters[name]].update(fields)
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+    return a == b
+
+
+def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str, object]:
+    """The state of a learning-rate scheduler for this run's groups, whose options are already restored."""
+    groups = optimizer.param_groups
+    fitted = dict(state)
+    count = len(fitted.get("base_lrs") or ())
+    if not count or count == len(groups):
+        return fitted
+    fitted["base_lrs"] = [group.get("initial_lr", group["lr"]) for group in groups]
+    fitted["_last_lr"] = [group["lr"] for group in groups]
+    for key, value in state.items():
+        if key in ("base_lrs", "_last_lr") or not isinstance(value, list) or len(value) != count:
+            continue
+        if any(one != value[0] for one in value):
+            raise CheckpointError(
+                f"The scheduler has {count} different values of {key}, one per group; the optimizer now has "
+                f"{len(groups)} groups. Resume with the groups that it was saved with."
+            )
+        fitted[key] = [value[0]] * len(groups)
+    return fitted

@@ -1,0 +1,269 @@
+"""Folders of safetensors files: what is in them, whether they are whole, and their bytes, read where they are wanted.
+
+The format: eight bytes with the length of a JSON header, the header (`{key: {dtype, shape, data_offsets}}`), the data.
+Bytes are read with `pread` straight into the tensor that they are for: mapped files would count as memory of this
+process, and a copy more would cost as much as the read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.moves import Box, box_shape
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+STAGING = 32 << 20
+"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
+SHORT_RUN = 64 << 10
+"""Rows shorter than this are read together with what lies between them."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies: `offset` is the place of its first byte in the file."""
+
+    name: str
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def read_folder(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, by key. The data of no tensor is read.
+
+    Raises:
+        CheckpointError: no safetensors files; a file that the index names is missing, truncated or damaged; a key that
+            the index names is not where it says; a dtype that is not a plain number. All problems are in it.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
+    problems: list[str] = []
+    index = directory / INDEX
+    if index.is_file():
+        weight_map = _read_index(index)
+        names = sorted(set(weight_map.values()))
+    else:
+        weight_map = None
+        found = sorted(path.name for path in directory.glob("*.safetensors"))
+        names = [SINGLE] if SINGLE in found else found
+    if not names:
+        others = sorted(
+            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)
+        )
+        there = f" It has {', '.join(others[:5])}: save these as safetensors first." if others else ""
+        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors.{there}")
+    tensors: dict[str, StoredTensor] = {}
+    for name in names:
+        try:
+            for tensor in read_header(directory / name):
+                if tensor.name in tensors and weight_map is None:
+                    problems.append(f"{tensor.name} is in {tensors[tensor.name].file.name} and in {name}.")
+                if weight_map is None or weight_map.get(tensor.name) == name:
+                    tensors[tensor.name] = tensor
+                elif tensor.name not in weight_map:
+                    problems.append(f"{name} holds {tensor.name}, which {INDEX} does not list.")
+        except CheckpointError as error:
+            problems += error.problems or [str(error)]
+            lost = [key for key, file in (weight_map or {}).items() if file == name]
+            if lost:
+                problems.append(f"  so {len(lost)} keys are lost: {', '.join(lost[:3])}{', ...' if lost[3:] else ''}")
+            continue
+        problems += [
+            f"{INDEX} says that {key} is in {name}; it is not."
+            for key, file in (weight_map or {}).items()
+            if file == name and key not in tensors
+        ]
+    if problems:
+        raise CheckpointError(f"{directory} is not a whole checkpoint:", problems)
+    return tensors
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}.") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} lists no tensors.")
+    return weight_map
+
+
+def read_header(file: Path) -> list[StoredTensor]:
+    """The tensors of one file, after a check that all their bytes are there.
+
+    Raises:
+        CheckpointError: the file is missing, shorter or longer than its header says, or no safetensors file.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"{file.name} is missing.")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise CheckpointError(f"{file.name} is truncated in its header, or is no safetensors file ({size} bytes).")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"{file.name} has a header that is not JSON: {error}.") from error
+    header.pop("__metadata__", None)
+    tensors, problems, end = [], [], 0
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        end = max(end, stop)
+        if entry["dtype"] not in DTYPES:
+            problems.append(
+                f"{name} in {file.name} has the dtype {entry['dtype']}: quantised checkpoints cannot be trained on. "
+                "Use the bf16 release, or dequantise it first."
+            )
+            continue
+        tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+        if tensor.num_bytes != stop - start:
+            problems.append(
+                f"{name} in {file.name} has {stop - start} bytes; {entry['dtype']} {entry['shape']} takes "
+                f"{tensor.num_bytes}."
+            )
+        elif 8 + length + stop > size:
+            problems.append(f"{name} in {file.name} ends at byte {8 + length + stop}; the file ends at {size}.")
+        tensors.append(tensor)
+    if not problems and 8 + length + end != size:
+        problems.append(f"{file.name} has {size} bytes; its header describes {8 + length + end}.")
+    if problems:
+        truncated = f"{file.name} is truncated or damaged:" if size < 8 + length + end else f"{file.name}:"
+        raise CheckpointError(truncated, problems)
+    return tensors
+
+
+class FileReader:
+    """Reads boxes of stored tensors; may be used by several threads.
+
+    Attributes:
+        bytes_read: how many bytes were asked of the files.
+    """
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+        self._lock = threading.Lock()
+        self._staging = threading.local()
+        self.bytes_read = 0
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, *error) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    def read(self, stored: StoredTensor, box: Box, out: Tensor) -> None:
+        """Fills `out` (any dtype, strides and device) with a box of a stored tensor.
+
+        Raises:
+            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; names file and key.
+        """
+        try:
+            self._read(stored, box, out.view(1) if out.ndim == 0 else out, stored.offset)
+        except (OSError, EOFError) as error:
+            raise CheckpointError(f"{stored.name} cannot be read from {stored.file}: {error}") from error
+
+    def _read(self, stored: StoredTensor, box: Box, out: Tensor, offset: int) -> None:
+        box, sizes = (box, stored.shape) if box else (((0, 1),), (1,))
+        width = stored.dtype.itemsize
+        strides = [math.prod(sizes[dim + 1 :]) * width for dim in range(len(sizes))]  # in bytes
+        # One run of bytes: single indices, then one range, then whole dimensions.
+        lengths = box_shape(box)
+        first_range = next((dim for dim, length in enumerate(lengths) if length != 1), len(box) - 1)
+        begin = offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+        if lengths[first_range + 1 :] == tuple(sizes[first_range + 1 :]):
+            self._read_run(stored, begin, out)
+            return
+        # Rows of the first dimension: each a box of its own, or, if short, read with what lies between.
+        row_bytes = strides[0]
+        wanted = math.prod(lengths[1:]) * width
+        if lengths[0] > 1 and row_bytes <= STAGING and wanted < SHORT_RUN:
+            inner = tuple(slice(*bounds) for bounds in box[1:])
+            step = max(1, STAGING // row_bytes)
+            for first in range(0, lengths[0], step):
+                count = min(step, lengths[0] - first)
+                rows = self._stage(count * row_bytes).view(stored.dtype).view(count, *sizes[1:])
+                self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes)
+                out[first : first + count].copy_(rows[(slice(None), *inner)])
+            return
+        for place in range(lengths[0]):
+            row = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
+            self._read(row, box[1:], out[place], offset + (box[0][0] + place) * row_bytes)
+
+    def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> None:
+        if out.is_contiguous() and out.dtype == stored.dtype and out.device.type == "cpu":
+            self._fill(stored, out, offset)
+            return
+        if out.numel() * stored.dtype.itemsize <= STAGING:
+            staged = self._stage(out.numel() * stored.dtype.itemsize).view(stored.dtype).view(out.shape)
+            self._fill(stored, staged, offset)
+            out.copy_(staged)
+            return
+        row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
+        parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
+        for part in parts:
+            self._read_run(stored, offset, part)
+            offset += part.numel() * stored.dtype.itemsize
+
+    def _stage(self, num_bytes: int) -> Tensor:
+        """This thread's buffer, pinned where there is a GPU."""
+        buffer = getattr(self._staging, "buffer", None)
+        if buffer is None or buffer.numel() < num_bytes:
+            pinned = torch.cuda.is_available()
+            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=pinned)
+            self._staging.buffer = buffer
+        return buffer[:num_bytes]
+
+    def _fill(self, stored: StoredTensor, out: Tensor, offset: int) -> None:
+        """Reads into contiguous memory, then looks for NaN while the bytes are in the cache."""
+        num_bytes = out.numel() * out.dtype.itemsize
+        if num_bytes == 0:
+            return
+        memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        done, descriptor = 0, self._open(stored.file)
+        while done < num_bytes:
+            got = os.preadv(descriptor, [memory[done:]], offset + done)
+            if got == 0:
+                raise EOFError(f"the file ends at byte {offset + done}, {num_bytes - done} bytes short")
+            done += got
+        with self._lock:
+            self.bytes_read += num_bytes
+        if out.is_floating_point() and has_nan(out):
+            raise CheckpointError(f"{stored.name} in {stored.file} holds NaN.")
+
+    def _open(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(file, os.O_RDONLY)
+            return self._descriptors[file]
+
+
+def has_nan(tensor: Tensor) -> bool:
+    """Whether a floating-point tensor holds NaN. One fast pass where it does not: a sum is finite only then."""
+    return not math.isfinite(float(tensor.sum())) and bool(torch.isnan(tensor).any())

@@ -1,0 +1,483 @@
+"""The state of a training run on disk: saved while training goes on, whole or not at all, resumed on any layout.
+
+    checkpointer = Checkpointer("runs/one/checkpoints", keep=3)
+    checkpointer.save(step, model=model, optimizer=optimizer, scheduler=scheduler, extra_state={"shared": {"row": 640}})
+    ...
+    state = checkpointer.load(model=model, optimizer=optimizer, scheduler=scheduler)    # the newest that is whole
+
+On disk, below the directory:
+
+    .step-00000200.partial/     being written, or what a crash left of it: never loaded, removed by the next save
+    step-00000100/              whole: it got this name after all its bytes were on the disk
+        checkpoint.json         step, layout, and the size of every other file
+        config.json             the model, for `patchgen export`
+        shared.pt               scheduler, optimizer options, what `extra_state` shares
+        rank-00000.pt           generators and own state of a rank
+        .metadata, *.distcp     tensors of model and optimizer, by torch's distributed checkpoint
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from patchgen.runtime.checkpoint import optimizer_state, random_state
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.layout import Origin, class_name
+from patchgen.runtime.checkpoint.model_files import config_files
+from patchgen.runtime.checkpoint.placement import world
+from patchgen.runtime.checkpoint.staging import Staged, Staging
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
+MANIFEST, SHARED = "checkpoint.json", "shared.pt"
+FORMAT = 1
+MODEL, OPTIMIZER = "model/", "optimizer/"
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # one process is one process
+
+TIMEOUT = datetime.timedelta(hours=2)
+"""How long ranks wait for the slowest disk."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step."""
+
+    step: int
+    serial: int
+    world: int
+    model_class: str
+    model_type: str
+    origin: dict | None
+    files: dict[str, int]
+
+
+class Checkpointer:
+    """Saves and loads the state of a run. Every rank makes one, and every rank calls save, wait and load.
+
+    Attributes:
+        directory: where the checkpoints lie; on storage that all ranks see.
+        keep: how many whole checkpoints stay.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ValueError(f"Checkpointer.keep must be at least 1, not {keep}.")
+        self.directory, self.keep = Path(directory), keep
+        self._rank, self._world = world()
+        # Writing happens in a thread, so its exchanges need a group of their own, and one for host memory.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._staging = Staging()
+        self._staged: Staged | None = None
+        self._pending: Future | None = None
+        self._hooked: set[int] = set()
+
+    @classmethod
+    def reader(cls, directory: str | Path) -> Checkpointer:
+        """One that only finds checkpoints, on this rank alone."""
+        found = cls.__new__(cls)
+        found.directory, found.keep = Path(directory), 1
+        return found
+
+    # ------------------------------------------------------------------------------------------- save
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+        extra_state: dict | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        """Saves the state after optimizer step `step`. An earlier save that still writes is waited for.
+
+        Args:
+            model: sharded or not; its parameters and persistent buffers are saved.
+            extra_state: `{"shared": {...}, "rank": {...}}` of plain values and tensors: what all ranks have in common
+                (rank 0's is saved), and what is each rank's own.
+            asynchronous: return once the state is being copied, and write in the background. The next optimizer step
+                waits for the copy on the device; training must change parameters in no other way meanwhile.
+
+        Raises:
+            CheckpointError: on every rank, if this save, or an asynchronous one before it, failed.
+        """
+        self.wait()
+        tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
+        shared: dict = {"step": step, "extra": (extra_state or {}).get("shared", {})}
+        if optimizer is not None:
+            state, others = optimizer_state.state_tensors(model, optimizer)
+            tensors |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+            shared |= {"optimizer": others, "groups": optimizer_state.options(model, optimizer)}
+        if scheduler is not None:
+            shared["scheduler"] = scheduler.state_dict()
+        own = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
+        small = {f"rank-{self._rank:05d}.pt": _plain_bytes(own, "extra_state['rank']")}
+        if self._rank == 0:
+            small[SHARED] = _plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
+            small |= _model_files(model)
+        manifest = Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
+        if not asynchronous:
+            self._write(tensors, small, manifest)
+            return
+        self._staged = self._staging.copy(tensors)
+        if optimizer is not None and id(optimizer) not in self._hooked:
+            optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            self._hooked.add(id(optimizer))
+        self._pending = self._executor.submit(self._write_staged, self._staged, small, manifest)
+
+    def wait(self) -> None:
+        """Blocks until nothing is being written; raises what an asynchronous save ran into."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _before_step(self) -> None:
+        staged, self._staged = self._staged, None
+        if staged is not None:
+            staged.before_change()
+
+    def _write_staged(self, staged: Staged, small: Mapping[str, bytes], manifest: Manifest) -> None:
+        staged.wait()
+        self._write(staged.tensors, small, manifest)
+
+    def _write(self, tensors: Mapping[str, Tensor], small: Mapping[str, bytes], manifest: Manifest) -> None:
+        """Writes everything, then gives it its name; all ranks fail or none."""
+        partial = self.directory / f".{_folder(manifest.step)}.partial"
+        if self._rank == 0:
+            self._agree(lambda: self._make_room(partial), manifest.step)
+        else:
+            self._agree(lambda: None, manifest.step)
+
+        def write_small() -> None:
+            for name, data in small.items():
+                _write_file(partial / name, data)
+
+        self._agree(write_small, manifest.step)
+
+        def write_tensors() -> None:
+            writer = FileSystemWriter(partial, sync_files=True, thread_count=2)
+            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+
+        self._agree(write_tensors, manifest.step)
+        self._agree((lambda: self._commit(partial, manifest)) if self._rank == 0 else (lambda: None), manifest.step)
+
+    def _make_room(self, partial: Path) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for replaced in self.directory.glob(".step-*.replaced"):
+            if not (final := self.directory / _step_name(replaced)).exists():
+                replaced.rename(final)  # a crash came between the two renames of `_commit`
+        for leftover in self.directory.glob(".step-*"):
+            shutil.rmtree(leftover)
+        partial.mkdir()
+
+    def _commit(self, partial: Path, manifest: Manifest) -> None:
+        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        serial = 1 + max((known.serial for _, known, problem in self._found() if not problem), default=0)
+        fields = {**vars(manifest), "serial": serial, "files": files, "format": FORMAT}
+        _write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
+        _sync_folder(partial)
+        final = self.directory / _folder(manifest.step)
+        if final.exists():  # a run that was resumed before this step saves it again
+            final.rename(self.directory / f".{final.name}.replaced")
+        partial.rename(final)
+        _sync_folder(self.directory)
+        for old in self.complete()[: -self.keep]:
+            doomed = self.directory / f".{_folder(old)}.old"
+            (self.directory / _folder(old)).rename(doomed)  # it must not look like a damaged one while it goes
+            shutil.rmtree(doomed)
+        for leftover in self.directory.glob(".step-*.replaced"):
+            shutil.rmtree(leftover)
+
+    def _agree(self, work, step: int) -> None:
+        """Does this rank's work; raises on every rank if it failed on any."""
+        error = None
+        try:
+            work()
+        except FAILURES as caught:  # whatever it is, the other ranks must hear of it: they would wait forever
+            error = f"{type(caught).__name__}: {_cause(caught)}"
+        errors = [error]
+        if self._group is not None:
+            errors = [None] * self._world
+            dist.all_gather_object(errors, error, group=self._group)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+        if failed:
+            raise CheckpointError(
+                f"Step {step} could not be saved in {self.directory} ({_free(self.directory)}); earlier checkpoints "
+                "are as they were:",
+                failed,
+            )
+
+    # ------------------------------------------------------------------------------------------- find
+
+    def complete(self) -> list[int]:
+        """The steps of the checkpoints that are whole, in the order in which they were saved."""
+        whole = [(manifest.serial, manifest.step) for _, manifest, problem in self._found() if not problem]
+        return [step for _, step in sorted(whole)]
+
+    def broken(self) -> dict[str, str]:
+        """Folders that are no whole checkpoint -> why."""
+        found = {folder.name: problem for folder, _, problem in self._found() if problem}
+        for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
+            found[leftover.name] = "its save did not come to an end"
+        return found
+
+    def latest(self) -> int | None:
+        """The step of the newest whole checkpoint, None if there is none. Broken ones are named in a warning."""
+        broken = self.broken()
+        if broken:
+            listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
+            warnings.warn(f"{self.directory} holds checkpoints that are not whole:\n{listed}", stacklevel=2)
+        complete = self.complete()
+        return complete[-1] if complete else None
+
+    def _found(self) -> Iterator[tuple[Path, Manifest | None, str]]:
+        """Folders, their manifests, and why they are not whole."""
+        folders = sorted(self.directory.glob("step-*")) if self.directory.is_dir() else []
+        folders += [folder for folder in self.directory.glob(".step-*.replaced") if not self._has_final(folder)]
+        for folder in folders:
+            if re.fullmatch(r"step-\d+", _step_name(folder)):
+                yield folder, *examine(folder)
+
+    def _has_final(self, replaced: Path) -> bool:
+        return (self.directory / _step_name(replaced)).exists()
+
+    def folder_of(self, step: int) -> Path:
+        """Where a step lies: under its name, or set aside by a save that came just short of its end."""
+        final = self.directory / _folder(step)
+        replaced = self.directory / f".{final.name}.replaced"
+        return replaced if replaced.exists() and not final.exists() else final
+
+    # ------------------------------------------------------------------------------------------- load
+
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: LRScheduler | None = None,
+    ) -> dict:
+        """Puts a saved state into model, optimizer, scheduler and the random generators, on any number of ranks.
+
+        Args:
+            step: which one; None: the newest whole one.
+            model: sharded in whatever way; its values are overwritten.
+
+        Returns:
+            step: the step that was saved.
+            shared: what `extra_state` shared.
+            rank: this rank's own `extra_state`; None if the run had another number of ranks.
+            ranks: the own `extra_state` of every rank of the saved run.
+            world: the number of ranks that saved.
+
+        Raises:
+            CheckpointError: there is none, or it is not whole, or of another model.
+        """
+        self.wait()
+        step = self._same_step(step)
+        folder = self.folder_of(step)
+        manifest, problem = examine(folder)
+        if manifest is None or problem:
+            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
+        if manifest.model_class != class_name(model):
+            raise CheckpointError(
+                f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
+            )
+        shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
+        reader = FileSystemReader(folder)
+        saved = {
+            key: value
+            for key, value in reader.read_metadata().state_dict_metadata.items()
+            if isinstance(value, TensorStorageMetadata)
+        }
+        tensors = model.state_dict()
+        _require_same_tensors(folder, tensors, saved)
+        wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+        state = {}
+        if optimizer is not None:
+            if "groups" not in shared:
+                raise CheckpointError(f"{folder} was saved without an optimizer.")
+            stored = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+            state = optimizer_state.empty_state(model, optimizer, stored)
+            wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+        with torch.no_grad():
+            try:
+                dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+            except Exception as error:
+                raise CheckpointError(
+                    f"{folder} cannot be read: {_cause(error)}", advice=self._others(step)
+                ) from error
+        if optimizer is not None:
+            optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
+        if scheduler is not None:
+            if "scheduler" not in shared:
+                raise CheckpointError(f"{folder} was saved without a scheduler.")
+            scheduler.load_state_dict(optimizer_state.fit_scheduler(shared["scheduler"], scheduler.optimizer))
+        ranks = [
+            torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True, map_location="cpu")
+            for rank in range(manifest.world)
+        ]
+        if self._rank < manifest.world:
+            random_state.restore(ranks[self._rank]["random"])
+        else:
+            random_state.derive(ranks[0]["random"], self._rank)
+        if manifest.origin is not None:
+            model.checkpoint_origin = Origin.from_json(manifest.origin)
+        extras = [entry["extra"] for entry in ranks]
+        return {
+            "step": step,
+            "shared": shared["extra"],
+            "rank": extras[self._rank] if manifest.world == self._world else None,
+            "ranks": extras,
+            "world": manifest.world,
+        }
+
+    def _same_step(self, step: int | None) -> int:
+        """The step that rank 0 finds, so that ranks that see the folder differently do not part."""
+        found = [step if step is not None else self.latest() if self._rank == 0 else None]
+        if self._group is not None and step is None:
+            dist.broadcast_object_list(found, src=0, group=self._group)
+        if found[0] is None:
+            raise CheckpointError(f"{self.directory} holds no whole checkpoint.")
+        return found[0]
+
+    def _others(self, step: int) -> str:
+        others = [_folder(other) for other in self.complete() if other != step]
+        return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
+
+
+def examine(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint, and why it is not whole; "" if it is."""
+    if not folder.is_dir():
+        return None, "it does not exist"
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, str(error)
+    for name, size in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            return manifest, f"{name} is missing"
+        if file.stat().st_size != size:
+            return manifest, f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return manifest, ""
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads `checkpoint.json`.
+
+    Raises:
+        CheckpointError: there is none, or it is not ours.
+    """
+    file = folder / MANIFEST
+    try:
+        fields = json.loads(file.read_text())
+        if fields.pop("format") != FORMAT:
+            raise CheckpointError(f"{file} has another format than {FORMAT}: it is of another version of patchgen")
+        return Manifest(**fields)
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
+
+
+def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:
+    stored = {key.removeprefix(MODEL): value for key, value in saved.items() if key.startswith(MODEL)}
+    problems = [f"missing: {name} {list(tensors[name].shape)}" for name in tensors if name not in stored]
+    problems += [f"unexpected: {name} {list(stored[name].size)}" for name in stored if name not in tensors]
+    problems += [
+        f"{name} is {list(tensor.shape)} in the model, {list(stored[name].size)} in the checkpoint"
+        for name, tensor in tensors.items()
+        if name in stored and tensor.shape != stored[name].size
+    ]
+    if problems:
+        raise CheckpointError(f"{folder} does not fit the model:", problems)
+
+
+def _folder(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _step_name(folder: Path) -> str:
+    """`step-...` of a folder that stands aside."""
+    return folder.name.removeprefix(".").partition(".")[0]
+
+
+def _origin(model: nn.Module) -> tuple[str, dict | None]:
+    config = getattr(model, "config", None)
+    origin = getattr(model, "checkpoint_origin", None)
+    return getattr(config, "model_type", ""), origin.to_json() if origin is not None else None
+
+
+def _model_files(model: nn.Module) -> dict[str, bytes]:
+    """The config files that an export needs."""
+    return {name: text.encode() for name, text in config_files(model).items()} if hasattr(model, "config") else {}
+
+
+def _plain_bytes(value: object, what: str) -> bytes:
+    """The value in torch's format, after a check that it can be read without running code."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    try:
+        torch.load(stream, weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{what} must hold plain values and tensors only (numbers, strings, lists, dicts): {error}"
+        ) from error
+    return stream.getvalue()
+
+
+def _write_file(file: Path, data: bytes) -> None:
+    with file.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(folder: Path) -> str:
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB free there"
+
+
+def _cause(error: BaseException) -> str:
+    """What lies under DCP's wrapping, in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        parts = [f"rank {rank}: {type(inner[0]).__name__}: {inner[0]}" for rank, inner in failures.items()]
+        return " ".join("; ".join(parts).split())
+    return " ".join(str(error).split())

@@ -1,0 +1,201 @@
+"""Sharded safetensors files with their index, written tensor by tensor, each file by one rank.
+
+plan       which tensor goes to which file, and who writes it: the same on every rank
+write      every file under a temporary name, then, if all ranks succeeded, all of them under their own
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import dot_natural_key
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.moves import Moved
+from patchgen.runtime.checkpoint.placement import all_gather, world
+from patchgen.runtime.checkpoint.safetensor_files import DTYPE_NAMES, INDEX, SINGLE
+
+MAX_FILE = 5_000_000_000
+"""Bytes of a file, if no tensor alone is larger."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """One tensor to write: `moved` says what it is made of, `dtype` what it is stored as."""
+
+    name: str
+    moved: Moved
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.moved.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file, what is in it in order, and the rank that writes it."""
+
+    name: str
+    outputs: tuple[Output, ...]
+    writer: int
+
+
+def plan(outputs: Iterable[Output], *, max_file: int = MAX_FILE) -> list[PlannedFile]:
+    """Divides tensors over files and files over ranks.
+
+    Raises:
+        CheckpointError: a dtype that safetensors has no name for.
+    """
+    groups: list[list[Output]] = [[]]
+    size = 0
+    for output in sorted(outputs, key=lambda output: dot_natural_key(output.name)):
+        if output.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{output.name} is {output.dtype}, which is not written to safetensors here.")
+        if groups[-1] and size + output.num_bytes > max_file:
+            groups.append([])
+            size = 0
+        groups[-1].append(output)
+        size += output.num_bytes
+    _, ranks = world()
+    count = len(groups)
+    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    return [PlannedFile(names[i], tuple(group), i % ranks) for i, group in enumerate(groups)]
+
+
+class FileWriter:
+    """Writes one safetensors file, tensor by tensor in the order of its header, under a temporary name."""
+
+    def __init__(self, file: Path, outputs: Iterable[Output]) -> None:
+        self.file, self._temporary = file, file.with_name(f".{file.name}.partial")
+        header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for output in outputs:
+            start, end = end, end + output.num_bytes
+            shape = list(output.moved.shape)
+            header[output.name] = {
+                "dtype": DTYPE_NAMES[output.dtype], "shape": shape, "data_offsets": [start, end],
+            }  # fmt: skip
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        try:
+            self._stream = self._temporary.open("wb")
+            self._stream.write(len(text).to_bytes(8, "little") + text)
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be written: {error}") from error
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Appends the next tensor (contiguous, on the CPU)."""
+        try:
+            self._stream.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+        except OSError as error:
+            raise CheckpointError(f"{name} cannot be written to {self.file}: {error}") from error
+
+    def finish(self) -> None:
+        """Waits until the bytes are on the disk."""
+        try:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+        except OSError as error:
+            raise CheckpointError(f"{self.file} cannot be written: {error}") from error
+
+    def place(self) -> None:
+        """Gives the file its name."""
+        self._temporary.replace(self.file)
+
+    def abandon(self) -> None:
+        """Removes what was written."""
+        with contextlib.suppress(OSError):  # closing flushes, and may fail as the write did
+            self._stream.close()
+        self._temporary.unlink(missing_ok=True)
+
+
+class FolderWriter:
+    """This rank's files of a planned checkpoint. A failure is kept until `close`, so that no rank waits for another."""
+
+    def __init__(self, directory: Path, files: Iterable[PlannedFile]) -> None:
+        self.directory, self._files = directory, list(files)
+        self._error = ""
+        rank, _ = world()
+        self._mine = {file.name: file for file in self._files if file.writer == rank}
+        self._finished: list[FileWriter] = []
+        self._open: FileWriter | None = None
+        self._of = {output.name: file for file in self._mine.values() for output in file.outputs}
+        self._keep(lambda: directory.mkdir(parents=True, exist_ok=True))
+
+    def write(self, output: Output, tensor: Tensor) -> None:
+        """Writes the next tensor of this rank's files; tensors come in the order of the plan."""
+        file = self._of[output.name]
+
+        def append() -> None:
+            if self._open is None:
+                self._open = FileWriter(self.directory / file.name, file.outputs)
+            self._open.write(output.name, tensor)
+            if file.outputs[-1] is output:
+                self._open.finish()
+                self._finished.append(self._open)
+                self._open = None
+
+        self._keep(append)
+
+    def _keep(self, work) -> None:
+        if self._error:
+            return
+        try:
+            work()
+        except (CheckpointError, OSError) as error:
+            self._error = str(error)
+
+    def close(self, others: Mapping[str, str], *, failed: str = "") -> None:
+        """Puts all files in place, removes what an earlier checkpoint left there, and writes the index; every rank.
+
+        Args:
+            others: further files, name -> text, written by rank 0.
+            failed: what else went wrong on this rank.
+
+        Raises:
+            CheckpointError: on every rank, if a file could not be written on any: then none is replaced.
+        """
+        try:
+            self._agree(failed or self._error)
+            self._error = ""
+            self._keep(lambda: [writer.place() for writer in self._finished])
+            self._agree(self._error)
+        except CheckpointError:
+            for writer in [*self._finished, *([self._open] if self._open else [])]:
+                writer.abandon()
+            raise
+        rank, _ = world()
+        if rank == 0:
+            self._keep(lambda: self._complete(others))
+        self._agree(self._error)
+
+    def _complete(self, others: Mapping[str, str]) -> None:
+        names = {file.name for file in self._files}
+        for stale in self.directory.glob("model*.safetensors"):
+            if stale.name not in names:
+                stale.unlink()
+        index = self.directory / INDEX
+        if len(names) == 1:
+            index.unlink(missing_ok=True)
+        else:
+            sizes = [output.num_bytes for file in self._files for output in file.outputs]
+            weight_map = {output.name: file.name for file in self._files for output in file.outputs}
+            index.write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2))
+        for name, text in others.items():
+            (self.directory / name).write_text(text)
+
+    def _agree(self, error: str) -> None:
+        errors = all_gather(error)
+        if any(errors):
+            told = [f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text]
+            raise CheckpointError(f"{self.directory} could not be written; what was there before is as it was:", told)

@@ -1,0 +1,17 @@
+"""Data: from files to the batches of each rank.
+
+config.py     what to read and how to batch it       build.py      from a configuration to a loader
+sources.py    opens files.py, hub.py, builtin.py     records.py    one sample, not yet parsed
+text.py       plain text to tokens                   cache.py      tokens on disk, shared by all ranks
+order.py      shuffling, mixing by weight            packing.py    which samples share a batch
+plan.py       the batches of all ranks               planned.py    loader of cached samples
+collate.py    samples to a batch                     problems.py   bad samples: where, why, how many
+"""
+
+from patchgen.runtime.data.build import build_loader
+from patchgen.runtime.data.config import DataConfig, SourceConfig
+from patchgen.runtime.data.loader import Loader
+from patchgen.runtime.data.problems import Counters, DataError
+from patchgen.runtime.data.tokenizers import train_tokenizer
+
+__all__ = ["Counters", "DataConfig", "DataError", "Loader", "SourceConfig", "build_loader", "train_tokenizer"]

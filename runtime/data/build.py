@@ -1,0 +1,98 @@
+"""From a configuration to a loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from patchgen.runtime.data.agreement import any_rank
+from patchgen.runtime.data.cache import open_cache
+from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.documents import Documents
+from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.loader import Loader
+from patchgen.runtime.data.multimodal import PrepareMultimodal
+from patchgen.runtime.data.planned import PlannedLoader
+from patchgen.runtime.data.prepare import Prepare, PrepareText
+from patchgen.runtime.data.sources import open_source
+from patchgen.runtime.data.stream import MixedStream
+from patchgen.runtime.data.streamed import StreamedLoader
+from patchgen.runtime.data.text import tokenizer_fingerprint
+
+
+def build_loader(
+    config: DataConfig,
+    *,
+    tokenizer: Any = None,
+    processor: Any = None,
+    position_function: Callable[..., Any] | None = None,
+    batch_index: int,
+    num_batches: int,
+    agree: Callable[[bool], bool] = any_rank,
+) -> Loader:
+    """The micro-batches of one rank.
+
+    Args:
+        config: what to read and how to batch it.
+        tokenizer: of transformers; `train_tokenizer` makes one from the data.
+        processor: of transformers, for kind multimodal.
+        position_function: of the generated model, for kind multimodal: picklable, gives positions `(3, n)`.
+        batch_index, num_batches: those of `ParallelState`: the ranks of one sequence-parallel group share them.
+        agree: says whether its argument is true on any rank; asked at every batch of a stream with a number of epochs.
+
+    Raises:
+        DataError: no data, or data that is refused; the message says where. The same on all ranks where tokens are
+            cached, on the rank that reads the sample where they are not.
+    """
+    if not 0 <= batch_index < num_batches:
+        raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
+    sources = [open_source(source) for source in config.sources]
+    streaming = any(source.streaming for source in config.sources)
+    multimodal = config.kind == "multimodal"
+    if multimodal:
+        prepare: Prepare = PrepareMultimodal(config, processor, position_function)
+        tokenizer = tokenizer or processor.tokenizer
+        encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
+    else:
+        encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
+        prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
+        encodings = [encoder.fingerprint() for encoder in encoders]
+    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    if not streaming and not multimodal:
+        documents = []
+        for source, encoder in zip(sources, encoders, strict=True):
+            cache = open_cache(config.cache_root, source, encoder, skip_bad=config.on_bad == "skip")
+            documents.append(Documents(cache, limit=config.longest, on_long=config.on_long))
+        return PlannedLoader(
+            config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
+        )
+
+    weights = [source.weight for source in config.sources]
+    repeat = weights[0] is not None
+    if not repeat:
+        weights = [1 if streaming else len(source) for source in sources]
+    shuffled = [config.shuffle and not source.streaming for source in config.sources]
+    stream = MixedStream(
+        sources,
+        weights,
+        repeat=repeat,
+        seed=config.seed,
+        shuffled=shuffled,
+        epochs=config.epochs,
+        share=(batch_index, num_batches),
+    )
+    settings = {
+        "sources": [source.fingerprint() for source in sources],
+        "encodings": encodings,
+        "weights": weights,
+        "shuffled": shuffled,
+        "seed": config.seed,
+        "tokens_per_batch": config.tokens_per_batch,
+        "packing": config.packing,
+        "pool": config.pool_tokens,
+        "longest": config.longest,
+        "on_long": config.on_long,
+        "batch_index": batch_index,
+        "num_batches": num_batches,
+    }
+    return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)

@@ -1,0 +1,79 @@
+"""Made-up data sets that every installation has: for tests, benches and first runs.
+
+stdlib   the sources of Python's standard library, a file a document       kind text
+chat     its documented functions: the signature asks, the docs answer     kind chat
+vision, audio, video, omni   generated images, tones, clips, all of them   kind multimodal
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patchgen.runtime.data.builtin_media import MEDIA, SAMPLES, MadeUp
+from patchgen.runtime.data.files import TextFiles
+from patchgen.runtime.data.problems import DataError
+
+VALIDATION_EVERY = 20
+NAMES = ("stdlib", "chat", *MEDIA)
+LEFT_OUT = {
+    "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo",
+}  # fmt: skip
+
+
+def open_builtin(name: str, split: str) -> Any:
+    """The made-up set `name`; of twenty samples one belongs to the split `validation`, the others to `train`."""
+    if name not in NAMES:
+        raise DataError(f"There is no made-up data set {name!r}; there are {', '.join(NAMES)}.")
+    if split not in ("train", "validation"):
+        raise DataError(f"The made-up data sets have the splits train and validation, not {split!r}.")
+    if name == "stdlib":
+        return TextFiles(part_of(library_files(), split))
+    if name == "chat":
+        questions = documented()
+        return MadeUp("builtin:chat", functools.partial(_question, questions), part_of(range(len(questions)), split))
+    return MadeUp(f"builtin:{name}", MEDIA[name], part_of(range(SAMPLES), split))
+
+
+def part_of(items: Sequence[Any], split: str) -> list[Any]:
+    validation = split == "validation"
+    return [item for number, item in enumerate(items) if (number % VALIDATION_EVERY == 0) is validation]
+
+
+def library_files() -> list[Path]:
+    """The readable sources of Python's standard library, without its tests."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(
+        file for file in root.rglob("*.py") if not LEFT_OUT & set(file.relative_to(root).parts) and _is_text(file)
+    )
+
+
+def _is_text(file: Path) -> bool:
+    try:
+        return bool(file.read_text(encoding="utf-8").strip())
+    except UnicodeDecodeError:
+        return False
+
+
+@functools.cache
+def documented() -> list[tuple[str, str]]:
+    """Signature and docs of the documented functions in the modules at the top of the standard library."""
+    found = []
+    top = Path(sysconfig.get_path("stdlib"))
+    for file in library_files():
+        if file.parent != top:
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and (docs := ast.get_docstring(node)):
+                found.append((f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs))
+    return found
+
+
+def _question(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    signature, docs = questions[number]
+    ask = {"role": "user", "content": f"What does {signature} do?"}
+    return {"messages": [ask, {"role": "assistant", "content": docs}]}

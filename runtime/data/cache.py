@@ -1,0 +1,186 @@
+"""Tokens of a source, made once and read memory-mapped by all ranks.
+
+    <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents one after the other
+                      targets.npy    bool (T,)                the tokens that are learned; absent: all are
+                      bounds.npy     int64 (documents + 1,)   where each document starts
+                      places.txt     file and line of each document
+                      counters.json  bad samples: how many, and where
+
+The key is a hash of the samples' files (path, size, time of change), the tokenizer and the encoding. Processes that need
+the same tokens at once wait for one of them to make them. A folder appears under its key only when it is complete, so
+one that was killed half way leaves nothing that another would take for tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from patchgen.runtime.data.problems import BadSample, Counters, DataError, refuse_bad
+from patchgen.runtime.data.records import Record, Source
+from patchgen.runtime.data.text import Encoder, Tokens
+
+VERSION = 1
+AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each document is, its file and line, for messages: a line of text per document."""
+
+    path: Path
+
+    def of(self, documents: Sequence[int]) -> list[str]:
+        """The places of some documents, whose numbers ascend."""
+        wanted = iter(documents)
+        next_one = next(wanted, None)
+        found = []
+        with self.path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if next_one is None:
+                    break
+                if number == next_one:
+                    found.append(line.rstrip("\n"))
+                    next_one = next(wanted, None)
+        return found
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool or None, `bounds` `(documents + 1,)` int64."""
+
+    key: str
+    tokens: np.ndarray
+    targets: np.ndarray | None
+    bounds: np.ndarray
+    places: Places
+    counters: Counters
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+
+def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> TokenCache:
+    """The tokens of `source`, made now unless they are there.
+
+    Args:
+        root: holds the caches of all sources.
+        skip_bad: leave out and count samples that cannot be used; otherwise the first of them is a DataError.
+    """
+    meaning = {
+        "version": VERSION,
+        "source": source.fingerprint(),
+        "encoder": encoder.fingerprint(),
+        "skip_bad": skip_bad,
+    }
+    key = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:32]
+    folder = root / key
+    if not folder.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with FileLock(root / f"{key}.lock"):
+            if not folder.exists():
+                _make(folder, source, encoder, skip_bad=skip_bad)
+    targets = folder / "targets.npy"
+    return TokenCache(
+        key=key,
+        tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
+        targets=np.load(targets, mmap_mode="r") if targets.exists() else None,
+        bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
+        places=Places(folder / "places.txt"),
+        counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
+    )
+
+
+def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
+    unfinished = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
+    unfinished.mkdir()
+    try:
+        _write(unfinished, source, encoder, skip_bad=skip_bad)
+        try:
+            os.rename(unfinished, folder)
+        except OSError:
+            # Where file locks do not reach (some network file systems) another process may have been first.
+            if not folder.exists():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
+    counters = Counters()
+    lengths = []
+    highest = 0
+    any_targets = False
+    with (
+        (folder / "tokens.raw").open("wb") as tokens,
+        (folder / "targets.raw").open("wb") as targets,
+        (folder / "places.txt").open("w", encoding="utf-8") as places,
+    ):
+        for where, found in _encoded(source, encoder):
+            if isinstance(found, BadSample):
+                if not skip_bad:
+                    raise refuse_bad(found.where, found.reason)
+                counters.add("bad", found.where, found.reason)
+                continue
+            found.ids.astype(np.uint32).tofile(tokens)
+            highest = max(highest, int(found.ids.max()))
+            any_targets |= found.targets is not None
+            mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
+            mask.tofile(targets)
+            lengths.append(len(found.ids))
+            places.write(where.replace("\n", " ") + "\n")
+    if not lengths:
+        raise DataError(f"No usable sample in {source.fingerprint()}: {counters.summary()}.")
+
+    bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
+    np.save(folder / "bounds.npy", bounds)
+    _to_npy(folder / "tokens", np.uint32, np.uint16 if highest < 2**16 else np.uint32, int(bounds[-1]))
+    if any_targets:
+        _to_npy(folder / "targets", np.bool_, np.bool_, int(bounds[-1]))
+    else:
+        (folder / "targets.raw").unlink()
+    (folder / "counters.json").write_text(json.dumps(counters.as_dict()))
+
+
+def _encoded(source: Source, encoder: Encoder) -> Iterator[tuple[str, Tokens | BadSample]]:
+    for records in _batched(source):
+        readable: list[tuple[str, dict[str, Any]]] = []
+        bad: dict[str, BadSample] = {}
+        for record in records:
+            try:
+                readable.append((record.where, record.fields()))
+            except BadSample as error:
+                bad[record.where] = error
+        found = iter(encoder.encode(readable))
+        for record in records:
+            yield record.where, bad.get(record.where) or next(found)
+
+
+def _batched(source: Source) -> Iterator[list[Record]]:
+    records = (record for record, _ in source.read())
+    while batch := list(itertools.islice(records, AT_ONCE)):
+        yield batch
+
+
+def _to_npy(path: Path, raw_type: Any, type_: Any, length: int) -> None:
+    """`path`.raw becomes `path`.npy, piece by piece: no source has to fit into memory."""
+    raw = path.with_suffix(".raw")
+    written = np.memmap(raw, dtype=raw_type, mode="r", shape=(length,))
+    out = np.lib.format.open_memmap(path.with_suffix(".npy"), mode="w+", dtype=type_, shape=(length,))
+    piece = 2**24
+    for start in range(0, length, piece):
+        out[start : start + piece] = written[start : start + piece]
+    out.flush()
+    del written, out
+    raw.unlink()

@@ -1,0 +1,146 @@
+"""Conversations to tokens, of which the assistant's turns are learned.
+
+A chat template that marks its assistant turns (`{% generation %}`) says itself which tokens those are. For any other the
+turns are found by rendering the conversation up to them and through them:
+
+    messages[:i] + generation prompt   <|user|>Hi<|end|><|assistant|>
+    messages[:i + 1]                   <|user|>Hi<|end|><|assistant|>Hello<|end|>
+    learned                                                          ^^^^^^^^^^^^
+
+Templates that render a turn differently once others follow (they drop its reasoning, say) are searched a second way: the
+turn's content is exchanged for another text, and what differs is the turn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from patchgen.runtime.data.problems import BadSample, DataError
+from patchgen.runtime.data.text import Tokens, required, tokenizer_fingerprint
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+OTHER = "\ue000\ue001\ue000"  # private characters, which no conversation has
+
+
+class ChatEncoder:
+    """Conversations: a list of messages with `role` and `content` in one field, tools (JSON schemas) in another."""
+
+    def __init__(self, tokenizer: Any, *, messages_field: str, tools_field: str) -> None:
+        if tokenizer.chat_template is None:
+            raise DataError(
+                "data.kind = chat needs a tokenizer with a chat template; this one has none (chat_template)."
+            )
+        self.tokenizer = tokenizer
+        self.messages_field = messages_field
+        self.tools_field = tools_field
+
+    def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
+        return [self._encode(where, fields) for where, fields in samples]
+
+    def _encode(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
+        messages = required(where, fields, self.messages_field, list)
+        if isinstance(messages, BadSample):
+            return messages
+        try:
+            require_messages(where, messages)
+            ids, targets = chat_tokens(self.tokenizer, messages, fields.get(self.tools_field) or None)
+        except BadSample as error:
+            return error
+        except (TemplateError, TypeError) as error:
+            return BadSample(where, f"the chat template refuses the messages: {error}")
+        if not targets.any():
+            return BadSample(where, "no assistant turn to learn from")
+        return Tokens(ids, targets)
+
+    def fingerprint(self) -> list[Any]:
+        return ["chat", self.messages_field, self.tools_field, tokenizer_fingerprint(self.tokenizer)]
+
+
+def require_messages(where: str, messages: list[Any]) -> None:
+    """Raises BadSample unless `messages` are dicts with a role."""
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadSample(where, f"message {number} is {message!r:.80}, expected a dict with a role and content")
+
+
+def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """The ids `(n,)` int64 of a conversation and which are learned `(n,)` bool."""
+    if has_mask(tokenizer.chat_template):
+        found = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+
+    def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
+        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt)
+
+    text = render(messages)
+    spans = assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return np.array(found["input_ids"], dtype=np.int64), mask_of_spans(found["offset_mapping"], spans)
+
+
+def has_mask(template: str | dict[str, str]) -> bool:
+    """Whether a chat template marks the assistant's turns."""
+    return bool(GENERATION.search(template if isinstance(template, str) else template.get("default", "")))
+
+
+def mask_of_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        mask |= (ends > start) & (starts < end)
+    return mask
+
+
+def assistant_spans(
+    render: Any, messages: list[dict[str, Any]], text: str, special: tuple[str, ...]
+) -> list[tuple[int, int]]:
+    """The characters of each assistant turn in `text`, with the token that ends the turn, without white space behind it.
+
+    Args:
+        render: `(messages, prompt=False) -> str`; with `prompt` the header of an assistant turn follows.
+        text: all messages, rendered.
+        special: the special tokens, with one of which a turn may end.
+    """
+    spans = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:number], prompt=True) if number else ""
+        through = render(messages[: number + 1])
+        if number and text.startswith(before) and text.startswith(through) and len(through) > len(before):
+            spans.append((len(before), _without_trailing_space(text, len(before), len(through), special)))
+            continue
+        other = render([*messages[:number], {**message, "content": OTHER}, *messages[number + 1 :]])
+        if OTHER not in other:
+            continue  # the template does not show this turn
+        start = len(before) if number and text.startswith(before) else _common_prefix(text, other)
+        end = len(text) - min(_common_prefix(text[::-1], other[::-1]), len(text) - start)
+        spans.append((start, _with_end_token(text, end, special)))
+    return spans
+
+
+def _without_trailing_space(text: str, start: int, end: int, special: tuple[str, ...]) -> int:
+    bare = text[start:end].rstrip()
+    return start + len(bare) if bare.endswith(special) else end
+
+
+def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
+    rest = text[end:]
+    behind = rest.lstrip()
+    token = max((token for token in special if behind.startswith(token)), key=len, default=None)
+    return end + (len(rest) - len(behind)) + len(token) if token else end
+
+
+def _common_prefix(one: str, other: str) -> int:
+    for number, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return number
+    return min(len(one), len(other))

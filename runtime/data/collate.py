@@ -1,0 +1,62 @@
+"""From the samples of a batch to the batch: one row, one document after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.parallel.batch import IGNORED
+from patchgen.runtime.parallel.fields import pack, rule_of
+
+
+def text_sample(ids: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
+    """A sample `input_ids` `(n,)`, `labels` `(n,)`, `position_ids` `(n,)` from its ids and the mask of what is learned."""
+    labels = ids if targets is None else ids.masked_fill(~targets, IGNORED)
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))}
+
+
+def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_id: int) -> dict[str, Any]:
+    """One micro-batch.
+
+    Args:
+        samples: as `text_sample` makes them, with media fields beside; none at all gives a batch of padding only.
+        pad_to: a last document of padding without labels fills the row up to so many tokens.
+
+    Returns:
+        `input_ids`, `labels` (not shifted, IGNORED where nothing is learned), `position_ids`, all `(1, S)` int64, of
+        multimodal samples positions `(4, 1, S)`: the text's, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
+        `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples put together by the rules
+        of `parallel/fields.py`.
+    """
+    lengths = [sample["input_ids"].shape[-1] for sample in samples]
+    padding = max((pad_to or 0) - sum(lengths), 0 if samples else 1)
+    if padding:
+        filler = text_sample(torch.full((padding,), pad_token_id), torch.zeros(padding, dtype=torch.bool))
+        samples = [*samples, filler]
+        lengths.append(padding)
+    names = dict.fromkeys(name for sample in samples for name in sample)
+    batch: dict[str, Any] = {}
+    for name in names:
+        if rule_of(name).pack_dim == -1:
+            batch[name] = pack(name, _of_all(name, samples)).unsqueeze(-2)
+        else:
+            batch[name] = pack(name, [sample[name] for sample in samples if name in sample])
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    longest = max(lengths)
+    return batch | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def _of_all(name: str, samples: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """A field of the tokens, of every sample: where one has no types they are 0, text positions count in all rows."""
+    rows = max(sample[name].ndim for sample in samples if name in sample)
+    four = next((sample[name].shape[0] for sample in samples if name in sample and sample[name].ndim == 2), 0)
+    values = []
+    for sample in samples:
+        value = sample.get(name)
+        if value is None:
+            value = torch.zeros_like(sample["input_ids"])
+        values.append(value if value.ndim == rows else value.expand(four, -1))
+    return values

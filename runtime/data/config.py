@@ -1,0 +1,170 @@
+"""What to read, how to make samples of it and how to batch them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
+Kind = Literal["text", "chat", "multimodal"]
+OnLong = Literal["skip", "truncate", "split", "error"]
+OnBad = Literal["skip", "error"]
+
+SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
+BUILTIN = "builtin:"
+
+
+def require_choice(name: str, value: str, choices: Any) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}.")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of samples."""
+
+    path: str = field(
+        metadata={
+            "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
+            "builtin:chat, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+        }
+    )
+    format: Format = field(
+        default="auto",
+        metadata={"help": "auto: by the suffix of the files; datasets: a saved dataset or a name on the hub"},
+    )
+    weight: float | None = field(
+        default=None,
+        metadata={
+            "help": "share of the samples in the mix; none: by size, each sample once per epoch. All sources or none have one"
+        },
+    )
+    split: str = field(
+        default="train", metadata={"help": "split of a Hugging Face dataset or of a made-up set (train, validation)"}
+    )
+    subset: str | None = field(default=None, metadata={"help": "configuration name of a Hugging Face dataset"})
+    streaming: bool = field(
+        default=False, metadata={"help": "read in order while training, without an index or a tokenised cache"}
+    )
+    text_field: str = field(default="text", metadata={"help": "field that holds plain text"})
+    messages_field: str = field(
+        default="messages", metadata={"help": "field that holds the messages of a conversation"}
+    )
+    tools_field: str = field(
+        default="tools", metadata={"help": "field that holds the tools of a conversation, where there are any"}
+    )
+    images_field: str = field(
+        default="images", metadata={"help": "field with the images of a sample, in the order of their placeholders"}
+    )
+    videos_field: str = field(default="videos", metadata={"help": "field with the videos of a sample"})
+    audios_field: str = field(default="audios", metadata={"help": "field with the sounds of a sample"})
+    media_root: str | None = field(
+        default=None, metadata={"help": "folder from which relative media paths start; none: that of the data"}
+    )
+
+    def __post_init__(self) -> None:
+        require_choice("format", self.format, Format)
+        if not self.path:
+            raise ValueError("A source needs a path: a file, a folder, a glob, a dataset name or builtin:NAME.")
+        if self.weight is not None and not self.weight > 0:
+            raise ValueError(
+                f"The weight of {self.path} is {self.weight}; weights are above 0. Leave the source out instead."
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where samples come from and how they become batches."""
+
+    sources: tuple[SourceConfig, ...] = field(
+        default=(SourceConfig("builtin:stdlib"),), metadata={"help": "what to read, mixed by weight"}
+    )
+    kind: Kind = field(
+        default="text",
+        metadata={"help": "plain text, conversations with labels on assistant turns, or multimodal conversations"},
+    )
+    tokens_per_batch: int = field(
+        default=4096, metadata={"help": "most tokens of a micro-batch, which the ranks of one SP group share"}
+    )
+    packing: bool = field(
+        default=True,
+        metadata={"help": "fill batches with the samples that fit best; otherwise in order until one is full"},
+    )
+    pool: int | None = field(
+        default=None,
+        metadata={
+            "help": "samples wait for a fitting batch in a pool of this many batches of tokens; none: 64, multimodal 4"
+        },
+    )
+    pad_batches: bool = field(
+        default=False, metadata={"help": "fill every batch up to tokens_per_batch, so that all have one shape"}
+    )
+    max_length: int | None = field(default=None, metadata={"help": "longest sample in tokens; none: tokens_per_batch"})
+    on_long: OnLong = field(
+        default="truncate",
+        metadata={"help": "what happens to a longer sample; split (plain text only) keeps all its tokens"},
+    )
+    on_bad: OnBad = field(
+        default="error",
+        metadata={"help": "what happens to a sample that cannot be read: skipped and counted, or refused"},
+    )
+    append_eos: bool = field(
+        default=True, metadata={"help": "plain text: end each document with the tokenizer's end-of-sequence token"}
+    )
+    epochs: int | None = field(default=None, metadata={"help": "passes over the data; none: without end"})
+    shuffle: bool = field(
+        default=True, metadata={"help": "a new order each epoch; streams keep the order of their files"}
+    )
+    seed: int = field(default=0, metadata={"help": "seed of the order"})
+    cache_dir: str | None = field(
+        default=None, metadata={"help": "where tokens are kept; none: ~/.cache/patchgen/data"}
+    )
+    num_workers: int = field(
+        default=0, metadata={"help": "processes that prepare streamed and multimodal samples; 0: in this one"}
+    )
+    video_fps: float = field(default=2.0, metadata={"help": "frames a second that are taken of videos"})
+    max_frames: int = field(default=64, metadata={"help": "most frames that are taken of a video"})
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", tuple(self.sources))
+        require_choice("kind", self.kind, Kind)
+        require_choice("on_long", self.on_long, OnLong)
+        require_choice("on_bad", self.on_bad, OnBad)
+        if not self.sources:
+            raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
+        weighted = [source.path for source in self.sources if source.weight is not None]
+        if weighted and len(weighted) != len(self.sources):
+            bare = [source.path for source in self.sources if source.weight is None]
+            raise ValueError(f"Give a weight to every source or to none: {weighted} have one, {bare} have none.")
+        for name in ("tokens_per_batch", "max_length", "pool", "epochs", "max_frames"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"data.{name} must be at least 1, not {value}.")
+        if self.num_workers < 0:
+            raise ValueError(f"data.num_workers must be 0 or more, not {self.num_workers}.")
+        if self.max_length is not None and self.max_length > self.tokens_per_batch:
+            raise ValueError(
+                f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
+                "a sample is never spread over batches."
+            )
+        if self.on_long == "split" and self.kind != "text":
+            raise ValueError(
+                f"data.on_long = split cuts plain text; a sample of kind {self.kind} is skip, truncate or error."
+            )
+
+    @property
+    def longest(self) -> int:
+        """The most tokens that a sample may have."""
+        return self.max_length or self.tokens_per_batch
+
+    @property
+    def pool_tokens(self) -> int:
+        """The pool is refilled up to this many tokens before a batch is made of it."""
+        batches = self.pool if self.pool is not None else (4 if self.kind == "multimodal" else 64)
+        return batches * self.tokens_per_batch
+
+    @property
+    def cache_root(self) -> Path:
+        return Path(self.cache_dir).expanduser() if self.cache_dir else Path.home() / ".cache" / "patchgen" / "data"

@@ -1,0 +1,22 @@
+"""Which encoder makes tokens of a source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patchgen.runtime.data.chat import ChatEncoder
+from patchgen.runtime.data.config import DataConfig, SourceConfig
+from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.text import Encoder, TextEncoder
+
+
+def make_encoder(config: DataConfig, source: SourceConfig, tokenizer: Any) -> Encoder:
+    """The encoder of a source's samples. Raises DataError where something that the kind needs is missing."""
+    if tokenizer is None:
+        raise DataError(
+            f"data.kind = {config.kind} needs a tokenizer: pass build_loader(tokenizer=...), "
+            "or train one on the data with patchgen.runtime.data.train_tokenizer(config, vocab_size=...)."
+        )
+    if config.kind == "chat":
+        return ChatEncoder(tokenizer, messages_field=source.messages_field, tools_field=source.tools_field)
+    return TextEncoder(tokenizer, field=source.text_field, append_eos=config.append_eos)

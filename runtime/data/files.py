@@ -1,0 +1,137 @@
+"""Samples from files: JSON lines, Parquet, plain text."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from patchgen.runtime.data.config import SUFFIXES
+from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.records import Record
+
+
+def find_files(path: str, format: str) -> list[Path]:
+    """The files that `path` names: itself, those of a folder (at any depth) or those of a glob, sorted.
+
+    A folder gives the files with a suffix of the format. Raises DataError where there are none.
+    """
+    place = Path(path).expanduser()
+    if place.is_file():
+        return [place]
+    suffixes = tuple(suffix for suffix, name in SUFFIXES.items() if name == format)
+    if place.is_dir():
+        found = [file for file in place.rglob("*") if file.is_file() and file.suffix in suffixes]
+        expected = f"files ending in {', '.join(suffixes)}"
+    else:
+        anchor = Path(place.anchor or ".")
+        found = [file for file in anchor.glob(str(place.relative_to(place.anchor))) if file.is_file()]
+        expected = "a file, a folder or a glob"
+    if not found:
+        raise DataError(f"No data at {path}: expected {expected} (read as {format}), found none.")
+    return sorted(found)
+
+
+class Files:
+    """What all sources made of files share. A position is `[file, ...]`, numbers of JSON."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = list(files)
+
+    def fingerprint(self) -> list[list[Any]]:
+        """Path, size and time of change of each file."""
+        found = [(file.resolve(), file.stat()) for file in self.files]
+        return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+
+
+class JsonLines(Files):
+    """One JSON object per line; empty lines are no samples."""
+
+    def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
+        first, offset, line = position or (0, 0, 0)
+        for number in range(first, len(self.files)):
+            with self.files[number].open("rb") as stream:
+                stream.seek(offset)
+                for text in stream:
+                    line += 1
+                    offset += len(text)
+                    if text.strip():
+                        yield Record(f"{self.files[number]}:{line}", text), [number, offset, line]
+            offset = line = 0
+
+    @functools.cached_property
+    def _index(self) -> np.ndarray:
+        """`(samples, 3)`: file, byte and line of each."""
+        rows = []
+        for number, file in enumerate(self.files):
+            offset = 0
+            with file.open("rb") as stream:
+                for line, text in enumerate(stream, 1):
+                    if text.strip():
+                        rows.append((number, offset, line))
+                    offset += len(text)
+        return np.array(rows, dtype=np.int64).reshape(-1, 3)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getitem__(self, number: int) -> Record:
+        file, offset, line = (int(value) for value in self._index[number])
+        with self.files[file].open("rb") as stream:
+            stream.seek(offset)
+            return Record(f"{self.files[file]}:{line}", stream.readline())
+
+
+class TextFiles(Files):
+    """One document per file."""
+
+    def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
+        for number in range(position[0] if position else 0, len(self.files)):
+            yield self[number], [number + 1]
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, number: int) -> Record:
+        return Record(str(self.files[number]), self.files[number])
+
+
+class Parquet(Files):
+    """One row per sample."""
+
+    def read(self, position: list[int] | None = None) -> Iterator[tuple[Record, list[int]]]:
+        import pyarrow.parquet
+
+        first, row = position or (0, 0)
+        for number in range(first, len(self.files)):
+            file = pyarrow.parquet.ParquetFile(self.files[number])
+            seen = 0
+            for group in range(file.num_row_groups):
+                rows = file.metadata.row_group(group).num_rows
+                if seen + rows <= row:
+                    seen += rows
+                    continue
+                for batch in file.iter_batches(batch_size=256, row_groups=[group]):
+                    for fields in batch.slice(min(max(row - seen, 0), len(batch))).to_pylist():
+                        row += 1
+                        yield Record(f"{self.files[number]}, row {row}", fields), [number, row]
+                    seen += len(batch)
+            row = 0
+
+    @functools.cached_property
+    def _table(self) -> Any:
+        """The rows as a memory-mapped table of `datasets`, which gives any of them quickly."""
+        import datasets
+
+        return datasets.load_dataset("parquet", data_files=[str(file) for file in self.files], split="train")
+
+    def __len__(self) -> int:
+        import pyarrow.parquet
+
+        return sum(pyarrow.parquet.read_metadata(file).num_rows for file in self.files)
+
+    def __getitem__(self, number: int) -> Record:
+        return Record(f"{', '.join(map(str, self.files))}, row {number + 1}", self._table[number])

@@ -1,0 +1,98 @@
+"""Samples from Hugging Face datasets: saved in a folder, or on the hub, there also streamed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from patchgen.runtime.data.config import SourceConfig
+from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.records import Record
+
+
+class HubDataset:
+    """A map-style dataset; a position is the number of the next row."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset = dataset
+        self.name = name
+
+    def read(self, position: int | None = None) -> Iterator[tuple[Record, int]]:
+        for number in range(position or 0, len(self.dataset)):
+            yield self[number], number + 1
+
+    def fingerprint(self) -> list[Any]:
+        return [self.name, self.dataset._fingerprint, len(self.dataset)]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Record:
+        return Record(f"{self.name}, row {number + 1}", self.dataset[number])
+
+
+class HubStream:
+    """A streamed dataset; a position is the rows read, a state that `datasets` gave, and the rows read since it."""
+
+    STATE_EVERY = 256
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self.dataset = dataset
+        self.name = name
+        self._start = dataset.state_dict()
+
+    def read(self, position: list[Any] | None = None) -> Iterator[tuple[Record, list[Any]]]:
+        row, state, since = position or (0, self._start, 0)
+        self.dataset.load_state_dict(state)
+        for fields in itertools.islice(self.dataset, since, None):
+            row, since = row + 1, since + 1
+            if row % self.STATE_EVERY == 0:
+                state, since = self.dataset.state_dict(), 0
+            yield Record(f"{self.name}, row {row}", fields), [row, state, since]
+
+    def fingerprint(self) -> list[Any]:
+        return [self.name]
+
+
+def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
+    """The dataset that `source.path` names: a folder written by `save_to_disk`, or a name on the hub."""
+    import datasets
+
+    name = f"{source.path}[{source.split}]"
+    if Path(source.path).expanduser().is_dir():
+        found = _open_saved(source)
+    else:
+        found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+    if source.streaming:
+        found = _undecoded(found)
+        return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)
+    return HubDataset(_undecoded(found), name)
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The dataset with media as bytes or paths: one that cannot be read is then a bad sample, not an end of the reading."""
+    import datasets
+
+    media = (datasets.Image, datasets.Audio, datasets.Video)
+    for name, feature in (dataset.features or {}).items():
+        if isinstance(feature, media):
+            dataset = dataset.cast_column(name, type(feature)(decode=False))
+        elif isinstance(feature, datasets.List) and isinstance(feature.feature, media):
+            dataset = dataset.cast_column(name, datasets.List(type(feature.feature)(decode=False)))
+    return dataset
+
+
+def _open_saved(source: SourceConfig) -> Any:
+    import datasets
+
+    path = Path(source.path).expanduser()
+    if not any((path / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return datasets.load_dataset(str(path), source.subset, split=source.split, streaming=source.streaming)
+    found = datasets.load_from_disk(str(path))
+    if isinstance(found, datasets.DatasetDict):
+        if source.split not in found:
+            raise DataError(f"{source.path} has the splits {', '.join(found)}, not {source.split} (source.split).")
+        found = found[source.split]
+    return found

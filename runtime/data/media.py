@@ -1,0 +1,122 @@
+"""Images, sounds and videos from paths, bytes or arrays. What cannot be read is a MediaError.
+
+A value is a path (relative ones from the folder of the data), bytes, a `data:` address, a dict with `bytes` or `path` (as
+`datasets` stores them), or what is there already: a PIL image, an array, for sounds a dict with `array` and
+`sampling_rate`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class MediaError(Exception):
+    """An image, a sound or a video cannot be read; says which and why."""
+
+
+def open_value(value: Any, root: Path) -> io.BytesIO | str:
+    """A stream of the bytes of a media value, or the path of its file."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes | bytearray):
+        return io.BytesIO(value)
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return io.BytesIO(base64.b64decode(value.partition(",")[2], validate=True))
+        except binascii.Error as error:
+            raise MediaError(f"a data: address that is no base64: {error}") from error
+    if isinstance(value, str | Path):
+        path = Path(value).expanduser()
+        path = path if path.is_absolute() else root / path
+        if not path.is_file():
+            raise MediaError(f"no file {path}")
+        return str(path)
+    raise MediaError(f"expected a path, bytes or a dict with one of them, found {type(value).__name__}")
+
+
+def load_image(value: Any, root: Path) -> Any:
+    """An RGB image of PIL."""
+    from PIL import Image
+
+    if isinstance(value, np.ndarray):
+        value = Image.fromarray(value)
+    if isinstance(value, Image.Image):
+        return value.convert("RGB")
+    try:
+        with Image.open(open_value(value, root)) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise MediaError(f"no readable image: {error}") from error
+
+
+def load_audio(value: Any, root: Path, *, sampling_rate: int) -> np.ndarray:
+    """A sound, one channel, `(samples,)` float32 in [-1, 1] at `sampling_rate`."""
+    import av
+
+    resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
+    if isinstance(value, dict) and "array" in value:
+        array = np.asarray(value["array"], dtype=np.float32)
+        if value["sampling_rate"] == sampling_rate and array.ndim == 1:
+            return array
+        frame = av.AudioFrame.from_ndarray(np.atleast_2d(array).mean(0, keepdims=True), format="flt", layout="mono")
+        frame.sample_rate = value["sampling_rate"]
+        frames = [*resampler.resample(frame), *resampler.resample(None)]
+    else:
+        try:
+            with av.open(open_value(value, root)) as container:
+                if not container.streams.audio:
+                    raise MediaError("no sound in the file")
+                frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
+                frames += resampler.resample(None)
+        except (av.FFmpegError, OSError) as error:
+            raise MediaError(f"no readable sound: {error}") from error
+    if not sum(frame.samples for frame in frames):
+        raise MediaError("a sound without samples")
+    return np.concatenate([frame.to_ndarray().reshape(-1) for frame in frames]).astype(np.float32, copy=False)
+
+
+def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[np.ndarray, dict[str, Any]]:
+    """Frames of a video.
+
+    Args:
+        value: as above; an array `(frames, height, width, 3)` uint8 counts as `fps` frames a second.
+        fps: frames a second that are kept, evenly; fewer where there would be more than `max_frames`.
+
+    Returns:
+        `(frames, height, width, 3)` uint8, and the metadata that processors want: frames, frames a second and length of
+        the whole video, and which frames these are.
+    """
+    import av
+
+    if isinstance(value, np.ndarray):
+        return value, _metadata(len(value), fps, range(len(value)), value.shape[1:3])
+    try:
+        with av.open(open_value(value, root)) as container:
+            if not container.streams.video:
+                raise MediaError("no video in the file")
+            rate = float(container.streams.video[0].average_rate or fps)
+            frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    except (av.FFmpegError, OSError) as error:
+        raise MediaError(f"no readable video: {error}") from error
+    if not frames:
+        raise MediaError("a video without frames")
+    wanted = max(1, min(max_frames, round(len(frames) / rate * fps), len(frames)))
+    kept = np.linspace(0, len(frames) - 1, wanted).round().astype(int).tolist()
+    return np.stack([frames[index] for index in kept]), _metadata(len(frames), rate, kept, frames[0].shape[:2])
+
+
+def _metadata(total: int, fps: float, kept: Any, size: tuple[int, int]) -> dict[str, Any]:
+    return {
+        "total_num_frames": total,
+        "fps": fps,
+        "duration": total / fps,
+        "frames_indices": list(kept),
+        "height": size[0],
+        "width": size[1],
+    }

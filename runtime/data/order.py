@@ -1,0 +1,69 @@
+"""The order in which samples come: shuffled within each source, the sources mixed by weight.
+
+Sample k of a source with weight w comes at time (k + 1/2) / w, so that after any number of samples each source has had
+its share to within one sample. An epoch ends when every source was gone through once. Sources without weights weigh as
+much as they hold, which gives each of their samples once; with weights, a source that is through before the others
+starts again in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+BLOCK = 4096
+
+
+class MixedOrder:
+    """The order of one epoch.
+
+    Args:
+        sizes: samples of each source, all above 0.
+        weights: of each source, or None: by size.
+        seed: None leaves the samples of each source in their order.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, *, seed: int | None, epoch: int) -> None:
+        self.sizes = list(sizes)
+        self.weights = np.array(weights if weights is not None else sizes, dtype=np.float64)
+        self.seed = seed
+        self.epoch = epoch
+        end = max(size / weight for size, weight in zip(self.sizes, self.weights, strict=True))
+        # Samples of each source in the epoch: those whose time lies before its end.
+        self.totals = [
+            size if weights is None else max(size, int(np.ceil(end * weight - 0.5)))
+            for size, weight in zip(self.sizes, self.weights, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return sum(self.totals)
+
+    def after(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """`(source, k)` of the samples that follow when `counts` of each source have come: k counts through the epoch."""
+        counts = list(counts)
+        while any(count < total for count, total in zip(counts, self.totals, strict=True)):
+            ks = [
+                np.arange(count, min(count + BLOCK, total)) for count, total in zip(counts, self.totals, strict=True)
+            ]
+            times = np.concatenate([(k + 0.5) / weight for k, weight in zip(ks, self.weights, strict=True)])
+            sources = np.repeat(np.arange(len(ks)), [len(k) for k in ks])
+            # Only the first BLOCK of the candidates are certain: a source beyond its candidates might come earlier.
+            first = np.argsort(times, kind="stable")[:BLOCK]
+            for source, k in zip(sources[first].tolist(), np.concatenate(ks)[first].tolist(), strict=True):
+                yield source, k
+                counts[source] += 1
+
+    def sample(self, source: int, k: int) -> int:
+        """The number within its source of what comes there as k-th."""
+        size = self.sizes[source]
+        if self.seed is None:
+            return k % size
+        return int(permutation(size, self.seed, self.epoch, source, k // size)[k % size])
+
+
+@lru_cache(maxsize=8)
+def permutation(size: int, seed: int, epoch: int, source: int, lap: int) -> np.ndarray:
+    kind = np.uint32 if size < 2**32 else np.uint64
+    return np.random.default_rng([seed, epoch, source, lap]).permutation(np.arange(size, dtype=kind))

@@ -1,0 +1,88 @@
+"""Which samples every batch of every rank holds, known before any of them is read.
+
+All ranks make the same plan: batches one after the other, of which rank b of n takes every n-th. So each sample is in the
+batch of one rank, all ranks have the same number of batches, and a plan goes on where it was for any other n:
+
+    plan    0 1 2 3 4 5 6 7 8       rank 0 of 2:  0 2 4 6 8     then, resumed after two rounds   rank 0 of 3:  4 7
+                                    rank 1 of 2:  1 3 5 7 -                                      rank 1 of 3:  5 8
+    -  an empty batch fills the last round of the last epoch                                     rank 2 of 3:  6 -
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from patchgen.runtime.data.order import MixedOrder
+from patchgen.runtime.data.packing import Pool
+
+MOST_WAITING = 16384  # samples in the pool, whatever their tokens
+
+
+class BatchPlan:
+    """The batches of all ranks, in order; each a list of `(source, number of the sample in it)`.
+
+    Args:
+        lengths: of each source, the tokens of its samples.
+        weights: of each source, or None: by size.
+        seed: None keeps the order of each source.
+        epochs: None: without end.
+        pool: holds samples that wait for a batch; `pool_tokens` of them.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[np.ndarray],
+        weights: Sequence[float] | None,
+        *,
+        seed: int | None,
+        epochs: int | None,
+        pool: Pool,
+        pool_tokens: int,
+    ) -> None:
+        self._lengths = lengths
+        self._weights = weights
+        self._seed = seed
+        self._epochs = epochs
+        self._pool = pool
+        self._pool_tokens = pool_tokens
+        self.epoch = 0
+        self._begin(0, [0] * len(lengths))
+
+    def _begin(self, epoch: int, counts: list[int]) -> None:
+        self.epoch = epoch
+        self._counts = counts
+        sizes = [len(lengths) for lengths in self._lengths]
+        self._order = MixedOrder(sizes, self._weights, seed=self._seed, epoch=epoch)
+        self._coming: Iterator[tuple[int, int]] = self._order.after(counts)
+
+    def next(self) -> list[tuple[int, int]] | None:
+        """The samples of the next batch; None after the last epoch."""
+        self._refill()
+        if not self._pool:
+            if self._epochs is not None and self.epoch + 1 >= self._epochs:
+                return None
+            self._begin(self.epoch + 1, [0] * len(self._lengths))
+            self._refill()
+        return [(source, self._order.sample(source, k)) for source, k in self._pool.take()]
+
+    def _refill(self) -> None:
+        while self._pool.tokens < self._pool_tokens and len(self._pool) < MOST_WAITING:
+            entry = next(self._coming, None)
+            if entry is None:
+                return
+            source, k = entry
+            self._counts[source] += 1
+            self._pool.add(entry, int(self._lengths[source][self._order.sample(source, k)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: the epoch, how many samples of each source have come in it, which of them still wait."""
+        return {"epoch": self.epoch, "counts": list(self._counts), "waiting": [list(entry) for entry in self._pool]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._pool.clear()
+        self._begin(state["epoch"], list(state["counts"]))
+        for source, k in state["waiting"]:
+            self._pool.add((source, k), int(self._lengths[source][self._order.sample(source, k)]))

@@ -1,0 +1,82 @@
+"""Batches of samples whose tokens lie in a cache: all lengths are known, so all ranks follow one plan (`plan.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from patchgen.runtime.data.collate import collate
+from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.documents import Documents
+from patchgen.runtime.data.loader import Loader, require_same
+from patchgen.runtime.data.packing import Pool
+from patchgen.runtime.data.plan import BatchPlan
+from patchgen.runtime.data.problems import Counters, DataError
+
+
+class PlannedLoader(Loader):
+    """Batches of cached samples. A position holds for any number of ranks.
+
+    Args:
+        config: how samples become batches.
+        sources: the samples of each source, in the order of `config.sources`.
+        pad_token_id: fills padded batches.
+        batch_index, num_batches: which of the batches of a round this rank takes.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        sources: Sequence[Documents],
+        *,
+        pad_token_id: int,
+        batch_index: int,
+        num_batches: int,
+    ) -> None:
+        self.counters = Counters()
+        for source, described in zip(sources, config.sources, strict=True):
+            self.counters.merge(source.counters)
+            if not len(source.lengths):
+                raise DataError(f"No sample of {described.path} is left: {source.counters.summary()}.")
+        self._sources = sources
+        self._pad_token_id = pad_token_id
+        self._pad_to = config.tokens_per_batch if config.pad_batches else None
+        self._batch_index = batch_index
+        self._num_batches = num_batches
+        weights = [source.weight for source in config.sources]
+        self._plan = BatchPlan(
+            [source.lengths for source in sources],
+            None if weights[0] is None else weights,
+            seed=config.seed if config.shuffle else None,
+            epochs=config.epochs,
+            pool=Pool(config.tokens_per_batch, best_fit=config.packing),
+            pool_tokens=config.pool_tokens,
+        )
+        self._settings = {
+            "sources": [source.cache.key for source in sources],
+            "weights": weights,
+            "seed": config.seed if config.shuffle else None,
+            "tokens_per_batch": config.tokens_per_batch,
+            "packing": config.packing,
+            "pool": config.pool_tokens,
+            "longest": config.longest,
+            "on_long": config.on_long,
+        }
+
+    @property
+    def epoch(self) -> int:
+        return self._plan.epoch
+
+    def __next__(self) -> dict[str, Any]:
+        batches = [self._plan.next() for _ in range(self._num_batches)]
+        if batches[0] is None:
+            raise StopIteration
+        samples = [self._sources[source].sample(number) for source, number in batches[self._batch_index] or []]
+        return collate(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"settings": self._settings, "plan": self._plan.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        require_same("samples or settings", self._settings, state["settings"])
+        self._plan.load_state_dict(state["plan"])

@@ -1,0 +1,71 @@
+"""From a record to samples that fit into a batch, in the data workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from patchgen.runtime.data.collate import text_sample
+from patchgen.runtime.data.config import OnLong
+from patchgen.runtime.data.problems import BadSample, Outcome, refuse_long, too_long
+from patchgen.runtime.data.records import Record
+from patchgen.runtime.data.text import Encoder, Tokens
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The samples of a record, each as `collate.collate` takes them, and what is to be counted: `(outcome, where, reason)`."""
+
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    problem: tuple[Outcome, str, str] | None = None
+
+
+class Prepare(Protocol):
+    """Picklable: runs in worker processes."""
+
+    def __call__(self, source: int, record: Record) -> Prepared:
+        """Raises DataError for a sample that is too long where that is refused."""
+
+
+class PrepareText:
+    """Text and conversations.
+
+    Args:
+        encoders: of each source.
+        limit: the most tokens of a sample.
+    """
+
+    def __init__(self, encoders: Sequence[Encoder], *, limit: int, on_long: OnLong) -> None:
+        self.encoders = encoders
+        self.limit = limit
+        self.on_long = on_long
+
+    def __call__(self, source: int, record: Record) -> Prepared:
+        found = self._encode(source, record)
+        if isinstance(found, BadSample):
+            return Prepared(problem=("bad", found.where, found.reason))
+        length = len(found.ids)
+        if length <= self.limit:
+            return Prepared([_piece(found, 0, length)])
+        if self.on_long == "split":
+            return Prepared([_piece(found, start, start + self.limit) for start in range(0, length, self.limit)])
+        if self.on_long == "truncate":
+            return Prepared([_piece(found, 0, self.limit)], ("truncated", record.where, too_long(length, self.limit)))
+        if self.on_long == "skip":
+            return Prepared(problem=("skipped", record.where, too_long(length, self.limit)))
+        raise refuse_long(record.where, length, self.limit)
+
+    def _encode(self, source: int, record: Record) -> Tokens | BadSample:
+        try:
+            fields = record.fields()
+        except BadSample as error:
+            return error
+        return self.encoders[source].encode([(record.where, fields)])[0]
+
+
+def _piece(tokens: Tokens, start: int, end: int) -> dict[str, Any]:
+    targets = None if tokens.targets is None else torch.from_numpy(tokens.targets[start:end])
+    return text_sample(torch.from_numpy(tokens.ids[start:end]), targets)

@@ -1,0 +1,44 @@
+"""From a source's configuration to its records."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from patchgen.runtime.data.builtin import open_builtin
+from patchgen.runtime.data.config import BUILTIN, SUFFIXES, SourceConfig
+from patchgen.runtime.data.files import JsonLines, Parquet, TextFiles, find_files
+from patchgen.runtime.data.hub import open_dataset
+from patchgen.runtime.data.problems import DataError
+
+READERS = {"jsonl": JsonLines, "parquet": Parquet, "text": TextFiles}
+
+
+def open_source(source: SourceConfig) -> Any:
+    """The `records.Source` that `source` describes; a `records.Sequence` unless it is a streamed dataset."""
+    if source.path.startswith(BUILTIN):
+        return open_builtin(source.path.removeprefix(BUILTIN), source.split)
+    format = source.format if source.format != "auto" else detect_format(source.path)
+    if format == "datasets":
+        return open_dataset(source)
+    return READERS[format](find_files(source.path, format))
+
+
+def detect_format(path: str) -> str:
+    """By the suffix of the files; a folder written by `datasets` and a name that is no file are `datasets`."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        if any((place / mark).exists() for mark in ("dataset_info.json", "dataset_dict.json")):
+            return "datasets"
+        found = {SUFFIXES[file.suffix] for file in place.rglob("*") if file.suffix in SUFFIXES}
+        if len(found) == 1:
+            return found.pop()
+        raise DataError(
+            f"{path} holds {' and '.join(sorted(found)) or 'no known data'} files: set the source's format to one of "
+            f"{', '.join(READERS)}, datasets."
+        )
+    if place.suffix in SUFFIXES:
+        return SUFFIXES[place.suffix]
+    if place.exists():
+        raise DataError(f"{path} has no known suffix ({', '.join(SUFFIXES)}): set the source's format.")
+    return "datasets"

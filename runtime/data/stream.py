@@ -1,0 +1,125 @@
+"""Records of several sources one after the other, mixed by weight, of which each rank takes its share.
+
+Every rank walks through the same records and takes every n-th:
+
+    mixed     a0 b0 a1 a2 b1 a3 a4 ...      rank 0 of 2: a0 a1 b1 a4      rank 1 of 2: b0 a2 a3
+
+Sample k of a source with weight w comes at time (k + 1/2) / w. A source that ends starts again, or is
+done for this epoch, as asked; the epoch ends when each has ended once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from patchgen.runtime.data.order import permutation
+from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.records import Record, Source
+
+
+@dataclass
+class Cursor:
+    """Where a source is in the epoch. `position` is the number of the next sample, or what `Source.read` gave."""
+
+    count: int = 0
+    lap: int = 0
+    position: Any = None
+    ended: bool = False
+
+
+class MixedStream:
+    """The records of one rank, over all epochs.
+
+    Args:
+        sources: samples, all with the same fields.
+        weights: of each source.
+        repeat: a source that ends before the others starts again.
+        shuffled: of each source, whether it is read by number, in a new order each lap; otherwise in its own order.
+        epochs: None: without end.
+        share: `(index, number of shares)`.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        weights: Sequence[float],
+        *,
+        repeat: bool,
+        seed: int,
+        shuffled: Sequence[bool],
+        epochs: int | None,
+        share: tuple[int, int],
+    ) -> None:
+        self._sources = sources
+        self._repeat = repeat
+        self._weights = weights
+        self._seed = seed
+        self._shuffled = shuffled
+        self._epochs = epochs
+        self._share = share
+        self.epoch = 0
+        self._taken = 0
+        self._cursors = [Cursor() for _ in sources]
+        self._readers: list[Iterator[tuple[Record, Any]] | None] = [None] * len(sources)
+
+    def __iter__(self) -> Iterator[tuple[int, Record]]:
+        """`(number of the source, record)`, this rank's share."""
+        index, shares = self._share
+        while self._epochs is None or self.epoch < self._epochs:
+            while (number := self._next_source()) is not None:
+                mine = self._taken % shares == index
+                there, record = self._advance(number, wanted=mine)
+                self._taken += there
+                if record is not None:
+                    yield number, record
+            self.epoch += 1
+            self._cursors = [Cursor() for _ in self._sources]
+            self._readers = [None] * len(self._sources)
+
+    def _next_source(self) -> int | None:
+        """The source whose sample is due; None at the end of the epoch."""
+        if all(cursor.ended for cursor in self._cursors):
+            return None
+        due = [
+            ((cursor.count + 0.5) / self._weights[number], number)
+            for number, cursor in enumerate(self._cursors)
+            if self._repeat or not cursor.ended
+        ]
+        return min(due)[1]
+
+    def _advance(self, number: int, *, wanted: bool) -> tuple[bool, Record | None]:
+        """Whether the source had another record, and the record if it is wanted."""
+        cursor, source = self._cursors[number], self._sources[number]
+        record = None
+        if self._shuffled[number]:
+            k = cursor.position or 0
+            there = k < len(source)
+            if there and wanted:
+                record = source[int(permutation(len(source), self._seed, self.epoch, number, cursor.lap)[k])]
+            cursor.position = k + 1
+        else:
+            if self._readers[number] is None:
+                self._readers[number] = source.read(cursor.position)
+            record, cursor.position = next(self._readers[number], (None, None))
+            there = record is not None
+        if not there:
+            if cursor.count == 0:
+                raise DataError(f"No samples in {source.fingerprint()}.")
+            cursor.ended, cursor.lap, cursor.position = True, cursor.lap + 1, None
+            self._readers[number] = None
+            return False, None
+        cursor.count += 1
+        return True, record if wanted else None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind the latest record; JSON types."""
+        cursors = [[cursor.count, cursor.lap, cursor.position, cursor.ended] for cursor in self._cursors]
+        return {"epoch": self.epoch, "taken": self._taken, "cursors": cursors}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+        self._taken = state["taken"]
+        self._cursors = [Cursor(*values) for values in state["cursors"]]
+        self._readers = [None] * len(self._sources)

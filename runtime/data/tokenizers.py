@@ -1,0 +1,77 @@
+"""A tokenizer trained on the spot, for data that comes without one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.sources import open_source
+from patchgen.runtime.data.text import required
+
+END = "<|endoftext|>"
+PADDING = "<|padding|>"
+MOST_CHARACTERS = 4_000_000  # of the first samples of each source: enough for the merges of a small vocabulary
+
+
+def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tuple[str, ...] = ()) -> Any:
+    """A byte-level BPE tokenizer of the text of `config`'s sources, as a transformers tokenizer.
+
+    It is the same for the same files and kept in the cache folder, so all ranks have the same one. Id 0 is padding, 1
+    the end of a text, then `special_tokens`.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    sources = [open_source(source) for source in config.sources]
+    meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
+    key = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:32]
+    path = config.cache_root / f"tokenizer-{key}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                _train(path, _texts(config, sources), vocab_size, [PADDING, END, *special_tokens])
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, pad_token=PADDING)
+
+
+def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(alphabet) + len(special_tokens)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size = {vocab_size}; bytes and special tokens alone are {smallest}.")
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    tokenizer.save(str(unfinished))
+    os.replace(unfinished, path)
+
+
+def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
+    for described, source in zip(config.sources, sources, strict=True):
+        characters = 0
+        for record, _ in source.read():
+            try:
+                fields = record.fields()
+            except BadSample:
+                continue  # counted or refused when the samples are made
+            text = required(record.where, fields, described.text_field, str)
+            if isinstance(text, str):
+                characters += len(text)
+                yield text
+            if characters > MOST_CHARACTERS:
+                break

@@ -1,0 +1,154 @@
+"""Starts the ranks of a run: in this process, under torchrun, or by torch's own elastic agent.
+
+    launch(recipe, processes=8)                                             # this machine
+    launch(recipe, processes=8, nodes="4", rdzv_endpoint="node0:29500")     # the same command on each of four
+    torchrun --nproc-per-node 8 -m patchgen.cli train RECIPE                # somebody else's agent: found by its variables
+
+One rank without restarts runs in this process. Otherwise the agent starts the ranks, and starts them again, from the
+last checkpoint, as often as `train.restarts` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+
+from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
+
+# A rank that was asked to stop finishes its step and saves; only then is it ended by force.
+SHUTDOWN_SECONDS = "900"
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class LaunchFailed(RuntimeError):
+    """Ranks failed more often than they may be restarted; the message has the first failure."""
+
+
+def launch(
+    recipe: Recipe,
+    *,
+    processes: int = 1,
+    nodes: str = "1",
+    rdzv_endpoint: str = "",
+    fresh: bool = False,
+) -> int:
+    """Runs a recipe to its end on all ranks of this machine; returns an exit status.
+
+    Args:
+        processes: ranks on this machine.
+        nodes: machines, or "min:max" of them.
+        rdzv_endpoint: host:port of the machine where they meet; needed for more than one.
+        fresh: moves an earlier run out of the directory instead of continuing it.
+
+    Raises:
+        LaunchFailed: the ranks failed.
+        RecipeError: the arguments contradict each other.
+    """
+    from patchgen.runtime.train.plan import require_valid
+
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        if fresh:
+            raise RecipeError("--fresh works where this command starts the ranks itself: name another log.directory.")
+        worker(to_dict(recipe))
+        return 0
+    least, _, most = nodes.partition(":")
+    most = most or least
+    if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
+        raise RecipeError(f"--nnodes takes a number or min:max, not '{nodes}'.")
+    if int(most) > 1 and not rdzv_endpoint:
+        raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
+    if processes < 1:
+        raise RecipeError(f"--nproc must be at least 1, not {processes}.")
+    require_valid(recipe, world=processes * int(least))
+    if fresh:
+        if int(most) > 1:
+            raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
+        move_away(recipe.directory)
+    if processes == 1 and int(most) == 1 and recipe.train.restarts == 0:
+        worker(to_dict(recipe))
+        return 0
+    return _run_agent(recipe, processes, int(least), int(most), rdzv_endpoint)
+
+
+def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: str) -> int:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # As torchrun does: ranks that each start a thread per core only fight for them.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    config = LaunchConfig(
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=processes,
+        run_id=recipe.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint or "localhost:0",
+        max_restarts=recipe.train.restarts,
+        monitor_interval=0.5,
+    )
+    try:
+        elastic_launch(config, worker)(to_dict(recipe))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
+    return 0
+
+
+def _reason(failure: Any) -> str:
+    """The message and the end of the traceback that the rank left behind."""
+    content = failure.message
+    if isinstance(content, dict):
+        details = content.get("extraInfo", {}).get("py_callstack", "")
+        return f"{details}\n{content.get('message', '')}".strip()
+    return str(content)
+
+
+@record
+def worker(values: dict[str, Any]) -> None:
+    """One rank: process group, device, trainer. `values` is a recipe as a dict, for it crosses a process border."""
+    recipe = from_dict(values)
+    with process_group() as device:
+        from patchgen.runtime.train import setup
+        from patchgen.runtime.train.trainer import Trainer
+
+        Trainer(recipe, device, setup.listeners(recipe)).run()
+
+
+@contextlib.contextmanager
+def process_group():
+    """torch.distributed for this rank, from the agent's variables or for one rank alone; yields the device.
+
+    Collectives of the host go over gloo beside the device's own: what ranks agree on needs no wait for a device.
+    """
+    has_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
+    dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
+    try:
+        yield device
+    finally:
+        if sys.exc_info()[0] is None:
+            dist.destroy_process_group()  # after an error the others may never come to this
+
+
+def move_away(directory: Path) -> None:
+    """Renames a run's directory to the first free `NAME.1`, `NAME.2`, ..."""
+    if not directory.exists():
+        return
+    number = 1
+    while (target := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    shutil.move(directory, target)
+    print(f"The earlier run is now {target}.", flush=True)

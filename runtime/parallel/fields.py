@@ -1,0 +1,99 @@
+"""How each field of a batch is packed, padded and sliced: one rule per field, one table.
+
+    field                packed along   sliced   padded with    to a multiple of
+    input_ids            -1 (tokens)    yes      pad_token_id   sp
+    labels               -1             yes      IGNORED        sp
+    position_ids         -1             yes      0, 1, 2 ...    sp
+    mm_token_type_ids    -1             no       0              sp
+    pixel_values          0 (patches)   no       0              -
+    image_grid_thw        0 (images)    no       -              -
+
+Samples are put together along `pack_dim`; where their other dimensions differ (sounds of different lengths), the shorter
+ones are filled up. Media stay whole on every rank of a sequence-parallel group: the towers divide them (`media.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchgen.runtime.parallel.batch import IGNORED
+
+
+@dataclass(frozen=True)
+class FieldRule:
+    """The rule of one field.
+
+    Attributes:
+        pack_dim: samples are put together along this dimension.
+        sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
+        pad_value: fills up; None: never padded.
+        pad_scale: padded to a multiple of this times the size of the group; 0: as it is.
+    """
+
+    pack_dim: int
+    sliced: bool = False
+    pad_value: int | None = 0
+    pad_scale: int = 0
+
+
+TOKENS = FieldRule(-1, sliced=True, pad_scale=1)
+TARGETS = FieldRule(-1, sliced=True, pad_value=IGNORED, pad_scale=1)
+WHOLE_TOKENS = FieldRule(-1, pad_scale=1)
+ITEMS = FieldRule(0)
+
+RULES: dict[str, FieldRule] = {
+    "input_ids": TOKENS,
+    "labels": TARGETS,
+    "shift_labels": TARGETS,
+    "attention_mask": TOKENS,
+    "position_ids": TOKENS,
+    "mm_token_type_ids": WHOLE_TOKENS,
+    "token_type_ids": WHOLE_TOKENS,
+    "pixel_values": ITEMS,
+    "pixel_values_videos": ITEMS,
+    "pixel_attention_mask": ITEMS,
+    "image_grid_thw": ITEMS,
+    "video_grid_thw": ITEMS,
+    "image_sizes": ITEMS,
+    "image_position_ids": FieldRule(0, pad_value=-1),
+    "second_per_grid_ts": ITEMS,
+    "video_second_per_grid": ITEMS,
+    "input_features": ITEMS,
+    "input_features_mask": ITEMS,
+    "feature_attention_mask": ITEMS,
+    "audio_feature_lengths": ITEMS,
+}
+
+
+def rule_of(field: str) -> FieldRule:
+    """The rule of a field; KeyError with what to do for a field that has none."""
+    if field not in RULES:
+        raise KeyError(
+            f"No rule says how the field {field!r} is packed and sliced. Add it to RULES in runtime/parallel/fields.py, "
+            "or keep the processor from making it."
+        )
+    return RULES[field]
+
+
+def pack(field: str, values: Sequence[Tensor]) -> Tensor:
+    """The values of several samples put together by the field's rule."""
+    rule = rule_of(field)
+    dims = values[0].ndim
+    along = rule.pack_dim % dims
+    sizes = [max(value.shape[dim] for value in values) for dim in range(dims)]
+    filled = []
+    for value in values:
+        missing = [0 if dim == along else sizes[dim] - value.shape[dim] for dim in range(dims)]
+        if any(missing):
+            if rule.pad_value is None:
+                raise ValueError(
+                    f"Samples differ in {field} beside dimension {along}: {[tuple(v.shape) for v in values]}."
+                )
+            value = F.pad(value, [amount for size in reversed(missing) for amount in (0, size)], value=rule.pad_value)
+        filled.append(value)
+    return torch.cat(filled, dim=along)

@@ -1,0 +1,14 @@
+"""Training of generated models: a recipe in, a run directory out.
+
+recipe.py      the types of a recipe; reading, --set, printing     setup.py      model, weights, optimizers, loaders
+trainer.py     the loop                                            optimizers.py groups, AdamW, Muon; the schedule
+flops.py       what a token costs, MFU                             memory.py     what a rank will hold
+plan.py        what --dry-run prints                               lora.py       adapters through PEFT
+run_log.py     JSONL, trackers                                     view.py       the terminal
+page.py        report.png and the page of a run
+
+from patchgen.runtime.train.recipe import load
+from patchgen.runtime.launch import launch
+
+launch(load("recipes/qwen3_moe_toy.yaml", {"train.steps": 20}), processes=2)
+"""

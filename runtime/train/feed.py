@@ -1,0 +1,127 @@
+"""The micro-batches of a step, and what all ranks agree on before they begin it.
+
+Ranks must take the same number of steps, or one waits forever for the others. So before each step they add up, in one
+collective on the host, whether anyone's data have ended, whether anyone was asked to stop, and what the step holds:
+
+    rank 0: has 2 batches, 1,950 labels           total: 0 ended, 1 asked to stop, 7,801 labels
+    rank 1: has 2 batches, 1,947 labels, Ctrl-C     ->  nobody begins; all save and leave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
+from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train.flops import ModelCost
+
+
+class Loader(Protocol):
+    """What the trainer needs of a loader: whole micro-batches, and a position to continue from."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One step of this rank, and its totals over all ranks.
+
+    Attributes:
+        micro_batches: slices of this rank, on the host.
+        position: of the loader, after these.
+        tokens, labels, flops: of the whole step.
+    """
+
+    micro_batches: list[dict[str, Any]]
+    position: dict[str, Any]
+    tokens: int
+    labels: int
+    flops: float
+
+
+@dataclass(frozen=True)
+class End:
+    """There is no further step: `reason` is "data" or "stop"."""
+
+    reason: str
+
+
+def micro_batches_per_step(batches_per_step: int, num_batches: int) -> int:
+    """What each batch group accumulates.
+
+    Raises:
+        ValueError: the batches of a step do not divide evenly.
+    """
+    if batches_per_step % num_batches:
+        raise ValueError(
+            f"train.batches_per_step = {batches_per_step} does not divide over the {num_batches} batch groups of this "
+            f"layout (dp_replicate * dp_shard). Make it a multiple of {num_batches}, or share sequences (parallel.sp)."
+        )
+    return batches_per_step // num_batches
+
+
+class Feed:
+    """Draws the micro-batches of one step after another from a loader.
+
+    Args:
+        loader: of this rank's batch group; SP ranks of a group read the same.
+        num_micro_batches: per step and batch group.
+        cost: of the model, for the FLOPs of a step.
+        should_stop: whether this rank was asked to stop.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        state: ParallelState,
+        num_micro_batches: int,
+        cost: ModelCost,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.loader, self.state, self.cost = loader, state, cost
+        self.num_micro_batches = num_micro_batches
+        self.should_stop = should_stop
+        self._rows = iter(loader)
+
+    def next(self) -> StepBatches | End:
+        """The next step; every rank must call this, and all get a step or all get the end."""
+        whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
+        mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
+        ended = len(whole) < self.num_micro_batches
+        # SP ranks hold the same rows: the first of them counts. Labels are counted in slices.
+        lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
+        labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
+        own = [ended, self.should_stop(), sum(lengths), labels, self.cost.flops(lengths)]
+        total = all_reduce(torch.tensor(own, dtype=torch.float64), operation="agree on the next step").tolist()
+        if total[1]:
+            return End("stop")
+        if total[0]:
+            return End("data")
+        return StepBatches(mine, self.loader.state_dict(), int(total[2]), int(total[3]), total[4])
+
+
+def document_lengths(row: dict[str, Any]) -> Iterable[int]:
+    """The tokens of each document of a whole micro-batch."""
+    bounds = row.get("cu_seq_lens_q")
+    if isinstance(bounds, Tensor):
+        return bounds.diff().tolist()
+    B, S = row["input_ids"].shape
+    return [S] * B
+
+
+def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The tensors of a micro-batch on the device, without waiting for them."""
+    return {
+        key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+        for key, value in inputs.items()
+    }

@@ -1,0 +1,110 @@
+"""What a rank will hold, before anything is allocated: an estimate that says what it counts.
+
+parameters, gradients, optimizer    exact, from shapes and layout (the even share; the last shard may be smaller)
+gathered                            the parameters of the layers that are whole at one time, and of embeddings and head
+activations                         what each layer keeps for the backward, from the widths of its linear layers
+logits                              where the loss is not fused: logits and their gradient in fp32
+
+Not counted: the CUDA context (about 0.5 GiB), buffers of NCCL, workspaces, and what the allocator loses to gaps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from patchgen.runtime.parallel import ParallelConfig, sharding
+from patchgen.runtime.train.flops import experts_per_token
+from patchgen.runtime.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
+
+    def text(self) -> str:
+        """A table, GiB."""
+        rows = [(name, getattr(self, name)) for name in self.__dataclass_fields__] + [("total", self.total)]
+        lines = [f"  {name:<12} {size / 2**30:>9.2f} GiB" for name, size in rows]
+        return "\n".join(["memory of one rank (estimate)", *lines])
+
+
+def estimate(
+    model: PreTrainedModel, recipe: Recipe, layout: ParallelConfig, compute: torch.dtype | None, fused_loss: bool
+) -> Estimate:
+    """The estimate for a model on the meta device, not sharded.
+
+    Args:
+        compute: what layers compute in; None: as stored.
+    """
+    size = (compute or getattr(torch, recipe.model.dtype)).itemsize
+    experts = set(sharding.own_plan(model))
+    stored, trained, states = 0, 0, 0
+    for parameter in model.parameters():
+        share = -(-parameter.numel() // layout.num_shards) * parameter.element_size()
+        stored += share
+        if parameter.requires_grad and recipe.lora is None:
+            trained += share
+            states += share * (1 if recipe.optim.name == "muon" and parameter.ndim == 2 else 2)
+    layers = sharding.find_layers(model, None)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    root = sum(p.numel() for p in model.parameters() if id(p) not in inside)
+
+    def whole(layer: nn.Module) -> int:
+        prefix = next(path for path, module in model.named_modules() if module is layer)
+        return sum(
+            p.numel() // (layout.ep if f"{prefix}.{name}" in experts else 1) for name, p in layer.named_parameters()
+        )
+
+    gathered = [whole(layer) for layer in layers]
+    at_once = (
+        sorted(gathered)[-(1 + recipe.parallel.prefetch) :] if recipe.parallel.reshard_after_forward else gathered
+    )
+    tokens = recipe.data.tokens_per_batch // layout.sp
+    text = model.config.get_text_config()
+    kept = [_kept_per_token(layer, text) for layer in layers]
+    mode = recipe.parallel.activation_checkpointing
+    if mode in ("full", "offload"):
+        per_token = text.hidden_size * (len(layers) if mode == "full" else 2) + max(kept)
+    elif mode == "selective":
+        per_token = sum(kept) // 2
+    else:
+        per_token = sum(kept)
+    return Estimate(
+        parameters=stored,
+        gradients=trained,
+        optimizer=states,
+        gathered=(root + sum(at_once)) * size if layout.num_shards > 1 or compute else 0,
+        activations=tokens * per_token * size,
+        logits=0 if fused_loss else tokens * text.vocab_size * 8,
+    )
+
+
+def _kept_per_token(layer: nn.Module, text) -> int:
+    """Numbers that a layer keeps per token: inputs and outputs of its linear layers, and four of hidden size for norms
+    and residuals; for experts K times input, gate, up, product and output."""
+    kept = 4 * text.hidden_size
+    for module in layer.modules():
+        if isinstance(module, nn.Linear):
+            kept += module.in_features + module.out_features
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == 3 and not isinstance(module, nn.Linear):
+                kept += experts_per_token(text) * (parameter.shape[1] + parameter.shape[2])
+    return kept

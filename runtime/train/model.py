@@ -1,0 +1,237 @@
+"""From a recipe to a model that is ready to train on this rank: config, class, shards, weights, kernels."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.checkpoint import load_pretrained
+from patchgen.runtime.checkpoint.initialise import initialise
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import optimizers
+from patchgen.runtime.train.recipe import ModelConfig, ParallelSection, Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+# Fastest first, as measured in docs/parallel.md; what runs anywhere comes last.
+ATTENTION_ORDER = (
+    "patchgen_flash_attention_4",
+    "patchgen_flash_attention_3",
+    "patchgen_flash_attention_2",
+    "patchgen_flash_varlen",
+    "patchgen_sdpa",
+)
+
+
+def read_config(model: ModelConfig) -> PreTrainedConfig:
+    """The config of `model.source` with its overrides.
+
+    Raises:
+        RecipeError: a source that is neither, or an override that the config has no field for.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    if not Path(model.source).exists() and model.source in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[model.source]()
+    else:
+        try:
+            config = AutoConfig.from_pretrained(model.source)
+        except (OSError, ValueError) as error:
+            near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
+            raise RecipeError(
+                f"model.source = '{model.source}' is no folder with a config.json, no model on the Hub that can be "
+                f"reached, and no model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
+            ) from error
+    if not model.overrides:
+        return config
+    try:
+        source = inspect.getsource(sys.modules[find_head(config).__module__])
+    except registry.UnknownModelError as error:
+        raise RecipeError(f"model.source = '{model.source}': {error}") from error
+    require_fields(config, model.overrides, "model.overrides", source)
+    changed = type(config).from_dict(_merged(config, model.overrides))
+    _require_taken(changed, model.overrides, "model.overrides")
+    return changed
+
+
+def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str, source: str) -> None:
+    """Config classes keep whatever they are given; a name that nobody reads would be inactive in silence.
+
+    Args:
+        source: of the model, which may read fields that the class does not declare (`head_dim` of many).
+    """
+    for name, value in overrides.items():
+        if not hasattr(config, name) and not re.search(rf"config\.{name}\b|config, \"{name}\"", source):
+            near = difflib.get_close_matches(name, list(config.to_dict()), n=3)
+            raise RecipeError(
+                f"{where}.{name}: {type(config).__name__} has no such field."
+                + (f" Near: {', '.join(near)}." if near else "")
+            )
+        inner = getattr(config, name, None)
+        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+            require_fields(inner, value, f"{where}.{name}", source)
+
+
+def _merged(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config with some replaced, under the names that the class itself has for them."""
+    values = config.to_dict()
+    for name, value in overrides.items():
+        inner = getattr(config, name, None)
+        nested = isinstance(value, Mapping) and hasattr(inner, "to_dict")
+        values[config.attribute_map.get(name, name)] = _merged(inner, value) if nested else value
+    return values
+
+
+def _require_taken(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
+    for name, value in overrides.items():
+        inner = getattr(config, name)
+        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+            _require_taken(inner, value, f"{where}.{name}")
+        elif not isinstance(value, Mapping | list) and inner != value:
+            raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} made {inner!r} of it.")
+
+
+def weights_folder(model: ModelConfig) -> Path | None:
+    """The folder that weights are loaded from; None: they are random."""
+    if model.weights == "random":
+        return None
+    folder = Path(model.source if model.weights == "auto" else model.weights)
+    if folder.is_dir():
+        if any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+            return folder
+        if model.weights != "auto":
+            raise RecipeError(f"model.weights = '{folder}' holds no safetensors.")
+        return None
+    if model.weights != "auto":
+        raise RecipeError(f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is no folder.")
+    from transformers import CONFIG_MAPPING
+
+    if model.source in CONFIG_MAPPING:
+        return None
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model.source, allow_patterns=["*.safetensors", "*.json"]))
+
+
+def choose_attention(wanted: str | None) -> str:
+    """The name of the attention: the wanted one, or the first of `ATTENTION_ORDER` that can run here."""
+    if wanted is None:
+        return next(name for name in ATTENTION_ORDER if BACKENDS[name].unavailable() is None)
+    if wanted not in BACKENDS:
+        near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
+        raise RecipeError(
+            f"model.attention = '{wanted}' is none of {', '.join(BACKENDS)}." + (f" Near: {near[0]}." if near else "")
+        )
+    return wanted
+
+
+def build_on_meta(recipe: Recipe) -> PreTrainedModel:
+    """The generated model of a recipe without memory, frozen where the recipe says so."""
+    config = read_config(recipe.model)
+    attention.register()
+    try:
+        head = find_head(config)
+    except registry.UnknownModelError as error:
+        raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
+    if head.config_class is not type(config):
+        config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
+    dtype = getattr(torch, recipe.model.dtype)
+    with torch.device("meta"):
+        model = head._from_config(config, attn_implementation=choose_attention(recipe.model.attention), dtype=dtype)
+    optimizers.freeze(model, recipe.model.freeze)
+    return model.train()
+
+
+def find_head(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The generated head of a config, or of the part of it that is trained (the thinker of an omni model)."""
+    try:
+        return registry.find_head(config)
+    except registry.UnknownModelError:
+        for sub in _sub_configs(config):
+            try:
+                return registry.find_head(sub)
+            except registry.UnknownModelError:
+                continue
+        raise
+
+
+def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
+
+
+def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
+    """Selects the kernels; returns those that the recipe names or chooses, by seam.
+
+    Raises:
+        ValueError: an implementation that does not exist, or a seam that was named and that the model does not call.
+    """
+    used = report.seam_users(model)
+    wanted = {name: getattr(recipe.kernels, name) for name in seams.names()}
+    for name in ("fused_moe", "causal_lm_loss"):
+        if wanted[name] is None and name in used:
+            wanted[name] = "auto"
+    chosen = {name: implementation for name, implementation in wanted.items() if implementation is not None}
+    seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
+    report.check_seams(used, chosen)
+    return chosen
+
+
+def parallel_config(section: ParallelSection, world: int) -> ParallelConfig:
+    """The layout of `world` ranks.
+
+    Raises:
+        RecipeError: the sizes do not fit.
+    """
+    try:
+        return ParallelConfig.for_world(world, dp_replicate=section.dp_replicate, sp=section.sp, ep=section.ep)
+    except ValueError as error:
+        raise RecipeError(f"parallel: {error}") from error
+
+
+def sharding_options(section: ParallelSection, device: torch.device) -> sharding.ShardingOptions:
+    """How parameters are kept and gathered, for `shard_model`."""
+    compute = section.param_dtype or ("bfloat16" if device.type == "cuda" else None)
+    return sharding.ShardingOptions(
+        param_dtype=getattr(torch, compute) if compute else None,
+        reduce_dtype=getattr(torch, section.reduce_dtype),
+        reshard_after_forward=section.reshard_after_forward,
+        prefetch=section.prefetch,
+        cpu_offload=section.cpu_offload,
+        compile_layers=section.compile_layers,
+    )
+
+
+def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> PreTrainedModel:
+    """The model of a recipe, sharded over the ranks, with its weights. Every rank must call it."""
+    model = build_on_meta(recipe)
+    checkpointing.apply(model, recipe.parallel.activation_checkpointing)
+    sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
+    sharding.materialise(model, "cpu" if recipe.parallel.cpu_offload else device)
+    folder = weights_folder(recipe.model)
+    if folder is None:
+        initialise(model, [name for name, _ in model.named_parameters()], seed=recipe.train.seed)
+    else:
+        load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+    return model
+
+
+def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wanted: Mapping[str, str]) -> str:
+    """What runs where, read from the live modules, after the check that slices compute what the whole computes."""
+    from patchgen.runtime.parallel import selfcheck
+
+    with parallel.using(state):
+        selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
+    return report.describe(model, state, wanted)

@@ -1,0 +1,153 @@
+"""Parameter groups, optimizers, and the learning rate of a step.
+
+The schedule is a function of the step and of nothing else, so there is no scheduler whose state could be lost: each
+group keeps its peak as `peak_lr`, and `set_learning_rate` writes `peak_lr * factor(step)` before a step.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
+
+
+def factor(step: int, config: OptimConfig, total: int) -> float:
+    """The learning rate of a step (0 is the first) as a share of the peak."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    low = config.min_lr_ratio
+    if config.schedule == "wsd":
+        left = total - step
+        return 1.0 if left > config.decay_steps else low + (1 - low) * left / max(1, config.decay_steps)
+    done = min(1.0, (step - config.warmup_steps) / max(1, total - config.warmup_steps))
+    if config.schedule == "linear":
+        return low + (1 - low) * (1 - done)
+    if config.schedule == "cosine":
+        return low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return 1.0
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> float:
+    """Sets every group to `share` of its peak; returns the rate of the first."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak_lr"] * share
+    return optimizer.param_groups[0]["lr"]
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one: their groups one after the other, their states in one dict."""
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = parts
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """A step of each."""
+        for part in self.parts:
+            part.step()
+
+
+def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Stops training the parameters that match; returns their names.
+
+    Raises:
+        RecipeError: a pattern that matches nothing would freeze nothing in silence.
+    """
+    parameters = dict(model.named_parameters())
+    frozen = []
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if not names:
+            raise RecipeError(f"model.freeze: '{pattern}' matches no parameter. {_some(parameters)}")
+        frozen += names
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in parameters.values()):
+        raise RecipeError(f"model.freeze = {list(patterns)} leaves nothing to train.")
+    return frozen
+
+
+def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizers of the trained parameters: AdamW, or Muon and AdamW.
+
+    Args:
+        model: sharded, and with its weights.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    _require_matches(config.groups, trained)
+    matrices = _matrices(model, trained) if config.name == "muon" else {}
+    rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
+    fused = next(iter(trained.values())).is_cuda
+    found: list[torch.optim.Optimizer] = []
+    if matrices:
+        muon = getattr(torch.optim, "Muon", None)
+        if muon is None:
+            raise RecipeError(f"optim.name='muon' needs torch.optim.Muon, which torch {torch.__version__} lacks.")
+        groups = parameter_groups(matrices, config, peak=config.muon_lr or config.lr)
+        found.append(
+            muon(
+                groups,
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=config.momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    if rest:
+        groups = parameter_groups(rest, config, peak=config.lr)
+        found.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+    return found[0] if len(found) == 1 else Together(found)
+
+
+def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:
+    """Groups of like learning rate, weight decay and mesh.
+
+    torch's foreach and fused optimizers update a group in one call, and DTensors of one call must share their mesh.
+    """
+    found: dict[tuple, list[nn.Parameter]] = {}
+    for name, parameter in trained.items():
+        own = next((group for group in config.groups if fnmatch.fnmatch(name, group.pattern)), None)
+        lr = own.lr if own is not None and own.lr is not None else peak
+        decay = own.weight_decay if own is not None and own.weight_decay is not None else config.weight_decay
+        if parameter.ndim < 2 and not config.decay_vectors:
+            decay = 0.0
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        found.setdefault((lr, decay, mesh), []).append(parameter)
+    return [
+        {"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        for (lr, decay, _), members in found.items()
+    ]
+
+
+def _matrices(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What Muon takes: matrices of layers. Embeddings and the head have rows of their own meaning; stacks of experts
+    have three dimensions, which torch's Muon refuses."""
+    ends = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        name: parameter for name, parameter in trained.items() if parameter.ndim == 2 and id(parameter) not in ends
+    }
+
+
+def _require_matches(groups: Iterable[GroupConfig], trained: dict[str, nn.Parameter]) -> None:
+    for group in groups:
+        if not fnmatch.filter(trained, group.pattern):
+            raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_some(trained)}")
+
+
+def _some(parameters: dict[str, nn.Parameter]) -> str:
+    names = list(parameters)
+    return f"There are {len(names)}, among them {', '.join(names[:3] + names[-2:])}."

@@ -1,0 +1,138 @@
+"""The page of a run: `index.html`, one file with everything in it, and `report.png` where matplotlib is installed."""
+
+from __future__ import annotations
+
+import html
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from patchgen.runtime.train import run_log
+from patchgen.runtime.train.records import Listener, RunStart, Summary
+from patchgen.runtime.train.view import ENDINGS, headline
+
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
+PLOTS = {
+    "loss": "loss",
+    "tokens_per_second_per_device": "tokens/s per device",
+    "grad_norm": "gradient norm",
+    "lr": "learning rate",
+    "expert_load": "busiest expert (multiple of the even share)",
+}
+
+
+class RunPage(Listener):
+    """Writes the page at the end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_start(self, start: RunStart) -> None:
+        self._start = start
+
+    def on_end(self, summary: Summary) -> None:
+        entries = run_log.read(self.directory)
+        (self.directory / "index.html").write_text(page(self._start, summary, entries))
+        write_png(entries, self.directory / "report.png")
+
+
+def page(start: RunStart, summary: Summary, entries: list[dict[str, Any]]) -> str:
+    """The HTML of a run from the lines of its log."""
+    environment = Environment(
+        loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
+    )
+    return environment.get_template("run_page.jinja").render(
+        title=start.name,
+        headline=headline(start),
+        ending=f"step {summary.steps} of {start.steps}: {ENDINGS[summary.reason]}",
+        figures=figures(entries),
+        plots=[svg(series(entries, key), name) for key, name in PLOTS.items() if len(series(entries, key)) > 1]
+        + ([svg(series(entries, "eval_loss"), "evaluation loss")] if len(series(entries, "eval_loss")) > 1 else []),
+        data=summary.data,
+        report=start.report,
+        recipe=json.dumps(start.recipe, indent=1),
+    )
+
+
+def figures(entries: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The headline figures: first and last loss, medians of speed."""
+    steps = [entry for entry in entries if "loss" in entry]
+    if not steps:
+        return []
+    found = [("steps", str(steps[-1]["step"])), ("first loss", f"{steps[0]['loss']:.4f}")]
+    found.append(("last loss", f"{steps[-1]['loss']:.4f}"))
+    for key, name, form in (
+        ("tokens_per_second_per_device", "tokens/s per device (median)", "{:,.0f}"),
+        ("tflops", "TFLOP/s per device (median)", "{:.3g}"),
+        ("mfu", "MFU (median)", "{:.1%}"),
+        ("peak_memory_gib", "peak memory, GiB", "{:.1f}"),
+    ):
+        values = [value for _, value in series(entries, key)]
+        if values:
+            value = max(values) if key == "peak_memory_gib" else statistics.median(values)
+            found.append((name, form.format(value)))
+    found.append(("tokens", f"{sum(entry['tokens'] for entry in steps):,}"))
+    skipped = sum(entry["skipped"] for entry in steps)
+    return [*found, ("skipped steps", str(skipped))] if skipped else found
+
+
+def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
+    """(step, value) of the lines that have a finite value of this kind."""
+    return [
+        (entry["step"], entry[key])
+        for entry in entries
+        if isinstance(entry.get(key), int | float) and abs(entry[key]) < float("inf")
+    ]
+
+
+def svg(points: list[tuple[int, float]], name: str) -> str:
+    """A line plot as inline SVG, with the smallest and largest value at its axes."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    low, high, first, last = min(ys), max(ys), min(xs), max(xs)
+
+    def place(x: float, y: float) -> str:
+        right = LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 12)
+        down = 12 + (high - y) / ((high - low) or 1) * (HEIGHT - BOTTOM - 24)
+        return f"{right:.1f},{down:.1f}"
+
+    line = " ".join(place(x, y) for x, y in points)
+    base = HEIGHT - BOTTOM
+    return (
+        f'<figure><figcaption>{html.escape(name)}</figcaption><svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">'
+        f'<path d="M{LEFT} 8V{base}H{WIDTH - 8}" class="axis"/><polyline points="{line}"/>'
+        f'<text x="{LEFT - 6}" y="18" text-anchor="end">{high:.4g}</text>'
+        f'<text x="{LEFT - 6}" y="{base - 4}" text-anchor="end">{low:.4g}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 8}">{first}</text>'
+        f'<text x="{WIDTH - 8}" y="{HEIGHT - 8}" text-anchor="end">step {last}</text></svg></figure>'
+    )
+
+
+def write_png(entries: list[dict[str, Any]], path: Path) -> bool:
+    """Draws loss and throughput; says so and returns False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(
+            f"{path.name} is left out: matplotlib is not installed (`pip install matplotlib`). index.html has the plots."
+        )
+        return False
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
+    for axis, key in zip(axes, ("loss", "tokens_per_second_per_device"), strict=True):
+        points = series(entries, key)
+        axis.plot([x for x, _ in points], [y for _, y in points])
+        axis.set_ylabel(PLOTS[key])
+        axis.grid(alpha=0.3)
+    evaluations = series(entries, "eval_loss")
+    if evaluations:
+        axes[0].plot([x for x, _ in evaluations], [y for _, y in evaluations], "o-", label="evaluation")
+        axes[0].legend()
+    axes[-1].set_xlabel("step")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True

@@ -1,0 +1,66 @@
+"""What a recipe would do, without doing it: `patchgen train RECIPE --dry-run`."""
+
+from __future__ import annotations
+
+import torch
+
+from patchgen.runtime.parallel import checkpointing, report
+from patchgen.runtime.parallel.config import draw
+from patchgen.runtime.train import flops, memory, optimizers
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.feed import micro_batches_per_step
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
+
+
+def require_valid(recipe: Recipe, world: int) -> None:
+    """What can be refused before any rank starts.
+
+    Raises:
+        RecipeError: the sizes do not fit the ranks.
+    """
+    layout = models.parallel_config(recipe.parallel, world)
+    micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
+    models.choose_attention(recipe.model.attention)
+    if recipe.lora is not None and recipe.model.freeze:
+        raise RecipeError("lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them.")
+
+
+def describe(recipe: Recipe, world: int) -> str:
+    """Config, rank map, what runs where, cost and memory of a run on `world` ranks; allocates nothing."""
+    require_valid(recipe, world)
+    layout = models.parallel_config(recipe.parallel, world)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = models.build_on_meta(recipe)
+    if layout.ep > 1:
+        models.sharding.check_plan(model, models.sharding.own_plan(model), layout.ep)
+    checkpointing.apply(model, recipe.parallel.activation_checkpointing)
+    chosen = models.configure_seams(recipe, model)
+    cost = flops.model_cost(model)
+    options = models.sharding_options(recipe.parallel, device)
+    estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
+    train, tokens = recipe.train, recipe.data.tokens_per_batch
+    peak = recipe.log.peak_tflops or flops.peak_tflops(device)
+    step = cost.flops([tokens] * train.batches_per_step)
+    rates = [optimizers.factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
+    weights = models.weights_folder(recipe.model)
+    lines = [
+        to_yaml(recipe),
+        draw(layout),
+        "",
+        f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
+        f"active per token; weights: {weights or 'random'}",
+        f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
+        f"{micro_batches_per_step(train.batches_per_step, layout.num_batches)} per batch group; "
+        f"{step / 1e12:.3g} TFLOP with documents as long as a batch"
+        + (f", {step / world / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
+        f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
+        *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
+        *(f"{name.replace(':', '    ')}    {sum(users.values())} layers" for name, users in _attention(model)),
+        "",
+        estimate.text(),
+    ]
+    return "\n".join(lines)
+
+
+def _attention(model) -> list[tuple[str, dict]]:
+    return list(report.attention_users(model).items())

@@ -1,0 +1,456 @@
+"""A recipe: everything that decides a training run, as frozen, checked dataclasses.
+
+    recipe = load(Path("recipes/qwen3_moe_toy.yaml"), {"parallel.ep": "2"})      # YAML and --set
+    recipe = Recipe(model=ModelConfig(source="qwen3_moe"), data=DataConfig(...))  # or the same in Python
+    print(to_yaml(recipe))                                                        # with every default
+
+A key that does not exist is refused with the nearest that does; a value out of range is refused with the range.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from patchgen.runtime.data import DataConfig
+
+_STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
+DtypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used: an unknown key, a value of the wrong type or out of range, a contradiction."""
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ModelConfig:
+    """What is trained.
+
+    Attributes:
+        source: a folder or Hub name with a config.json, or the type of a generated model ("qwen3_moe") for that type's
+            default config.
+        overrides: fields of the config that are replaced, nested like the config.
+        weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.
+        allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
+        dtype: what parameters and optimizer state are stored in.
+        attention: a name of runtime/attention.py; null chooses the fastest that can run here.
+        freeze: patterns of parameter names (`model.visual.*`) that are not trained.
+    """
+
+    source: str
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    weights: str = "auto"
+    allow_missing: tuple[str, ...] = ()
+    dtype: DtypeName = "float32"
+    attention: str | None = None
+    freeze: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ParallelSection:
+    """How ranks share the work; `dp_shard` is what the other sizes leave of the ranks.
+
+    Attributes:
+        dp_replicate: copies of the sharded model (HSDP).
+        sp: ranks that share a sequence (Ulysses).
+        ep: ranks that share the experts.
+        head_groups: groups in which the heads of an attention travel under sp, so that computing overlaps with it.
+        expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
+        param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
+        reduce_dtype: what gradients are summed in.
+        reshard_after_forward: free a layer's gathered parameters after its forward.
+        prefetch: layers gathered ahead of the one that runs.
+        cpu_offload: keep parameters, gradients and optimizer state in host memory.
+        compile_layers: torch.compile each layer.
+        activation_checkpointing: what a layer keeps for the backward.
+        stall_timeout: seconds without progress after which a rank reports where it waits and ends.
+    """
+
+    dp_replicate: Count = 1
+    sp: Count = 1
+    ep: Count = 1
+    head_groups: Count = 1
+    expert_capacity: Count | None = None
+    param_dtype: DtypeName | None = None
+    reduce_dtype: DtypeName = "float32"
+    reshard_after_forward: bool = True
+    prefetch: CountOrZero = 1
+    cpu_offload: bool = False
+    compile_layers: bool = False
+    activation_checkpointing: Literal["none", "full", "selective", "offload"] = "none"
+    stall_timeout: Positive = 600.0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class KernelsConfig:
+    """Which implementation serves each seam. A named one that no module of the model calls is an error.
+
+    Attributes:
+        fused_moe: null: "auto" where the model has experts.
+        causal_lm_loss: null: "auto" where the model has the seam.
+        rms_norm: null: upstream's code.
+        rotary: null: upstream's code.
+        swiglu: null: upstream's code.
+    """
+
+    fused_moe: str | None = None
+    causal_lm_loss: str | None = None
+    rms_norm: str | None = None
+    rotary: str | None = None
+    swiglu: str | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class GroupConfig:
+    """Parameters with settings of their own; the first group that matches a name counts.
+
+    Attributes:
+        pattern: of parameter names (`model.visual.*`), as in the shell.
+        lr: peak learning rate; null: that of `optim`.
+        weight_decay: null: that of `optim`.
+    """
+
+    pattern: str
+    lr: Positive | None = None
+    weight_decay: NotNegative | None = None
+
+
+@dataclass(frozen=True, config=_STRICT)
+class OptimConfig:
+    """The optimizer, its schedule, and what happens to gradients before it.
+
+    Attributes:
+        name: "muon" takes the matrices of layers; embeddings, heads, vectors and stacked experts get AdamW.
+        lr: peak learning rate.
+        betas: of AdamW.
+        eps: of AdamW.
+        weight_decay: decoupled; on parameters of two or more dimensions.
+        decay_vectors: also on biases and norms.
+        momentum: of Muon.
+        muon_lr: peak learning rate of what Muon takes; null: `lr`, its update scaled to AdamW's size.
+        groups: parameters with settings of their own.
+        schedule: after the warmup: constant; linear or cosine down to `min_lr_ratio`; or warmup-stable-decay, linear
+            over the last `decay_steps`.
+        warmup_steps: linear from 0.
+        decay_steps: of "wsd".
+        min_lr_ratio: the last learning rate, as a share of the peak.
+        max_grad_norm: gradients are scaled down to it.
+        on_nonfinite: a step with a gradient that is not finite is skipped, or stops the run.
+        max_skipped: skipped steps in a row that stop the run after all.
+    """
+
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: Positive = 1e-5
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    weight_decay: NotNegative = 0.1
+    decay_vectors: bool = False
+    momentum: BelowOne = 0.95
+    muon_lr: Positive | None = None
+    groups: tuple[GroupConfig, ...] = ()
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    warmup_steps: CountOrZero = 0
+    decay_steps: CountOrZero = 0
+    min_lr_ratio: Fraction = 0.1
+    max_grad_norm: Positive = 1.0
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    max_skipped: Count = 20
+
+
+@dataclass(frozen=True, config=_STRICT)
+class TrainConfig:
+    """The loop.
+
+    Attributes:
+        steps: optimizer steps; the run ends earlier if the data do.
+        batches_per_step: packed batches of one step over all ranks; what each batch group gets of them is accumulated.
+            The same number gives the same losses on any number of ranks.
+        seed: of random weights, and of whatever draws random numbers in a step.
+        deterministic: torch's deterministic algorithms, where they exist.
+        eval_every: steps between evaluations; 0: none.
+        eval_batches: packed batches of an evaluation over all ranks.
+        profile_start: first step of the profiler's window.
+        profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
+        restarts: times that failed ranks are started again, from the last checkpoint.
+    """
+
+    steps: Count = 1000
+    batches_per_step: Count = 1
+    seed: CountOrZero = 0
+    deterministic: bool = False
+    eval_every: CountOrZero = 0
+    eval_batches: Count = 8
+    profile_start: Count = 10
+    profile_steps: CountOrZero = 0
+    restarts: CountOrZero = 0
+
+
+@dataclass(frozen=True, config=_STRICT)
+class CheckpointConfig:
+    """What is saved, and when.
+
+    Attributes:
+        every: steps between checkpoints; 0: only at the end and when stopped.
+        keep: the newest that stay.
+        asynchronous: write while training goes on.
+        export: write the trained model in upstream's layout to `export/` at the end.
+    """
+
+    every: CountOrZero = 0
+    keep: Count = 3
+    asynchronous: bool = True
+    export: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LogConfig:
+    """What is recorded.
+
+    Attributes:
+        directory: of the run; null: `runs/` and the recipe's name. A run that is in it is continued.
+        every: steps between lines on the terminal; the JSONL log has every step.
+        trackers: also write there; each needs its package.
+        project: of wandb and trackio.
+        peak_tflops: of one device in the compute dtype, for MFU; null: by the device's name.
+        expert_load: record how unevenly experts are loaded.
+    """
+
+    directory: str | None = None
+    every: Count = 1
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "patchgen"
+    peak_tflops: Positive | None = None
+    expert_load: bool = True
+
+
+@dataclass(frozen=True, config=_STRICT)
+class LoraConfig:
+    """Adapters through PEFT: only they are trained and saved.
+
+    Attributes:
+        rank: of the two factors.
+        alpha: the update is scaled by `alpha / rank`.
+        dropout: of the adapter's input.
+        target_modules: names or suffixes of linear layers.
+        target_parameters: names or suffixes of stacked experts' parameters (`mlp.experts.gate_up_proj`).
+    """
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    dropout: BelowOne = 0.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, config=_STRICT)
+class Recipe:
+    """A whole recipe.
+
+    Attributes:
+        model: what is trained.
+        data: what it is trained on.
+        parallel: how ranks share the work.
+        kernels: which implementation serves each seam.
+        optim: the optimizer.
+        train: the loop.
+        checkpoint: what is saved.
+        log: what is recorded.
+        lora: null, or adapters instead of the whole model.
+        eval_data: null, or what evaluations read.
+        name: of the run; by default that of the recipe's file.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    lora: LoraConfig | None = None
+    eval_data: DataConfig | None = None
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        optim, train = self.optim, self.train
+        if optim.warmup_steps + (optim.decay_steps if optim.schedule == "wsd" else 0) > train.steps:
+            raise ValueError(
+                f"optim.warmup_steps={optim.warmup_steps} and optim.decay_steps={optim.decay_steps} are more than "
+                f"train.steps={train.steps}."
+            )
+        if optim.decay_steps and optim.schedule != "wsd":
+            raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
+        if train.eval_every and self.eval_data is None:
+            raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
+        if self.eval_data is not None and not train.eval_every:
+            raise ValueError("There is a section eval_data, but train.eval_every is 0: it would never be read.")
+
+    @property
+    def directory(self) -> Path:
+        """Where the run lies."""
+        return Path(self.log.directory or f"runs/{self.name}")
+
+
+# --------------------------------------------------------------------------------------------- reading
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe of a YAML file.
+
+    Args:
+        overrides: dotted key -> value; strings are read as YAML, so "2" is a number and "null" is none.
+
+    Raises:
+        RecipeError: with every problem that was found, one a line.
+    """
+    if not path.is_file():
+        near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        raise RecipeError(f"There is no recipe {path}." + (f" Beside it: {', '.join(near)}." if near else ""))
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} must hold sections ({', '.join(_names(Recipe))}), not a {type(values).__name__}.")
+    values.setdefault("name", path.stem)
+    for key, value in (overrides or {}).items():
+        _place(values, key, yaml.safe_load(value) if isinstance(value, str) else value)
+    return from_dict(values, where=str(path))
+
+
+def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:
+    """The recipe of nested dicts, as `to_dict` makes them."""
+    try:
+        return TypeAdapter(Recipe).validate_python(values)
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise RecipeError("\n  ".join([f"{where} has {len(problems)} problem(s):", *problems])) from error
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, str]:
+    """`["a.b=c", ...]`, as `--set` takes them, to dotted key -> text."""
+    found = {}
+    for assignment in assignments:
+        key, equals, value = assignment.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"--set takes key=value, for example parallel.ep=2, not '{assignment}'.")
+        found[key.strip()] = value
+    return found
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """Nested dicts of plain values, every default included."""
+    return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML, every default included; `load` reads it back."""
+    return yaml.safe_dump(to_dict(recipe), sort_keys=False)
+
+
+def _place(values: dict[str, Any], key: str, value: Any) -> None:
+    """Sets `values["a"]["b"] = value` for the key `a.b`; numbers are places in lists, made as they are needed."""
+    *parents, last = key.split(".")
+    inner: Any = values
+    for part, following in zip(parents, [*parents[1:], last], strict=False):
+        empty: Any = [] if following.isdigit() else {}
+        if isinstance(inner, list):
+            _require_place(inner, part, key)
+            if int(part) == len(inner):
+                inner.append(empty)
+            inner = inner[int(part)]
+        elif isinstance(inner, dict):
+            if inner.get(part) is None:
+                inner[part] = empty
+            inner = inner[part]
+        else:
+            raise RecipeError(f"--set {key}: the value above '{part}' is {inner!r}, which has no keys.")
+    if isinstance(inner, list):
+        _require_place(inner, last, key)
+        inner[int(last) : int(last) + 1] = [value]
+    elif isinstance(inner, dict):
+        inner[last] = value
+    else:
+        raise RecipeError(f"--set {key}: the value above '{last}' is {inner!r}, which has no keys.")
+
+
+def _require_place(values: list, part: str, key: str) -> None:
+    if not part.isdigit() or int(part) > len(values):
+        raise RecipeError(
+            f"--set {key}: '{part}' is no place in a list of {len(values)}; {len(values)} appends to it."
+        )
+
+
+def _explain(problem: Mapping[str, Any]) -> str:
+    """One problem of pydantic's as a sentence: where, what is wrong, what there is instead."""
+    path = [str(part) for part in problem["loc"]]
+    where = ".".join(path) or "the recipe"
+    if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        keys = dict(all_keys())
+        parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+        siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
+        elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
+        near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
+        there_are = f" There are: {', '.join(siblings)}." if not near else f" Did you mean {near[0]}?"
+        return f"{where}: no such key.{there_are}"
+    if problem["type"] in ("missing", "missing_argument"):
+        return f"{where}: must be given."
+    if problem["type"] == "value_error":
+        return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{where}: {message}, not {problem['input']!r}."
+
+
+# ------------------------------------------------------------------------------------- reading the types
+
+
+def sections() -> Iterator[tuple[str, type]]:
+    """The sections of a recipe with their types, and the types that occur inside them."""
+    for name, kind in typing.get_type_hints(Recipe, include_extras=True).items():
+        section = section_type(kind)
+        if section is not None:
+            yield name, section
+
+
+def section_type(kind: Any) -> type | None:
+    """The dataclass that an annotation names, alone, optional or in a tuple."""
+    if dataclasses.is_dataclass(kind):
+        return kind
+    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list):
+        return next(filter(None, map(section_type, typing.get_args(kind))), None)
+    return None
+
+
+def all_keys() -> Iterator[tuple[str, Any]]:
+    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list."""
+
+    def walk(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, annotation in typing.get_type_hints(kind, include_extras=True).items():
+            yield prefix + name, annotation
+            inner = section_type(annotation)
+            if inner is not None:
+                place = ".0" if typing.get_origin(annotation) in (tuple, list) else ""
+                yield from walk(inner, f"{prefix}{name}{place}.")
+
+    yield from walk(Recipe, "")
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]

@@ -1,0 +1,107 @@
+"""The record of a run on disk: `steps.jsonl`, `recipe.yaml`, `report.txt`; and trackers where they are wanted.
+
+{"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
+{"step": 20, "eval_loss": 5.02, "labels": 16210, "seconds": 1.2}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+
+STEPS = "steps.jsonl"
+
+
+class RunLog(Listener):
+    """Writes the files; a continued run loses the lines of steps that are taken again."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def on_start(self, start: RunStart) -> None:
+        (self.directory / "recipe.yaml").write_text(yaml.safe_dump(start.recipe, sort_keys=False))
+        (self.directory / "report.txt").write_text(start.report + "\n")
+        path = self.directory / STEPS
+        kept = [entry for entry in read(self.directory) if entry["step"] <= start.first_step]
+        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        self._file = path.open("a", buffering=1)  # a line is on disk when it is written
+
+    def on_step(self, record: StepRecord) -> None:
+        self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        values = dataclasses.asdict(evaluation)
+        self._write({"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]})
+
+    def on_end(self, summary: Summary) -> None:
+        (self.directory / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+        self._file.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry) + "\n")
+
+
+def read(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run so far; a line that a crash cut off at the end is left out."""
+    path = directory / STEPS
+    if not path.is_file():
+        return []
+    lines = path.read_text().splitlines()
+    entries = []
+    for number, line in enumerate(lines):
+        try:
+            entries.append(json.loads(line))
+        except json.JSONDecodeError:
+            if number + 1 < len(lines):
+                raise
+    return entries
+
+
+class Tracker(Listener):
+    """Hands the numbers of each step to TensorBoard, wandb or trackio."""
+
+    def __init__(self, kind: str, project: str, directory: Path) -> None:
+        self.kind, self.project, self.directory = kind, project, directory
+        packages = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+        try:
+            self._package = importlib.import_module(packages[kind])
+        except ImportError as error:
+            raise ImportError(
+                f"log.trackers names '{kind}', which is not installed ({error}). `pip install {kind}`, or remove it."
+            ) from error
+
+    def on_start(self, start: RunStart) -> None:
+        if self.kind == "tensorboard":
+            self._writer = self._package.SummaryWriter(self.directory / "tensorboard", purge_step=start.first_step + 1)
+        else:
+            self._package.init(project=self.project, name=start.name, config=start.recipe)
+
+    def on_step(self, record: StepRecord) -> None:
+        values = {f"train/{name}": value for name, value in dataclasses.asdict(record).items() if _is_plottable(value)}
+        self._write(values, record.step)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._write({"eval/loss": evaluation.loss}, evaluation.step)
+
+    def on_end(self, summary: Summary) -> None:
+        self._writer.close() if self.kind == "tensorboard" else self._package.finish()
+
+    def _write(self, values: dict[str, float], step: int) -> None:
+        if self.kind != "tensorboard":
+            self._package.log(values, step=step)
+            return
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+
+def _is_plottable(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

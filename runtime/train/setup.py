@@ -1,0 +1,109 @@
+"""From a recipe to what surrounds the model on this rank: data, checkpoints, export, listeners."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
+from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.page import RunPage
+from patchgen.runtime.train.recipe import Recipe
+from patchgen.runtime.train.records import Listener
+from patchgen.runtime.train.run_log import RunLog, Tracker
+from patchgen.runtime.train.view import view
+
+
+@dataclass(frozen=True)
+class DataParts:
+    """What turns samples into inputs of a model; None where the loader has its own, or needs none."""
+
+    tokenizer: Any = None
+    processor: Any = None
+    position_function: Any = None
+
+
+def data_parts(recipe: Recipe) -> DataParts:
+    """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
+    from transformers import CONFIG_MAPPING, AutoProcessor, AutoTokenizer
+
+    source = recipe.model.source
+    if not Path(source).is_dir() and source in CONFIG_MAPPING:
+        vocab_size = models.read_config(recipe.model).get_text_config().vocab_size
+        return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=vocab_size))
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    if recipe.data.kind != "multimodal":
+        return DataParts(tokenizer)
+    # Positions follow from the config alone: a model without memory computes them, in data workers too.
+    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), models.build_on_meta(recipe).get_rope_index)
+
+
+def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
+    """The loader of this rank's batch group."""
+    return build_loader(
+        config,
+        tokenizer=parts.tokenizer,
+        processor=parts.processor,
+        position_function=parts.position_function,
+        batch_index=state.batch_index,
+        num_batches=state.config.num_batches,
+    )
+
+
+def checkpointer(recipe: Recipe) -> Checkpointer:
+    """The training state of a run, in `checkpoints/`."""
+    return Checkpointer(recipe.directory / "checkpoints", keep=recipe.checkpoint.keep)
+
+
+def export(recipe: Recipe, model, parts: DataParts) -> Path:
+    """Writes the model, and the tokenizer if it has one, to `export/`; every rank must call it."""
+    folder = recipe.directory / "export"
+    export_pretrained(model, folder, source=models.weights_folder(recipe.model))
+    if dist.get_rank() == 0:
+        for part in (parts.tokenizer, parts.processor):
+            if part is not None:
+                part.save_pretrained(folder)
+    dist.barrier()
+    return folder
+
+
+def listeners(recipe: Recipe) -> tuple[Listener, ...]:
+    """Who is told what happens: nobody on ranks other than 0."""
+    if dist.get_rank() != 0:
+        return ()
+    trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
+    return (RunLog(recipe.directory), *trackers, RunPage(recipe.directory), view(recipe.log.every))
+
+
+@contextlib.contextmanager
+def profiler(recipe: Recipe) -> Iterator[Any]:
+    """torch's profiler over the window of the recipe, its traces in `profile/`; without a window, nothing."""
+    train = recipe.train
+    if not train.profile_steps:
+        yield _NoProfile()
+        return
+    from torch.profiler import profile, schedule, tensorboard_trace_handler
+
+    first = max(0, train.profile_start - 1)
+    window = schedule(wait=max(0, first - 1), warmup=min(1, first), active=train.profile_steps, repeat=1)
+    folder = recipe.directory / "profile"
+    with profile(schedule=window, on_trace_ready=tensorboard_trace_handler(str(folder))) as running:
+        yield running
+
+
+class _NoProfile:
+    def step(self) -> None:
+        """Nothing is recorded."""
+
+
+def device_name(device: torch.device) -> str:
+    """What a device is called."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,0 +1,272 @@
+"""The training loop, and what happens around a step.
+
+trainer = Trainer(recipe, device)         # on every rank, after torch.distributed is up
+summary = trainer.run()
+
+feed.py gives the micro-batches      take_step() is forward, backward, clip, update      listeners see each record
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchgen.runtime import parallel
+from patchgen.runtime.parallel import gradients, loss, sharding, watch
+from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.expert_load import ExpertLoad
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import flops, optimizers, setup
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.feed import End, Feed, Loader, StepBatches, micro_batches_per_step, to_device
+from patchgen.runtime.train.recipe import Recipe, to_dict
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.signals import StopRequest
+
+
+class TrainingStopped(RuntimeError):
+    """The run cannot go on: too many steps in a row had gradients that are not finite."""
+
+
+class Trainer:
+    """One run on this rank. Parts are attributes: replace one before `run`.
+
+    Attributes:
+        model, optimizer, loader, state, listeners: as built from the recipe.
+        step: optimizer steps taken.
+        report: what runs where, as text.
+    """
+
+    def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
+        self.recipe, self.device, self.listeners = recipe, device, listeners
+        layout = models.parallel_config(recipe.parallel, dist.get_world_size())
+        self.num_micro_batches = micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
+        self.state = ParallelState.create(
+            layout,
+            device.type,
+            expert_capacity=recipe.parallel.expert_capacity,
+            head_groups=recipe.parallel.head_groups,
+        )
+        seed(recipe, self.state)
+        self.parts = setup.data_parts(recipe)
+        self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
+        self.model = models.build_model(recipe, self.state, device)
+        self.seams = models.configure_seams(recipe, self.model)
+        self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        self.cost = flops.model_cost(self.model)
+        self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
+        self.optimizer = optimizers.build(self.model, recipe.optim)
+        self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
+        self.checkpointer = setup.checkpointer(recipe)
+        self.step, self.skipped, self.saved_step = 0, 0, 0
+
+    # ------------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> Summary:
+        """Trains until the last step, the end of the data, or a request to stop; saves; returns what came of it."""
+        recipe, steps = self.recipe, self.recipe.train.steps
+        position = self.resume()
+        self.announce()
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
+            stack.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
+            stack.enter_context(parallel.using(self.state))
+            profiler = stack.enter_context(setup.profiler(recipe))
+            feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)
+            upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
+            while isinstance(upcoming, StepBatches):
+                started, batches = time.perf_counter(), upcoming
+                share = self.forward_backward(batches)
+                # While the device works: the next batches, and what all ranks agree on for them.
+                upcoming = feed.next() if self.step + 1 < steps else End("steps")
+                norm, rate = self.update()
+                self.step, position = self.step + 1, batches.position
+                self.record(batches, share, norm, rate, time.perf_counter() - started)
+                profiler.step()
+                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+                    self.evaluate()
+                if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
+                    self.save(position, asynchronous=recipe.checkpoint.asynchronous)
+            if self.saved_step != self.step:
+                self.save(position, asynchronous=False)
+            self.checkpointer.wait()
+        return self.finish(upcoming.reason)
+
+    def forward_backward(self, batches: StepBatches) -> Tensor:
+        """The gradients of one step; returns this rank's share of its loss, on the device."""
+        items = torch.tensor(max(1, batches.labels), device=self.device)
+        share = torch.zeros((), device=self.device)
+        last = len(batches.micro_batches) - 1
+        for index, rows in enumerate(batches.micro_batches):
+            sharding.reduce_gradients(self.model, is_last=index == last)
+            with loss.step(items, len(batches.micro_batches)):
+                part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
+                part.backward()
+            share += part.detach()
+        return share
+
+    def update(self) -> tuple[float, float]:
+        """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
+        config = self.recipe.optim
+        share = optimizers.factor(self.step, config, self.recipe.train.steps)
+        rate = optimizers.set_learning_rate(self.optimizer, share)
+        norm = gradients.clip(self.model, max_norm=config.max_grad_norm)
+        if gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite):
+            self.skipped = 0
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.skipped >= config.max_skipped:
+            raise TrainingStopped(
+                f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
+                f"{self.step + 1}. The last checkpoint is in {self.recipe.directory / 'checkpoints'}. Lower optim.lr, "
+                "lengthen optim.warmup_steps, or look at the data of these steps."
+            )
+        return float(norm), rate
+
+    # ----------------------------------------------------------------------------------------- evaluation
+
+    @torch.no_grad()
+    def evaluate(self) -> Evaluation:
+        """The mean loss per label over `eval_batches` packed batches, the same ones each time."""
+        recipe = self.recipe
+        loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+        count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
+        feed = Feed(loader, self.state, 1, self.cost)
+        started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
+        self.model.eval()
+        for _ in range(count):
+            batches = feed.next()
+            if isinstance(batches, End):
+                break
+            items = torch.tensor(max(1, batches.labels), device=self.device)
+            with loss.step(items, 1):
+                rows = to_device(batches.micro_batches[0], self.device)
+                total += self.model(**rows, num_items_in_batch=items, use_cache=False).loss * items
+            labels += batches.labels
+        self.model.train()
+        self.model.reshard()  # without a backward, the root stays gathered
+        if not labels:
+            raise ValueError("The evaluation data hold no labels (eval_data).")
+        mean = float(all_reduce(total, operation="add up the evaluation loss")) / labels
+        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=time.perf_counter() - started)
+        for listener in self.listeners:
+            listener.on_evaluation(result)
+        return result
+
+    # ------------------------------------------------------------------------------------ saving, resuming
+
+    def resume(self) -> dict[str, Any]:
+        """Continues from the newest checkpoint of the run, if there is one; returns the loader's position."""
+        latest = [self.checkpointer.latest() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(latest, src=0)  # what rank 0 sees on the disk counts for all
+        if latest[0] is None:
+            return self.loader.state_dict()
+        groups = self.optimizer.param_groups
+        wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
+        for group, options in zip(groups, wanted, strict=True):
+            group.update(options)  # the recipe decides, changed or not since then
+        # A plan of cached samples holds for any number of ranks; a stream's own position says so if it does not fit.
+        own = saved["rank"] if saved["rank"] is not None else saved["ranks"][0]
+        self.step, position = saved["step"], own["loader"]
+        self.saved_step = self.step
+        self.loader.load_state_dict(position)
+        return position
+
+    def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
+        """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
+        self.checkpointer.save(
+            self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            extra_state={"rank": {"loader": position}},
+            asynchronous=asynchronous,
+        )
+        self.saved_step = self.step
+
+    def finish(self, reason: str) -> Summary:
+        """Exports what was trained, unless the run was stopped before its end."""
+        folder = None
+        if reason != "stop" and self.recipe.checkpoint.export:
+            folder = setup.export(self.recipe, self.model, self.parts)
+        summary = Summary(
+            steps=self.step,
+            reason=reason,
+            directory=str(self.recipe.directory),
+            export=str(folder) if folder else None,
+            data=self.loader.counters.summary(),
+        )
+        for listener in self.listeners:
+            listener.on_end(summary)
+        return summary
+
+    # -------------------------------------------------------------------------------------------- records
+
+    def announce(self) -> None:
+        """Tells the listeners what is about to run."""
+        start = RunStart(
+            name=self.recipe.name,
+            directory=str(self.recipe.directory),
+            steps=self.recipe.train.steps,
+            first_step=self.step,
+            devices=dist.get_world_size(),
+            device=setup.device_name(self.device),
+            parameters=self.cost.parameters,
+            active_parameters=self.cost.active,
+            report=self.report,
+            recipe=to_dict(self.recipe),
+        )
+        for listener in self.listeners:
+            listener.on_start(start)
+
+    def record(self, batches: StepBatches, share: Tensor, norm: float, rate: float, seconds: float) -> None:
+        """Hands the figures of a step to the listeners. Every rank takes part in the sums."""
+        total = float(all_reduce(share, operation="add up the loss"))
+        devices = dist.get_world_size()
+        tflops = batches.flops / seconds / devices / 1e12
+        record = StepRecord(
+            step=self.step,
+            loss=total,
+            grad_norm=norm,
+            lr=rate,
+            tokens=batches.tokens,
+            labels=batches.labels,
+            seconds=seconds,
+            tokens_per_second_per_device=batches.tokens / seconds / devices,
+            tflops=tflops,
+            mfu=tflops / self.peak_tflops if self.peak_tflops else None,
+            peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+            expert_load=self.expert_load(),
+            skipped=not math.isfinite(norm),
+        )
+        for listener in self.listeners:
+            listener.on_step(record)
+
+    def expert_load(self) -> float | None:
+        """Slots of the busiest expert of any layer, as a multiple of the even share; read every `log.every` steps."""
+        if self.load is None or self.step % self.recipe.log.every:
+            return None
+        counts = self.load.read().values()
+        return max((float(count.max() / count.float().mean()) for count in counts), default=None)
+
+
+# ---------------------------------------------------------------------------------------------- randomness
+
+
+def seed(recipe: Recipe, state: ParallelState) -> None:
+    """Seeds every generator of this rank. SP ranks share a batch, not their dropout."""
+    number = recipe.train.seed + dist.get_rank()
+    random.seed(number)
+    numpy.random.seed(number % 2**32)
+    torch.manual_seed(number)
+    torch.use_deterministic_algorithms(recipe.train.deterministic, warn_only=True)

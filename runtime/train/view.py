@@ -1,0 +1,160 @@
+"""What the terminal shows: a live panel on a terminal, a line per step elsewhere.
+
+step   120/1000   loss 3.2145   norm 0.87   lr 9.1e-05   45.1k tok/s/GPU   412 TFLOP/s   MFU 41.7 %   62 GiB   ...
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+
+BARS = " ▁▂▃▄▅▆▇█"
+ENDINGS = {
+    "steps": "all steps taken",
+    "data": "the data ended",
+    "stop": "stopped as asked; the same command continues it",
+}
+
+
+class Clock:
+    """How long the rest takes, by the median of the last steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.seconds = steps, []
+
+    def left(self, record: StepRecord) -> str:
+        self.seconds = [*self.seconds[-49:], record.seconds]
+        median = sorted(self.seconds)[len(self.seconds) // 2]
+        minutes, seconds = divmod(round(median * (self.steps - record.step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+class PlainView(Listener):
+    """A line per step: for logs, pipes and CI."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+
+    def on_start(self, start: RunStart) -> None:
+        self._clock = Clock(start.steps)
+        print(headline(start) + "\n" + start.report, flush=True)
+
+    def on_step(self, record: StepRecord) -> None:
+        left = self._clock.left(record)
+        if record.step % self.every == 0 or record.skipped:
+            print("   ".join(f"{name} {value}" for name, value in cells(record, self._clock.steps, left)), flush=True)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        print(
+            f"step {evaluation.step}   evaluation loss {evaluation.loss:.4f}   {evaluation.labels} labels", flush=True
+        )
+
+    def on_end(self, summary: Summary) -> None:
+        print(ending(summary), flush=True)
+
+
+class LiveView(Listener):
+    """A panel that is drawn again each step, with the loss as a line of bars."""
+
+    def __init__(self, every: int = 1) -> None:
+        self.every = every
+        self._losses: list[float] = []
+        self._evaluation: Evaluation | None = None
+
+    def on_start(self, start: RunStart) -> None:
+        self._start, self._clock = start, Clock(start.steps)
+        self._console = Console()
+        self._console.print(headline(start), highlight=False)
+        self._console.print(start.report, highlight=False, markup=False)
+        self._progress = Progress(
+            TextColumn("step"), BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}"), expand=True
+        )
+        self._task = self._progress.add_task("", total=start.steps, completed=start.first_step)
+        self._live = Live(console=self._console, auto_refresh=False)
+        self._live.start()
+
+    def on_step(self, record: StepRecord) -> None:
+        left = self._clock.left(record)
+        self._losses.append(record.loss)
+        if record.step % self.every:
+            return
+        self._progress.update(self._task, completed=record.step)
+        table = Table.grid(expand=True, padding=(0, 2))
+        shown = cells(record, self._start.steps, left)[1:]
+        for row in (shown[:5], shown[5:]):
+            table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
+        width = max(20, self._console.width - 6)
+        parts = [self._progress, table, Text(bars(self._losses, width), style="cyan")]
+        if self._evaluation is not None:
+            parts.append(Text(f"evaluation at step {self._evaluation.step}: loss {self._evaluation.loss:.4f}"))
+        self._live.update(Panel(Group(*parts), title=self._start.name), refresh=True)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._evaluation = evaluation
+
+    def on_end(self, summary: Summary) -> None:
+        self._live.stop()
+        self._console.print(ending(summary), highlight=False)
+
+
+def view(every: int) -> Listener:
+    """The live view on a terminal, the plain one elsewhere."""
+    return LiveView(every) if sys.stdout.isatty() else PlainView(every)
+
+
+def headline(start: RunStart) -> str:
+    """One line on what runs."""
+    return (
+        f"{start.name}: {start.parameters / 1e6:,.1f} M parameters, {start.active_parameters / 1e6:,.1f} M of them "
+        f"active per token, on {start.devices} x {start.device}; in {start.directory}"
+        + (f", continued after step {start.first_step}" if start.first_step else "")
+        + time.strftime(", %Y-%m-%d %H:%M:%S")
+    )
+
+
+def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
+    """The figures of a step as (name, text)."""
+    found = [
+        ("step", f"{record.step:>5}/{steps}"),
+        ("loss", f"{record.loss:.4f}"),
+        ("norm", f"{record.grad_norm:.3f}" + (" SKIPPED" if record.skipped else "")),
+        ("lr", f"{record.lr:.2e}"),
+        ("tok/s/device", f"{record.tokens_per_second_per_device:,.0f}"),
+        ("TFLOP/s", f"{record.tflops:.3g}"),
+    ]
+    if record.mfu is not None:
+        found.append(("MFU", f"{record.mfu:.1%}"))
+    if record.peak_memory_gib is not None:
+        found.append(("peak", f"{record.peak_memory_gib:.1f} GiB"))
+    if record.expert_load is not None:
+        found.append(("busiest expert", f"{record.expert_load:.1f}x"))
+    found.append(("left", left))
+    return found
+
+
+def ending(summary: Summary) -> str:
+    """One line on how it ended, and where things are."""
+    where = f"   export: {summary.export}" if summary.export else ""
+    return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}"
+
+
+def bars(values: list[float], width: int) -> str:
+    """The values as bars in one line, the latest on the right; many are averaged into one bar."""
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    per_bar = -(-len(finite) // width)
+    means = [sum(part) / len(part) for part in (finite[i : i + per_bar] for i in range(0, len(finite), per_bar))]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in means)

@@ -1,0 +1,149 @@
+"""What each rank does in the tests of checkpoints; see test_checkpoints.py."""
+
+from __future__ import annotations
+
+import copy
+
+import cases_models
+import cases_sequence
+import torch
+import torch.distributed as dist
+
+from patchgen.runtime import attention, parallel
+from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, load_pretrained
+from patchgen.runtime.parallel import loss, sharding
+from patchgen.runtime.verify.parallel_coverage import generated_class
+from patchgen.runtime.verify.small_config import small_config
+
+
+def meta_model(head: str, file: str):
+    """A generated class of a small config, on the meta device."""
+    cls = generated_class(head, file)
+    config = copy.deepcopy(small_config(cls.config_class).config)
+    with torch.device("meta"):
+        return cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+
+
+def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple[int, int]:
+    """Loads a checkpoint into a sharded model and exports it; returns the bytes read and those of this rank's parts."""
+    model = meta_model(head, file)
+    plan = sharding.own_plan(model)
+    counts = {model.get_parameter(path).shape[0] for path in plan}
+    fits = plan and all(count % ep == 0 for count in counts)
+    state = cases_sequence.state_of(ep=ep if fits else 1)
+    sharding.shard_model(model, state)
+    report = load_pretrained(model, source)
+    parts = {
+        tensor.data_ptr(): tensor.numel() * tensor.element_size()
+        for tensor in (t.to_local() if hasattr(t, "to_local") else t for t in model.state_dict().values())
+    }
+    export_pretrained(model, target, source=source, max_file=100_000)
+    return report.num_bytes, sum(parts.values())
+
+
+def load_fails(head: str, file: str, source: str) -> str:
+    """The message that this rank gets."""
+    model = meta_model(head, file)
+    sharding.shard_model(model, cases_sequence.state_of())
+    try:
+        load_pretrained(model, source)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def export_fails(head: str, file: str, source: str, target: str) -> str:
+    """The message that this rank gets where no file can be written."""
+    model = meta_model(head, file)
+    sharding.shard_model(model, cases_sequence.state_of())
+    load_pretrained(model, source)
+    try:
+        export_pretrained(model, target)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:
+    """A head that the checkpoint lacks, gathered."""
+    model = meta_model(head, file)
+    sharding.shard_model(model, cases_sequence.state_of())
+    load_pretrained(model, source, allow_missing=["lm_head.*"])
+    return model.lm_head.weight.detach().full_tensor()
+
+
+def train(
+    name: str, directory: str, *, steps: int, save_at: int = 0, resume: bool = False, **layout
+) -> tuple[list[float], int]:
+    """Losses of a run; from the newest checkpoint with `resume`, then built on the meta device as users do."""
+    attention.register()
+    state = cases_sequence.state_of(**layout)
+    model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
+    if resume:
+        model = cases_models._on_meta(model)
+    sharding.shard_model(model, state)
+    if resume:
+        sharding.materialise(model, "cpu")
+    optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    checkpointer = Checkpointer(directory)
+    first = 0
+    if resume:
+        saved = checkpointer.load(model=model, optimizer=optimizer, scheduler=scheduler)
+        first = saved["shared"]["next"]
+        assert (saved["rank"] is None) == (saved["world"] != dist.get_world_size())
+        assert [one["rank"] for one in saved["ranks"]] == list(range(saved["world"]))
+    losses = []
+    for step in range(first, steps):
+        inputs = cases_models.own_part(step, False, state, 0, 1)
+        items = loss.count_items([inputs], "cpu")
+        with parallel.using(state), loss.step(items):
+            share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            share.backward()
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        losses.append(float(total))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step + 1 == save_at:
+            extra = {"shared": {"next": step + 1}, "rank": {"rank": dist.get_rank()}}
+            checkpointer.save(step + 1, model=model, optimizer=optimizer, scheduler=scheduler, extra_state=extra)
+    checkpointer.wait()
+    return losses, first
+
+
+def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> str:
+    """A save in which one rank's file cannot be written: every rank hears of it, and the next save works."""
+    import pathlib
+
+    from patchgen.runtime.checkpoint import train_state
+
+    attention.register()
+    model = cases_models.build(name, generated=True, attention_name="patchgen_eager")
+    sharding.shard_model(model, cases_sequence.state_of())
+    checkpointer = Checkpointer(directory)
+    checkpointer.save(1, model=model)
+    checkpointer.wait()
+    write, rank = train_state._write_file, dist.get_rank()
+
+    def full(file: pathlib.Path, data: bytes) -> None:
+        if rank == rank_that_fails and file.name.startswith("rank-"):
+            raise OSError(28, "No space left on device", str(file))
+        write(file, data)
+
+    train_state._write_file = full
+    try:
+        checkpointer.save(2, model=model)
+        checkpointer.wait()
+    except CheckpointError as error:
+        text = str(error)
+    else:
+        text = ""
+    finally:
+        train_state._write_file = write
+    assert checkpointer.complete() == [1]
+    checkpointer.save(3, model=model)
+    checkpointer.wait()
+    assert checkpointer.complete() == [1, 3]
+    return text

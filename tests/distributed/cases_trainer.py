@@ -1,0 +1,59 @@
+"""What each rank does in the tests of the trainer; see test_trainer.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from patchgen.runtime.train import setup
+from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.train.records import Listener, StepRecord, Summary
+from patchgen.runtime.train.trainer import Trainer
+
+
+class Kept(Listener):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def on_step(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+
+def train(values: dict) -> tuple[list[float], list[float], Summary]:
+    """Losses, gradient norms and the end of a whole run on these ranks."""
+    kept = Kept()
+    trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
+    summary = trainer.run()
+    return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+def global_rows(values: dict, count: int) -> list[dict]:
+    """The first micro-batches of the run, whole, as one rank sees them."""
+    from patchgen.runtime.data import build_loader
+
+    recipe = from_dict(values)
+    parts = setup.data_parts(recipe)
+    loader = build_loader(recipe.data, tokenizer=parts.tokenizer, batch_index=0, num_batches=1)
+    return [next(loader) for _ in range(count)]
+
+
+def recipe_of(folder: Path, **changes: dict) -> dict:
+    """A small recipe on real text, its weights in `folder/start`, its run in `folder/run`; sections may be changed."""
+    values = {
+        "model": {"source": str(folder / "start")},
+        "data": {
+            "sources": [{"path": str(folder / "text.jsonl")}],
+            "tokens_per_batch": 64,
+            "cache_dir": str(folder / "cache"),
+        },
+        "optim": {"lr": 3e-3, "weight_decay": 0.1, "warmup_steps": 3, "schedule": "cosine", "max_grad_norm": 0.5},
+        "train": {"steps": 6, "batches_per_step": 4},
+        "checkpoint": {"export": False},
+        "log": {"directory": str(folder / "run")},
+    }
+    for section, fields in changes.items():
+        values[section] = {**values.get(section, {}), **fields}
+    return values

@@ -1,0 +1,150 @@
+"""Checkpoints on real ranks: in from upstream's own files, out to plain transformers, resumed on other layouts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cases_checkpoints as cases
+import cases_models
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from patchgen.runtime import registry
+from patchgen.runtime.checkpoint import export_run, fingerprint
+from patchgen.runtime.verify.model_pair import perturb
+from patchgen.runtime.verify.ranks import RankPool
+from patchgen.runtime.verify.small_config import small_config
+
+FEW = ("qwen3_moe", "gpt_oss", "mixtral", "qwen3_omni_moe")
+MODELS = tuple(model.name for model in registry.generated_models())
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    pool = RankPool(1)
+    yield pool
+    pool.close()
+
+
+def upstream_checkpoint(name: str, folder: Path) -> tuple[str, str]:
+    """Made-up weights, saved by upstream's own class in several files; the class's name and the generated file."""
+    model = registry.find_model(name)
+    head = model.heads[0]
+    upstream = getattr(importlib.import_module(model.upstream_module), head)
+    config = small_config(upstream.config_class).config
+    torch.manual_seed(0)
+    original = upstream._from_config(config, dtype=torch.float32)
+    perturb(original)
+    original.save_pretrained(folder, max_shard_size="100KB")
+    return head, str(model.file)
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def plain_transformers(head: str, original: Path, *exports: Path) -> None:
+    """Compares in a process without patchgen."""
+    script = Path(__file__).with_name("plain_transformers.py")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    command = [sys.executable, "-P", str(script), head, str(original), *map(str, exports)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+    assert done.returncode == 0 and done.stdout.split()[-1:] == ["same"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
+def test_from_upstream_over_ranks_to_plain_transformers(name, tmp_path, one_rank, two_ranks, four_ranks):
+    """1, 2 and 4 ranks (EP 2, FSDP2): the export is upstream's checkpoint, key by key and bit by bit."""
+    head, file = upstream_checkpoint(name, tmp_path / "original")
+    expected = tensors(tmp_path / "original")
+    exports = []
+    for pool, ep in ((one_rank, 1), (two_ranks, 1), (two_ranks, 2), (four_ranks, 2)):
+        exports.append(tmp_path / f"export-{pool.world}-{ep}")
+        for read, own in pool.run(cases.round_trip, head, file, str(tmp_path / "original"), str(exports[-1]), ep):
+            assert read <= 1.05 * own, f"a rank that holds {own} bytes read {read}"
+        got = tensors(exports[-1])
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[key], expected[key]) for key in expected)
+    assert len(list(exports[-1].glob("*.safetensors"))) > 1
+    plain_transformers(head, tmp_path / "original", *exports[-1:] if name in FEW else exports)
+
+
+def test_resume_on_fewer_ranks(tmp_path, one_rank, two_ranks, four_ranks):
+    """EP 2 x FSDP 2 -> FSDP 2 -> one rank -> SP 2 x EP 2: the loss curve of the run that was left alone."""
+    expected, _ = four_ranks.run(cases.train, "qwen3_moe", str(tmp_path), steps=6, save_at=3, ep=2)[0]
+    bitwise, first = four_ranks.run(cases.train, "qwen3_moe", str(tmp_path), steps=6, resume=True, ep=2)[0]
+    assert first == 3 and bitwise == expected[3:]
+    for pool, layout in (
+        (two_ranks, {}), (one_rank, {}), (two_ranks, {"ep": 2, "sp": 2}), (four_ranks, {"dp_replicate": 2, "ep": 2}),
+    ):  # fmt: skip
+        got, _ = pool.run(cases.train, "qwen3_moe", str(tmp_path), steps=6, resume=True, **layout)[0]
+        for mine, theirs in zip(got, expected[3:], strict=True):
+            assert abs(mine - theirs) < 1e-5 * theirs, (pool.world, layout, got, expected)
+
+
+def test_resume_on_more_ranks(tmp_path, one_rank, four_ranks):
+    """Tied embeddings; one rank -> four, ranks 1 to 3 with generators of their own."""
+    expected, _ = one_rank.run(cases.train, "llama", str(tmp_path), steps=5, save_at=2)[0]
+    got, _ = four_ranks.run(cases.train, "llama", str(tmp_path), steps=5, resume=True)[0]
+    for mine, theirs in zip(got, expected[2:], strict=True):
+        assert abs(mine - theirs) < 1e-5 * theirs
+
+
+def test_a_run_is_exported_as_its_original_was(tmp_path, four_ranks):
+    """From the training checkpoint of four ranks, offline: the same fingerprints, and upstream loads it."""
+    original = cases_models.build("mixtral", generated=False, attention_name="eager")
+    four_ranks.run(cases.train, "mixtral", str(tmp_path / "run"), steps=1, save_at=1, ep=2)
+    export_run(tmp_path / "run", tmp_path / "export", max_file=50_000)
+    assert fingerprint(tmp_path / "export") == fingerprint(tmp_path / "run")
+    loaded, info = type(original).from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    trained = torch.cat([p.detach().flatten() for p in loaded.parameters()])
+    before = torch.cat([p.detach().flatten() for p in original.parameters()])
+    assert 0 < (trained - before).abs().max() < 2.1e-3  # one step of AdamW with a rate of 1e-3
+
+
+def test_a_bad_file_is_an_error_on_every_rank(tmp_path, two_ranks):
+    head, file = upstream_checkpoint("qwen3", tmp_path)
+    victim = sorted(tmp_path.glob("*.safetensors"))[0]
+    whole = victim.read_bytes()
+    victim.write_bytes(whole[:-8])
+    for text in two_ranks.run(cases.load_fails, head, file, str(tmp_path)):
+        assert f"in {victim.name} ends at byte" in text
+    victim.write_bytes(whole[:-4] + b"\xff\xff\xff\x7f")  # NaN, in the last element of the last tensor: of one rank
+    texts = two_ranks.run(cases.load_fails, head, file, str(tmp_path))
+    assert texts[0] == texts[1] and f"in {victim} holds NaN" in texts[0] and "rank " in texts[0]
+
+
+def test_an_export_that_cannot_be_written(tmp_path, two_ranks):
+    head, file = upstream_checkpoint("qwen3", tmp_path / "original")
+    (tmp_path / "target").write_text("a file where the folder should be")
+    texts = two_ranks.run(cases.export_fails, head, file, str(tmp_path / "original"), str(tmp_path / "target"))
+    assert all("target could not be written" in text and "File exists" in text for text in texts)
+
+
+def test_new_parts_are_the_same_on_any_number_of_ranks(tmp_path, one_rank, two_ranks):
+    from safetensors.torch import save_file
+
+    head, file = upstream_checkpoint("qwen3", tmp_path / "original")
+    kept = {key: tensor for key, tensor in tensors(tmp_path / "original").items() if key != "lm_head.weight"}
+    (tmp_path / "headless").mkdir()
+    save_file(kept, tmp_path / "headless" / "model.safetensors")
+    one = one_rank.run(cases.initialised_parts, head, file, str(tmp_path / "headless"))[0]
+    two = two_ranks.run(cases.initialised_parts, head, file, str(tmp_path / "headless"))
+    assert torch.equal(one, two[0]) and torch.equal(one, two[1]) and one.std() > 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_on_one_rank_fails_on_all(rank, tmp_path, two_ranks):
+    texts = two_ranks.run(cases.one_rank_cannot_write, "qwen3", str(tmp_path), rank)
+    assert all(f"rank {rank}: OSError: [Errno 28] No space left on device" in text for text in texts)

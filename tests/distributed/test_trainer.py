@@ -1,0 +1,129 @@
+"""A recipe on one rank, on four in several layouts, and a plain loop around upstream's model: the same curve.
+
+The plain loop uses nothing of the runtime but the packed rows themselves: transformers' model in fp32 with its own loss,
+torch's AdamW and clipping, and a schedule written out again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import cases_trainer as cases
+import pytest
+import torch
+
+LAYOUTS = {
+    "FSDP": {},
+    "EP2": {"ep": 2},
+    "SP2": {"sp": 2},
+    "EP4 x SP2": {"ep": 4, "sp": 2},
+    "replicas, EP2": {"dp_replicate": 2, "ep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Weights and tokenizer as upstream saves them, and text: files of the standard library."""
+    import ast
+    import sysconfig
+
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from patchgen.runtime.data import DataConfig, SourceConfig, train_tokenizer
+
+    place = tmp_path_factory.mktemp("trainer")
+    sources = [Path(sysconfig.get_path("stdlib")) / f"{name}.py" for name in ("ast", "bisect", "heapq", "shelve")]
+    with (place / "text.jsonl").open("w") as file:
+        for source in sources:
+            for node in ast.parse(text := source.read_text()).body:
+                file.write(json.dumps({"text": ast.get_source_segment(text, node)}) + "\n")
+    data = DataConfig(sources=(SourceConfig(str(place / "text.jsonl")),), cache_dir=str(place / "cache"))
+    train_tokenizer(data, vocab_size=300).save_pretrained(place / "start")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        initializer_range=0.1,
+        use_cache=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(place / "start")
+    return place
+
+
+def plain_loop(folder: Path, steps: int, rows: list[dict]) -> list[float]:
+    """Thirty lines of transformers and torch: the losses before each update."""
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager").train()
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in range(steps):
+        documents = []
+        for row in rows[4 * step : 4 * step + 4]:
+            bounds = row["cu_seq_lens_q"].tolist()
+            documents += [row["input_ids"][:, a:b] for a, b in itertools.pairwise(bounds)]
+        count = sum(ids.shape[1] - 1 for ids in documents)
+        total = 0.0
+        for ids in documents:
+            if ids.shape[1] > 1:  # unpacked: each document is a row of its own
+                loss = model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) / count
+                loss.backward()
+                total += float(loss.detach())
+        done = (step - 3) / (steps - 3)
+        share = (step + 1) / 3 if step < 3 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * share
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def curves(folder: Path, tmp_path: Path, steps: int, layouts: dict, one_rank, four_ranks) -> dict[str, list[float]]:
+    """The losses of each layout, and those of one rank and of the plain loop."""
+    found = {}
+    for name, layout in {"one rank": {}, **layouts}.items():
+        run = {"log": {"directory": str(tmp_path / name)}, "train": {"steps": steps, "batches_per_step": 4}}
+        values = cases.recipe_of(folder, parallel=layout, **run)
+        found[name] = (one_rank if name == "one rank" else four_ranks).run(cases.train, values, timeout=900)[0][0]
+    rows = one_rank.run(cases.global_rows, values, 4 * steps)[0]
+    found["transformers"] = plain_loop(folder, steps, rows)
+    return found
+
+
+def compare(found: dict[str, list[float]]) -> None:
+    expected = found.pop("transformers")
+    assert expected[-1] < expected[0] - 0.1, "the curve must fall, or equality says little"
+    for name, losses in found.items():
+        worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        print(
+            f"{name}: {len(losses)} steps, {losses[0]:.4f} to {losses[-1]:.4f}, furthest from transformers {worst:.1e}"
+        )
+        assert worst < 1e-4, (name, worst, losses, expected)
+
+
+def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
+    layouts = {name: LAYOUTS[name] for name in ("EP2", "EP4 x SP2")}
+    compare(curves(folder, tmp_path, 6, layouts, one_rank, four_ranks))
+
+
+@pytest.mark.slow
+def test_fifty_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
+    compare(curves(folder, tmp_path, 50, LAYOUTS, one_rank, four_ranks))

@@ -1,0 +1,223 @@
+"""Weights from every layout into one process; what does not fit is listed whole."""
+
+from __future__ import annotations
+
+import pytest
+import small_models
+import torch
+
+from patchgen.runtime.checkpoint import CheckpointError, load_pretrained
+from patchgen.runtime.checkpoint.layout import Origin
+
+
+@pytest.fixture(scope="module")
+def original():
+    """A model of the generated class with weights of its own."""
+    return small_models.build(small_models.generated_class(), small_models.moe_config())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(original, tmp_path_factory):
+    """Its weights as upstream saves them: one key per expert, several files."""
+    from transformers import Qwen3MoeForCausalLM
+
+    folder = tmp_path_factory.mktemp("upstream")
+    upstream = small_models.build(Qwen3MoeForCausalLM, small_models.moe_config())
+    upstream.load_state_dict(original.state_dict())
+    upstream.save_pretrained(folder, max_shard_size="10KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def empty(dtype=None, **more):
+    """A generated model on the meta device."""
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(**more), device="meta")
+    return model.to(dtype) if dtype else model
+
+
+def require_equal(model, expected, dtype=torch.float32):
+    wanted = expected.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, wanted[name].to(dtype)), name
+    buffers = dict(expected.named_buffers())
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", small_models.LAYOUTS)
+def test_every_layout(layout, original, checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
+    model = empty()
+    report = load_pretrained(model, folder)
+    require_equal(model, original)
+    assert report.num_tensors == len(model.state_dict())
+    assert report.num_bytes == sum(t.numel() * 4 for t in model.state_dict().values())
+
+
+def test_files_as_upstream_shards_them(original, checkpoint):
+    model = empty()
+    load_pretrained(model, checkpoint)
+    require_equal(model, original)
+
+
+def test_into_memory_that_is_there(original, checkpoint):
+    """In place: the parameters of an optimizer stay the same objects."""
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(), seed=5)
+    before = dict(model.named_parameters())
+    load_pretrained(model, checkpoint)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    require_equal(model, original)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_values_are_cast_to_the_dtype_of_the_model(dtype, original, checkpoint):
+    model = empty(dtype)
+    load_pretrained(model, checkpoint)
+    wanted = original.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, wanted[name].to(dtype)), name
+
+
+def test_a_model_of_transformers_itself(original, checkpoint):
+    from transformers import Qwen3MoeForCausalLM
+
+    model = small_models.build(Qwen3MoeForCausalLM, small_models.moe_config(), device="meta")
+    load_pretrained(model, checkpoint)
+    require_equal(model, original)
+
+
+def test_a_base_model_loads_the_checkpoint_of_a_head(original, checkpoint):
+    from transformers import Qwen3MoeModel
+
+    model = small_models.build(Qwen3MoeModel, small_models.moe_config(), device="meta")
+    with pytest.raises(CheckpointError, match="unexpected: lm_head.weight"):
+        load_pretrained(model, checkpoint)
+    load_pretrained(model, checkpoint, allow_unexpected=["lm_head.*"])
+    require_equal(model, original.model)
+
+
+def test_everything_that_does_not_fit_is_in_one_error(checkpoint, tmp_path):
+    def change(found):
+        del found["model.norm.weight"]
+        del found["model.layers.1.mlp.experts.2.up_proj.weight"]
+        found["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(5, 16)
+        found["model.extra.weight"] = torch.zeros(3)
+        return found
+
+    folder = small_models.rewrite(checkpoint, tmp_path / "broken", change)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(empty(), folder)
+    text = str(caught.value)
+    assert "missing: model.norm.weight [16]" in text
+    assert "model.layers.1.mlp.experts.gate_up_proj cannot be made of" in text
+    assert "Missing: model.layers.1.mlp.experts.2.up_proj.weight." in text
+    assert "model.layers.0.self_attn.q_proj.weight is [16, 16] in the model, [5, 16] in the checkpoint" in text
+    assert "unexpected: model.extra.weight [3] in model.safetensors" in text
+    assert len(caught.value.problems) == 4
+
+
+def test_a_failed_check_changes_nothing(checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / "less", lambda found: found | {"more": torch.zeros(1)})
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(), seed=7)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="unexpected: more"):
+        load_pretrained(model, folder)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_new_parts_are_initialised_when_that_is_asked_for(original, checkpoint, tmp_path):
+    folder = small_models.rewrite(
+        checkpoint, tmp_path / "headless", lambda found: {n: t for n, t in found.items() if n != "lm_head.weight"}
+    )
+    with pytest.raises(CheckpointError, match=r"missing: lm_head.weight \[31, 16\]"):
+        load_pretrained(empty(), folder)
+    first, second, other = empty(), empty(), empty()
+    report = load_pretrained(first, folder, allow_missing=["lm_head.*"])
+    load_pretrained(second, folder, allow_missing=["lm_head.*"])
+    load_pretrained(other, folder, allow_missing=["lm_head.*"], seed=1)
+    assert report.initialised == ("lm_head.weight",)
+    assert "initialised, not loaded: lm_head.weight" in str(report)
+    assert 0.01 < first.lm_head.weight.std() < 0.03  # initializer_range is 0.02
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
+    assert torch.equal(first.model.norm.weight, original.model.norm.weight)
+
+
+def test_tied_weights(original, checkpoint, tmp_path):
+    """One of the two suffices; two that differ are no tied model."""
+
+    def untie(found):
+        return {name: tensor for name, tensor in found.items() if name != "lm_head.weight"}
+
+    folder = small_models.rewrite(checkpoint, tmp_path / "tied", untie)
+    model = empty(tie_word_embeddings=True)
+    load_pretrained(model, folder)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert torch.equal(model.lm_head.weight, original.model.embed_tokens.weight)
+
+    def only_head(found):
+        found = dict(found)
+        found["lm_head.weight"] = found.pop("model.embed_tokens.weight")
+        return found
+
+    model = empty(tie_word_embeddings=True)
+    load_pretrained(model, small_models.rewrite(checkpoint, tmp_path / "head", only_head))
+    assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight)
+    with pytest.raises(CheckpointError, match="lm_head.weight and model.embed_tokens.weight are one tied"):
+        load_pretrained(empty(tie_word_embeddings=True), checkpoint)
+
+
+def test_nan_is_named_with_file_and_key(checkpoint, tmp_path):
+    def change(found):
+        found["model.layers.0.mlp.experts.1.down_proj.weight"][3, 2] = float("nan")
+        return found
+
+    folder = small_models.rewrite(checkpoint, tmp_path / "nan", change)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(empty(), folder)
+    assert f"model.layers.0.mlp.experts.1.down_proj.weight in {folder / 'model.safetensors'} holds NaN" in str(
+        caught.value
+    )
+
+
+def test_infinity_is_no_nan(checkpoint, tmp_path):
+    """Their sum is NaN, which is what is looked at first."""
+
+    def change(found):
+        found["model.norm.weight"][:2] = torch.tensor([float("inf"), float("-inf")])
+        return found
+
+    load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "inf", change))
+
+
+def test_another_model_type_is_refused(checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / "other", lambda found: found)
+    small_models.change_config(folder, model_type="llama")
+    with pytest.raises(CheckpointError, match="is of model type 'llama'; Qwen3MoeForCausalLM is of type 'qwen3_moe'"):
+        load_pretrained(empty(), folder)
+
+
+def test_quantised_checkpoints_are_refused(checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / "fp8", lambda found: found)
+    small_models.change_config(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match=r"quantised weights \(fp8\)"):
+        load_pretrained(empty(), folder)
+
+
+def test_the_same_weights_given_twice(checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / "twice", lambda found: found | small_models.stacked(found))
+    with pytest.raises(CheckpointError, match="experts.gate_up_proj is given twice: by .* and by"):
+        load_pretrained(empty(), folder)
+
+
+def test_the_origin_keeps_one_key_of_a_kind():
+    keys = {
+        f"model.layers.{layer}.experts.{expert}.w{part}": (2, 3)
+        for layer in (0, 1)
+        for expert in (0, 1)
+        for part in (1, 2)
+    }
+    origin = Origin.of("there", keys)
+    assert origin.shapes == {"model.layers.0.experts.0.w1": (2, 3), "model.layers.0.experts.0.w2": (2, 3)}
+    assert Origin.from_json(origin.to_json()) == origin

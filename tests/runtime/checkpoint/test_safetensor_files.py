@@ -1,0 +1,138 @@
+"""Boxes read by us against tensors read by the safetensors library; files that are damaged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from patchgen.runtime.checkpoint import CheckpointError, safetensor_files
+from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.writing import Output, plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("files")
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "three": torch.randn(7, 5, 6, generator=generator).bfloat16(),
+        "two": torch.randn(9, 4, generator=generator),
+        "one": torch.randn(11, generator=generator),
+        "none": torch.tensor(3.5),
+        "whole": torch.arange(12).view(3, 4),
+        "flag": torch.tensor([True, False]),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@given(st.sampled_from(["three", "two", "one", "none", "whole", "flag"]), st.data())
+@settings(max_examples=80, deadline=None)
+def test_boxes(folder, name, data):
+    stored = read_folder(folder)[name]
+    whole = load_file(folder / "model.safetensors")[name]
+    box = []
+    for size in whole.shape:
+        start = data.draw(st.integers(0, size - 1))
+        box.append((start, data.draw(st.integers(start + 1, size))))
+    expected = whole[tuple(slice(*bounds) for bounds in box)]
+    dtype = data.draw(st.sampled_from([whole.dtype, torch.float64]))
+    out = torch.zeros(expected.shape, dtype=dtype)
+    if expected.ndim > 1 and data.draw(st.booleans()):
+        out = torch.zeros(*expected.shape[::-1], dtype=dtype).permute(*range(expected.ndim)[::-1])
+    # Small limits reach the paths that large tensors take.
+    before = safetensor_files.STAGING, safetensor_files.SHORT_RUN
+    safetensor_files.STAGING, safetensor_files.SHORT_RUN = data.draw(st.sampled_from([(1 << 20, 1 << 16), (64, 8)]))
+    try:
+        with FileReader() as reader:
+            reader.read(stored, tuple(box), out)
+    finally:
+        safetensor_files.STAGING, safetensor_files.SHORT_RUN = before
+    assert torch.equal(out, expected.to(dtype))
+
+
+def test_only_the_bytes_of_the_box_are_read(folder):
+    stored = read_folder(folder)["three"]
+    with FileReader() as reader:
+        reader.read(stored, ((2, 4), (0, 5), (0, 6)), torch.empty(2, 5, 6, dtype=torch.bfloat16))
+        assert reader.bytes_read == 2 * 5 * 6 * 2
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    save_file({"a": torch.ones(4, 4)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(4, 4), "c": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    weight_map = {"a": "model-00001-of-00002.safetensors"}
+    weight_map |= dict.fromkeys(("b", "c"), "model-00002-of-00002.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def test_a_sharded_folder(sharded):
+    assert sorted(read_folder(sharded)) == ["a", "b", "c"]
+
+
+def test_every_damage_is_listed_with_file_and_key(sharded):
+    (sharded / "model-00001-of-00002.safetensors").unlink()
+    second = sharded / "model-00002-of-00002.safetensors"
+    second.write_bytes(second.read_bytes()[:-20])
+    with pytest.raises(CheckpointError) as caught:
+        read_folder(sharded)
+    text = str(caught.value)
+    assert "model-00001-of-00002.safetensors is missing" in text
+    assert "1 keys are lost: a" in text
+    assert "b in model-00002-of-00002.safetensors ends at byte" in text
+
+
+def test_a_key_that_is_not_where_the_index_says(sharded):
+    index = sharded / "model.safetensors.index.json"
+    fields = json.loads(index.read_text())
+    fields["weight_map"] |= {"d": "model-00001-of-00002.safetensors"}
+    del fields["weight_map"]["c"]
+    index.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError) as caught:
+        read_folder(sharded)
+    assert "says that d is in model-00001-of-00002.safetensors; it is not" in str(caught.value)
+    assert "model-00002-of-00002.safetensors holds c, which" in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 4, 30])
+def test_a_file_that_is_cut_in_its_header(sharded, length):
+    first = sharded / "model-00001-of-00002.safetensors"
+    first.write_bytes(first.read_bytes()[:length])
+    with pytest.raises(CheckpointError, match="model-00001-of-00002.safetensors is truncated in its header"):
+        read_folder(sharded)
+
+
+def test_quantised_weights_are_refused_by_name(tmp_path):
+    save_file({"w": torch.ones(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="w in model.safetensors has the dtype F8_E4M3: quantised"):
+        read_folder(tmp_path)
+
+
+def test_other_formats_are_named(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"neither .* It has pytorch_model.bin: save these as safetensors"):
+        read_folder(tmp_path)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        read_folder(tmp_path / "nowhere")
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
+@settings(max_examples=50, deadline=None)
+def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
+    from patchgen.runtime.checkpoint.moves import leaf
+
+    outputs = [
+        Output(f"layers.{place}.w", leaf("w", (size,), torch.float32, None), torch.float32)
+        for place, size in enumerate(sizes)
+    ]
+    files = plan(outputs, max_file=limit)
+    assert [output.name for file in files for output in file.outputs] == [output.name for output in outputs]
+    for file in files:
+        assert len(file.outputs) == 1 or sum(output.num_bytes for output in file.outputs) <= limit

@@ -1,0 +1,304 @@
+"""Saving and resuming in one process: what comes back, what is kept, and what a crash or a full disk leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import small_models
+import torch
+
+from patchgen.runtime.checkpoint import Checkpointer, CheckpointError
+
+
+def make(seed: int = 0, **options):
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(), seed=seed).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return model, optimizer, scheduler
+
+
+def step(model, optimizer, scheduler) -> float:
+    ids = torch.randint(0, 31, (2, 8))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def everything(model, optimizer) -> dict[str, torch.Tensor]:
+    found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for field, value in optimizer.state.get(parameter, {}).items():
+            found[f"{name}/{field}"] = torch.as_tensor(value).clone()
+    return found
+
+
+def require_equal(got: dict, expected: dict) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(got[name], tensor) and got[name].dtype == tensor.dtype, name
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_everything_comes_back(asynchronous, tmp_path):
+    """Model, optimizer, rate, generators, and what the trainer gave; training goes on during the save."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    parts = make()
+    step(*parts)
+    checkpointer = Checkpointer(tmp_path)
+    extra = {"shared": {"row": 7, "names": ["a"]}, "rank": {"noise": torch.ones(2)}}
+    model, optimizer, scheduler = parts
+    saved = everything(model, optimizer)
+    checkpointer.save(
+        1, model=model, optimizer=optimizer, scheduler=scheduler, extra_state=extra, asynchronous=asynchronous
+    )
+    numbers = random.random(), np.random.rand(), float(torch.rand(()))
+    torch.manual_seed(9)
+    after = [step(*parts) for _ in range(2)]
+    checkpointer.wait()
+
+    model, optimizer, scheduler = make(seed=4)
+    step(model, optimizer, scheduler)
+    state = checkpointer.load(model=model, optimizer=optimizer, scheduler=scheduler)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == numbers
+    assert state["step"] == 1 and state["shared"] == {"row": 7, "names": ["a"]} and state["world"] == 1
+    assert torch.equal(state["rank"]["noise"], torch.ones(2))
+    require_equal(everything(model, optimizer), saved)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 2 and scheduler.last_epoch == 1
+    torch.manual_seed(9)
+    assert [step(model, optimizer, scheduler) for _ in range(2)] == after
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    model, optimizer, _ = make()
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    for number in (1, 2, 3, 4):
+        checkpointer.save(number, model=model, optimizer=optimizer)
+    checkpointer.wait()
+    assert checkpointer.complete() == [3, 4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_a_run_that_went_back_keeps_what_it_saves(tmp_path):
+    """After a return to step 2 the newest checkpoint is the one saved last, not the one with the highest step."""
+    model, optimizer, _ = make()
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    for number in (2, 50, 3):
+        checkpointer.save(number, model=model, optimizer=optimizer)
+    checkpointer.wait()
+    assert checkpointer.complete() == [50, 3] and checkpointer.latest() == 3
+    checkpointer.save(50, model=model, optimizer=optimizer, extra_state={"shared": {"again": True}})
+    checkpointer.wait()
+    assert checkpointer.latest() == 50
+    assert checkpointer.load(model=model, optimizer=optimizer)["shared"] == {"again": True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000050"]
+
+
+def saved_twice(tmp_path):
+    model, optimizer, _ = make()
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model, optimizer=optimizer)
+    expected = everything(model, optimizer)
+    step(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+    checkpointer.save(2, model=model, optimizer=optimizer)
+    checkpointer.wait()
+    return checkpointer, model, optimizer, expected
+
+
+def _truncate(folder):
+    file = next(folder.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    return f"{file.name} has .* bytes instead of"
+
+
+def _remove(folder):
+    next(folder.glob("*.distcp")).unlink()
+    return r"\.distcp is missing"
+
+
+def _no_manifest(folder):
+    (folder / "checkpoint.json").unlink()
+    return "checkpoint.json is missing"
+
+
+def _half_a_manifest(folder):
+    file = folder / "checkpoint.json"
+    file.write_text(file.read_text()[:50])
+    return "checkpoint.json is damaged"
+
+
+@pytest.mark.parametrize("damage", [_truncate, _remove, _no_manifest, _half_a_manifest])
+def test_a_broken_one_is_named_and_the_one_before_is_used(damage, tmp_path):
+    checkpointer, model, optimizer, expected = saved_twice(tmp_path)
+    reason = damage(tmp_path / "step-00000002")
+    with pytest.warns(UserWarning, match=f"step-00000002: .*{reason}"):
+        assert checkpointer.latest() == 1
+    with pytest.raises(CheckpointError, match="step-00000002 is not a whole checkpoint.*\n.*step-00000001"):
+        checkpointer.load(2, model=model, optimizer=optimizer)
+    with pytest.warns(UserWarning):
+        assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
+    require_equal(everything(model, optimizer), expected)
+
+
+def test_a_crash_between_the_last_two_renames(tmp_path):
+    """A step that is saved again is set aside first: it is used until the new one has its name."""
+    checkpointer, model, optimizer, _ = saved_twice(tmp_path)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002.replaced")
+    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000002.partial")
+    with pytest.warns(UserWarning, match=r"\.step-00000002\.partial: its save did not come to an end"):
+        assert checkpointer.latest() == 2
+    with pytest.warns(UserWarning):
+        assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 2
+    checkpointer.save(3, model=model, optimizer=optimizer, asynchronous=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{n}" for n in (1, 2, 3)]
+
+
+def test_nothing_to_load(tmp_path):
+    model, optimizer, _ = make()
+    assert Checkpointer(tmp_path / "none").latest() is None
+    with pytest.raises(CheckpointError, match="none holds no whole checkpoint"):
+        Checkpointer(tmp_path / "none").load(model=model, optimizer=optimizer)
+
+
+def test_another_model_is_refused_by_name(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    checkpointer, *_ = saved_twice(tmp_path)
+    with pytest.raises(CheckpointError, match=r"is of Qwen3MoeForCausalLM \(qwen3_moe\), not of LlamaForCausalLM"):
+        checkpointer.load(model=LlamaForCausalLM(LlamaConfig(**small_models.SMALL)))
+    smaller = small_models.moe_config()
+    smaller.moe_intermediate_size = 8
+    smaller.num_hidden_layers = 1
+    with pytest.raises(CheckpointError) as caught:
+        checkpointer.load(model=small_models.build(small_models.generated_class(), smaller))
+    assert "experts.down_proj is [4, 16, 8] in the model, [4, 16, 12] in the checkpoint" in str(caught.value)
+    assert "unexpected: model.layers.1.mlp.gate.weight [4, 16]" in str(caught.value)
+
+
+def test_values_that_are_not_plain_are_refused_before_anything_is_written(tmp_path):
+    model, _optimizer, _ = make()
+    with pytest.raises(CheckpointError, match=r"extra_state\['rank'\] must hold plain values and tensors"):
+        Checkpointer(tmp_path).save(1, model=model, extra_state={"rank": {"object": Checkpointer}})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_that_the_model_does_not_have(tmp_path):
+    model, _, _ = make()
+    stranger = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(CheckpointError, match=r"Group 0 of AdamW trains a tensor \[3\] that is no parameter"):
+        Checkpointer(tmp_path).save(1, model=model, optimizer=stranger)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "RMSprop", "AdamW", "Adafactor"])
+def test_optimizers(name, tmp_path):
+    """Any state per parameter: tensors of the parameter's shape, of other shapes, and numbers."""
+
+    def build(seed):
+        model = small_models.build(small_models.generated_class(), small_models.moe_config(), seed=seed)
+        options = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-3, **options)
+        return model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)
+
+    first = build(0)
+    step(*first)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=first[0], optimizer=first[1])
+    expected = everything(*first[:2])
+    checkpointer.wait()
+    second = build(1)
+    checkpointer.load(model=second[0], optimizer=second[1])
+    require_equal(everything(*second[:2]), expected)
+
+
+def test_options_follow_the_parameter_not_the_group(tmp_path):
+    """Decay for some: saved in two groups, loaded into three."""
+
+    def groups(model, cuts):
+        names = [name for name, _ in model.named_parameters()]
+        norms = [name for name in names if "norm" in name]
+        others = [name for name in names if "norm" not in name]
+        divided = [norms, others] if cuts == 2 else [norms, others[:3], others[3:]]
+        return [{"params": [model.get_parameter(n) for n in one]} for one in divided]
+
+    model, _, _ = make()
+    optimizer = torch.optim.AdamW(groups(model, 2), lr=1e-3)
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    optimizer.param_groups[1]["lr"] = 5e-4
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    step(model, optimizer, scheduler)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=model, optimizer=optimizer, scheduler=scheduler, asynchronous=False)
+
+    other, _, _ = make(seed=2)
+    optimizer = torch.optim.AdamW(groups(other, 3), lr=1.0, weight_decay=0.5)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    checkpointer.load(model=other, optimizer=optimizer, scheduler=scheduler)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01, 0.01]
+    assert scheduler.base_lrs == [1e-3, 5e-4, 5e-4] and scheduler.get_last_lr() == [5e-4, 2.5e-4, 2.5e-4]
+    one_group = torch.optim.AdamW(other.parameters())
+    with pytest.raises(
+        CheckpointError, match="group 0 holds parameters that were saved with different .*weight_decay"
+    ):
+        checkpointer.load(model=other, optimizer=one_group)
+
+
+FULL_DISK = """
+import resource, signal, sys
+sys.path.insert(0, {tests!r})
+import test_train_state as tests
+from patchgen.runtime.checkpoint import CheckpointError, Checkpointer
+model, optimizer, scheduler = tests.make()
+tests.step(model, optimizer, scheduler)
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, model=model, optimizer=optimizer)
+checkpointer.wait()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+checkpointer.save(2, model=model, optimizer=optimizer)
+try:
+    checkpointer.wait()
+except CheckpointError as error:
+    print(error)
+else:
+    raise SystemExit("a full disk was not noticed")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert checkpointer.complete() == [1]
+assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
+checkpointer.save(3, model=model, optimizer=optimizer, asynchronous=False)
+assert checkpointer.complete() == [1, 3]
+"""
+
+
+def test_a_disk_that_takes_no_more(tmp_path):
+    """A limit on the size of files stands for the full disk; the save after it, with room again, works."""
+    script = FULL_DISK.format(tests=os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Step 2 could not be saved in {tmp_path}" in done.stdout
+    assert "GB free there" in done.stdout and "earlier checkpoints are as they were" in done.stdout
+    assert "too large" in done.stdout
+
+
+def test_the_manifest_says_what_is_there(tmp_path):
+    saved_twice(tmp_path)
+    fields = json.loads((tmp_path / "step-00000002" / "checkpoint.json").read_text())
+    assert (fields["step"], fields["world"], fields["model_class"]) == (2, 1, "Qwen3MoeForCausalLM")
+    assert {"config.json", "shared.pt", "rank-00000.pt", ".metadata"} < set(fields["files"])
+
+
+def test_keep_is_checked():
+    with pytest.raises(ValueError, match="keep must be at least 1, not 0"):
+        Checkpointer("anywhere", keep=0)

@@ -1,0 +1,119 @@
+"""Made-up omni samples to the loss of a small qwen3_omni_moe on two ranks that share each sequence.
+
+    python tests/runtime/data/omni_on_ranks.py      # prints one JSON object per batch
+
+Its own processes, because torchvision must be there before transformers is imported.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from small_processors import omni_processor, use_torchvision
+
+MODEL, HEAD = "qwen3_omni_moe", "Qwen3OmniMoeThinkerForConditionalGeneration"
+NUM_BATCHES = 3
+TOKENS = 512
+
+
+def small_model() -> tuple[Any, Any]:
+    """The generated model, small, and a processor that fits it."""
+    import torch
+
+    from patchgen.runtime import attention, registry
+    from patchgen.runtime.verify.small_config import small_config
+
+    attention.register()
+    generated_class = getattr(registry.find_model(MODEL).load(), HEAD)
+    config = small_config(generated_class.config_class).config
+    audio, vision = config.audio_config, config.vision_config
+    processor = omni_processor(mel_bins=audio.num_mel_bins, patch_size=vision.patch_size, n_window=audio.n_window)
+    tokenizer = processor.tokenizer
+    for name in ("image", "video", "audio"):
+        setattr(config, f"{name}_token_id", getattr(tokenizer, f"{name}_token_id"))
+    config.vision_start_token_id = tokenizer.vision_bos_token_id
+    config.vision_end_token_id = tokenizer.vision_eos_token_id
+    config.audio_start_token_id = tokenizer.audio_bos_token_id
+    config.audio_end_token_id = tokenizer.audio_eos_token_id
+    config.text_config.vocab_size = len(tokenizer)
+    config.text_config.pad_token_id = tokenizer.pad_token_id
+    torch.manual_seed(0)
+    model = generated_class._from_config(config, attn_implementation="patchgen_eager", dtype=torch.float32)
+    return model.train(), processor
+
+
+def on_rank(rank: int, world: int, store: str) -> None:
+    use_torchvision()
+    import torch
+    import torch.distributed as dist
+
+    from patchgen.runtime import parallel
+    from patchgen.runtime.data import DataConfig, SourceConfig, build_loader
+    from patchgen.runtime.parallel import ParallelConfig, batch, loss
+    from patchgen.runtime.parallel.state import ParallelState
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world),
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=120),
+    )
+    state = ParallelState.create(ParallelConfig.for_world(world, sp=world), "cpu")
+    model, processor = small_model()
+    config = DataConfig(
+        sources=(SourceConfig("builtin:omni"),), kind="multimodal", tokens_per_batch=TOKENS, pool=1, on_long="error"
+    )
+    loader = build_loader(
+        config,
+        processor=processor,
+        position_function=model.get_rope_index,
+        batch_index=state.batch_index,
+        num_batches=state.config.num_batches,
+    )
+    for _ in range(NUM_BATCHES):
+        whole = next(loader)
+        sample = dict(whole)
+        with parallel.using(None):
+            alone = model(**batch.slice_batch(sample, sp=1, sp_rank=0)).loss
+        mine = batch.slice_batch(sample, sp=world, sp_rank=rank, pad_token_id=processor.tokenizer.pad_token_id)
+        with parallel.using(state), loss.step(loss.count_items([mine], "cpu")):
+            share = model(**mine).loss
+            share.backward()
+        together = share.detach().clone()
+        dist.all_reduce(together)
+        if rank == 0:
+            row = {
+                "one_rank": float(alone.detach()),
+                "ranks": float(together),
+                "documents": len(whole["cu_seq_lens_q"]) - 1,
+                "tokens": whole["input_ids"].shape[1],
+                "fields": sorted(
+                    name for name in whole if name in ("pixel_values", "pixel_values_videos", "input_features")
+                ),
+                "gradient": all(parameter.grad is not None for parameter in model.parameters()),
+            }
+            print(json.dumps(row), flush=True)
+    dist.barrier()
+
+
+def main() -> int:
+    context = multiprocessing.get_context("spawn")
+    store = str(Path(tempfile.mkdtemp()) / "store")
+    ranks = [context.Process(target=on_rank, args=(rank, 2, store)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode) for process in ranks)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
