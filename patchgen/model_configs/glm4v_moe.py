@@ -1,0 +1,15 @@
+from patchgen.model_configs import ModelConfig
+
+CONFIG = ModelConfig(
+    model="glm4v_moe",
+    roots=("Glm4vMoeForConditionalGeneration",),
+    expect={
+        "fused_experts": 1,
+        "router_loss": 1,
+        "fused_loss": 1,
+        "language_sp": 1,
+        "position_ids": 1,
+        "fused_ops": 5,
+        "parallel_plan": 1,
+    },
+)

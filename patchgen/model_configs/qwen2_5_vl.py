@@ -1,0 +1,13 @@
+from patchgen.model_configs import ModelConfig
+
+CONFIG = ModelConfig(
+    model="qwen2_5_vl",
+    roots=("Qwen2_5_VLForConditionalGeneration",),
+    expect={
+        "fused_loss": 1,
+        "language_sp": 1,
+        "position_ids": 1,
+        "fused_ops": 4,
+        "parallel_plan": 1,
+    },
+)

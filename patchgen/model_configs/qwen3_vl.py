@@ -1,0 +1,14 @@
+from patchgen.model_configs import ModelConfig
+
+CONFIG = ModelConfig(
+    model="qwen3_vl",
+    roots=("Qwen3VLForConditionalGeneration",),
+    expect={
+        "local_classes": 1,
+        "fused_loss": 1,
+        "language_sp": 1,
+        "position_ids": 1,
+        "fused_ops": 3,
+        "parallel_plan": 1,
+    },
+)
