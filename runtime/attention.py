@@ -35,6 +35,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from patchgen.runtime import parallel
 from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents
 from patchgen.runtime.parallel import collectives, sequence
+from patchgen.runtime.parallel.media import holds_whole, inside_whole
 from patchgen.runtime.parallel.state import ParallelState
 
 # Arguments of some models' attention that mean structure no backend here knows: sparse indexers, relative positions.
@@ -131,7 +132,7 @@ def mask_function(name: str, backend: Backend) -> Callable:
         **kwargs: object,
     ):
         state = parallel.current()
-        sliced = state is not None and state.sp > 1
+        sliced = state is not None and state.sp > 1 and not inside_whole()
         parts = _parts(mask_function)
         unknown = sorted(set(parts) - _PLAIN - _PACKED)
         if unknown:
@@ -227,7 +228,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
         if refused:
             raise ValueError(f"{where} hands {', '.join(refused)} to its attention, which '{name}' cannot honour.")
         state = parallel.current()
-        size = state.sp if state is not None else 1
+        size = state.sp if state is not None and not holds_whole(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         if q.shape[1] != k.shape[1]:
             raise ValueError(

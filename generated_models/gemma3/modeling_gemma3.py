@@ -16,6 +16,10 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          -
+# audio_sp           -
+# fill_back          1 hit
+# deepstack_sp       -
 # position_ids       -
 # fused_ops          3 hits
 # parallel_plan      1 hit
@@ -719,6 +723,8 @@ class Gemma3Model(Gemma3PreTrainedModel):
     def __init__(self, config: Gemma3Config):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
+        # patchgen: fill_back
+        ops.hold_whole(self.vision_tower)
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
         self.vocab_size = config.text_config.vocab_size
         # patchgen: local_classes
@@ -754,8 +760,9 @@ class Gemma3Model(Gemma3PreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         n_image_features = image_features.shape[0] * image_features.shape[1]
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
+        # patchgen: fill_back
         torch_compilable_check(
-            n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+            ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
             f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {n_image_features}",
         )
         return special_image_mask
@@ -827,7 +834,8 @@ class Gemma3Model(Gemma3PreTrainedModel):
             special_image_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, image_features)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(image_features, special_image_mask))
 
         # It may already have been prepared by e.g. `generate`
         if not isinstance(causal_mask_mapping := attention_mask, dict):

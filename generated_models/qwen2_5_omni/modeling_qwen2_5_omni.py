@@ -16,6 +16,10 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          2 hits
+# audio_sp           2 hits
+# fill_back          1 hit
+# deepstack_sp       -
 # position_ids       1 hit
 # fused_ops          4 hits, 1 note
 # parallel_plan      1 hit
@@ -593,7 +597,8 @@ class Qwen2_5OmniAudioAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: audio_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -885,6 +890,12 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
         ].unsqueeze(0).to(padded_embed.dtype)
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
+        # patchgen: audio_sp
+        rows = ops.tower_rows(self.layers, hidden_states)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+
         for encoder_layer in self.layers:
             layer_outputs = encoder_layer(
                 hidden_states,
@@ -893,6 +904,9 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
                 **kwargs,
             )
             hidden_states = layer_outputs[0]
+
+        # patchgen: audio_sp
+        hidden_states = rows.all(hidden_states)
 
         # Post-process: stride-2 average pooling using precomputed indices, then project
         hidden_states = (hidden_states[pool_indices] + hidden_states[pool_indices + 1]) / 2
@@ -1031,7 +1045,8 @@ class Qwen2_5OmniVisionAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: vision_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention 2: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -1269,6 +1284,15 @@ class Qwen2_5OmniVisionEncoder(Qwen2_5OmniPreTrainedModel):
             self.permute_input_for_window_attn(freq, window_index, seq_len=seq_len) for freq in position_embeddings
         )
 
+        # patchgen: vision_sp
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        cu_window_seqlens = rows.lengths(cu_window_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        max_window_seqlen = rows.longest(max_window_seqlen)
+        hidden_states = rows.own(hidden_states)
+        position_embeddings = rows.own(position_embeddings)
+
         # Modification here
         for layer_num, blk in enumerate(self.blocks):
             if layer_num in self.fullatt_block_indexes:
@@ -1287,6 +1311,8 @@ class Qwen2_5OmniVisionEncoder(Qwen2_5OmniPreTrainedModel):
             )
 
         merged_hidden_states = self.merger(hidden_states)
+        # patchgen: vision_sp
+        merged_hidden_states = rows.all(merged_hidden_states)
         merged_hidden_states = merged_hidden_states[reverse_indices, :]
 
         return BaseModelOutputWithPooling(
@@ -1787,16 +1813,18 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+                ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
             )
 
         n_video_tokens = special_video_mask.sum()
         special_video_mask = special_video_mask.unsqueeze(-1).to(inputs_embeds.device)
         if video_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
+                ops.is_sliced() or n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
                 f"Video features and video tokens do not match, tokens: {n_video_tokens}, features: {video_features.shape[0]}",
             )
 
@@ -1898,7 +1926,8 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             ).last_hidden_state
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
-            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, audio_features)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
@@ -1917,7 +1946,8 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             image_mask, _, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0)
@@ -1925,7 +1955,8 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             _, video_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, video_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
 
         if feature_attention_mask is not None:
             audio_feature_lengths = torch.sum(feature_attention_mask, dim=1)
@@ -1936,6 +1967,8 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
+            # patchgen: fill_back
+            ops.require_whole_sequence("position_ids")
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,

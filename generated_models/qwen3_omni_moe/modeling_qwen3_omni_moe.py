@@ -16,6 +16,10 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          2 hits
+# audio_sp           2 hits
+# fill_back          1 hit
+# deepstack_sp       1 hit
 # position_ids       1 hit
 # fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
@@ -67,7 +71,6 @@ from transformers.utils.generic import (
     TransformersKwargs,
     accepts_precomputed_kwargs,
     get_max_seqlen,
-    is_flash_attention_requested,
     merge_with_config_defaults,
 )
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -557,7 +560,8 @@ class Qwen3OmniMoeAudioAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: audio_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -844,6 +848,12 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         padded_embed = padded_embed + positional_embedding
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
+        # patchgen: audio_sp
+        rows = ops.tower_rows(self.layers, hidden_states)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+
         for encoder_layer in self.layers:
             layer_outputs = encoder_layer(
                 hidden_states,
@@ -856,6 +866,8 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = self.proj1(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.proj2(hidden_states)
+        # patchgen: audio_sp
+        hidden_states = rows.all(hidden_states)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=hidden_states)
 
 
@@ -917,7 +929,8 @@ class Qwen3OmniMoeVisionAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: vision_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -1212,6 +1225,12 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = hidden_states.reshape(seq_len, -1)
 
         deepstack_feature_lists = []
+        # patchgen: vision_sp
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+        position_embeddings = rows.own(position_embeddings)
         for layer_num, blk in enumerate(self.blocks):
             hidden_states = blk(
                 hidden_states,
@@ -1227,6 +1246,10 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
                 deepstack_feature_lists.append(deepstack_feature)
 
         merged_hidden_states = self.merger(hidden_states)
+
+        # patchgen: vision_sp
+        deepstack_feature_lists = rows.all(deepstack_feature_lists)
+        merged_hidden_states = rows.all(merged_hidden_states)
 
         return BaseModelOutputWithDeepstackFeatures(
             last_hidden_state=hidden_states,
@@ -1868,16 +1891,18 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+                ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
             )
 
         n_video_tokens = special_video_mask.sum()
         special_video_mask = special_video_mask.unsqueeze(-1).to(inputs_embeds.device)
         if video_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
+                ops.is_sliced() or n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
                 f"Video features and video tokens do not match, tokens: {n_video_tokens}, features: {video_features.shape[0]}",
             )
 
@@ -1987,7 +2012,8 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             ).last_hidden_state
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
-            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, audio_features)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
@@ -2007,7 +2033,10 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             image_mask, _, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            # patchgen: deepstack_sp
+            image_embeds_multiscale = ops.own_levels(image_embeds_multiscale, image_mask)
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0)
@@ -2016,7 +2045,10 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             _, video_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, video_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            # patchgen: deepstack_sp
+            video_embeds_multiscale = ops.own_levels(video_embeds_multiscale, video_mask)
 
         if image_mask is not None and video_mask is not None:
             image_mask = image_mask[..., 0]
@@ -2052,6 +2084,8 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
+            # patchgen: fill_back
+            ops.require_whole_sequence("position_ids")
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from patchgen.passes.absolute_imports import AbsoluteImports
+from patchgen.passes.audio_sp import AudioSP
 from patchgen.passes.base import Pass
 from patchgen.passes.checkpoint_mapping import CheckpointMapping
+from patchgen.passes.deepstack_sp import DeepstackSP
+from patchgen.passes.fill_back import FillBack
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_loss import FusedLoss
 from patchgen.passes.fused_ops import FusedOps
@@ -21,6 +24,7 @@ from patchgen.passes.prune import Prune
 from patchgen.passes.router_loss import RouterLoss
 from patchgen.passes.stacked_experts import StackedExperts
 from patchgen.passes.tied_embeddings import TiedEmbeddings
+from patchgen.passes.vision_sp import VisionSP
 
 if TYPE_CHECKING:
     from patchgen.model_configs import ModelConfig
@@ -37,6 +41,10 @@ PASSES: tuple[type[Pass], ...] = (
     FusedLoss,
     LanguageSP,
     MixerSP,
+    VisionSP,
+    AudioSP,
+    FillBack,
+    DeepstackSP,
     PositionIds,
     FusedOps,
     ParallelPlan,

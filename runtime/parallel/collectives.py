@@ -70,6 +70,28 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, dim: int, *, operation:
     return torch.cat(parts, dim=dim)
 
 
+class _GatherRows(torch.autograd.Function):
+    """All-gather along the first dimension; its backward adds up the gradients of all ranks and hands out the slices."""
+
+    @staticmethod
+    def forward(ctx, rows, group, operation):
+        ctx.group, ctx.operation = group, operation
+        with watch.operation(operation):
+            return functional.wait_tensor(functional.all_gather_tensor(rows.contiguous(), 0, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with watch.operation(f"{ctx.operation}, backward"):
+            own = functional.reduce_scatter_tensor(gradient.contiguous(), "sum", 0, ctx.group)
+            return functional.wait_tensor(own), None, None
+
+
+@torch.compiler.disable
+def gather_rows(rows: Tensor, group: dist.ProcessGroup, *, operation: str) -> Tensor:
+    """`[R, ...]` of each rank, the same R, to `[R * ranks, ...]` in rank order; differentiable."""
+    return _GatherRows.apply(rows, group, operation)
+
+
 def all_reduce(
     tensor: Tensor, *, operation: str, group: dist.ProcessGroup | None = None, op=dist.ReduceOp.SUM
 ) -> Tensor:
