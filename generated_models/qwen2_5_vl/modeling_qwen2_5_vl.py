@@ -16,6 +16,10 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          2 hits
+# audio_sp           -
+# fill_back          1 hit
+# deepstack_sp       -
 # position_ids       1 hit
 # fused_ops          4 hits, 1 note
 # parallel_plan      1 hit
@@ -318,7 +322,8 @@ class Qwen2_5_VLVisionAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: vision_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -489,6 +494,15 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
             self.permute_input_for_window_attn(freq, window_index, seq_len=seq_len) for freq in position_embeddings
         )
 
+        # patchgen: vision_sp
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        cu_window_seqlens = rows.lengths(cu_window_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        max_window_seqlen = rows.longest(max_window_seqlen)
+        hidden_states = rows.own(hidden_states)
+        position_embeddings = rows.own(position_embeddings)
+
         for layer_num, blk in enumerate(self.blocks):
             if layer_num in self.fullatt_block_indexes:
                 cu_seqlens_now = cu_seqlens
@@ -507,6 +521,8 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
 
         reverse_indices = torch.argsort(window_index)
         merged_hidden_states = self.merger(hidden_states)
+        # patchgen: vision_sp
+        merged_hidden_states = rows.all(merged_hidden_states)
         merged_hidden_states = merged_hidden_states[reverse_indices, :]
 
         return BaseModelOutputWithPooling(
@@ -1137,16 +1153,18 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+                ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
             )
 
         n_video_tokens = special_video_mask.sum()
         special_video_mask = special_video_mask.unsqueeze(-1).to(inputs_embeds.device)
         if video_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
+                ops.is_sliced() or n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
                 f"Video features and video tokens do not match, tokens: {n_video_tokens}, features: {video_features.shape[0]}",
             )
         return special_image_mask, special_video_mask
@@ -1248,7 +1266,8 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
             image_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0).to(
@@ -1257,12 +1276,15 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
             _, video_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, video_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
+            # patchgen: fill_back
+            ops.require_whole_sequence("position_ids")
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,

@@ -16,6 +16,10 @@
 # fused_loss         2 hits
 # language_sp        1 hit
 # mixer_sp           1 hit
+# vision_sp          2 hits
+# audio_sp           -
+# fill_back          1 hit
+# deepstack_sp       -
 # position_ids       1 hit
 # fused_ops          2 hits, 3 notes
 # parallel_plan      2 hits
@@ -71,12 +75,7 @@ from transformers.utils import (
     is_torchdynamo_exporting,
     torch_compilable_check,
 )
-from transformers.utils.generic import (
-    accepts_precomputed_kwargs,
-    get_max_seqlen,
-    is_flash_attention_requested,
-    merge_with_config_defaults,
-)
+from transformers.utils.generic import accepts_precomputed_kwargs, get_max_seqlen, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.vision_utils import (
     get_vision_attention_seqlens,
@@ -1169,7 +1168,8 @@ class Qwen3_5MoeVisionAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: vision_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -1314,6 +1314,13 @@ class Qwen3_5MoeVisionModel(Qwen3_5MoePreTrainedModel):
         seq_len, _ = hidden_states.size()
         hidden_states = hidden_states.reshape(seq_len, -1)
 
+        # patchgen: vision_sp
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+        position_embeddings = rows.own(position_embeddings)
+
         for blk in self.blocks:
             hidden_states = blk(
                 hidden_states,
@@ -1324,6 +1331,9 @@ class Qwen3_5MoeVisionModel(Qwen3_5MoePreTrainedModel):
             )
 
         merged_hidden_states = self.merger(hidden_states)
+
+        # patchgen: vision_sp
+        merged_hidden_states = rows.all(merged_hidden_states)
 
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden_states,
@@ -1641,16 +1651,18 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+                ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
             )
 
         n_video_tokens = special_video_mask.sum()
         special_video_mask = special_video_mask.unsqueeze(-1).to(inputs_embeds.device)
         if video_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
+                ops.is_sliced() or n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
                 f"Video features and video tokens do not match, tokens: {n_video_tokens}, features: {video_features.shape[0]}",
             )
         return special_image_mask, special_video_mask
@@ -1748,7 +1760,8 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             image_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0).to(
@@ -1757,12 +1770,15 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             _, video_mask = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, video_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
+            # patchgen: fill_back
+            ops.require_whole_sequence("position_ids")
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,

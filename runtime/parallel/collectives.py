@@ -70,6 +70,11 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, dim: int, *, operation:
     return torch.cat(parts, dim=dim)
 
 
+# Renamed in torch 2.13; the old names warn.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 class _GatherRows(torch.autograd.Function):
     """All-gather along the first dimension; its backward adds up the gradients of all ranks and hands out the slices."""
 
@@ -77,13 +82,16 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx, rows, group, operation):
         ctx.group, ctx.operation = group, operation
         with watch.operation(operation):
-            return functional.wait_tensor(functional.all_gather_tensor(rows.contiguous(), 0, group))
+            whole = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
+            _ALL_GATHER(whole, rows.contiguous(), group=group)
+        return whole
 
     @staticmethod
     def backward(ctx, gradient):
         with watch.operation(f"{ctx.operation}, backward"):
-            own = functional.reduce_scatter_tensor(gradient.contiguous(), "sum", 0, ctx.group)
-            return functional.wait_tensor(own), None, None
+            own = gradient.new_empty((gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]))
+            _REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
+        return own, None, None
 
 
 @torch.compiler.disable
