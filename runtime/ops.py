@@ -12,7 +12,7 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelPlan",
+    "absent_tower",
     "causal_conv1d",
     "causal_lm_loss",
     "delta_rule",
     "fused_moe",
+    "joint_vision",
     "mrope_position_ids",
     "parallel_plan",
     "register_checkpoint_mapping",
@@ -262,6 +264,58 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
         f"Position ids of shape {tuple(position_ids.shape)} fit no batch of {batch.shape[0]}: expected "
         f"(3 or 4, {batch.shape[0]}, length), or ({batch.shape[0]}, 3 or 4, length) as collated."
     )
+
+
+# ----------------------------------------------------------------------------------------------- towers
+
+
+def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
+    """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
+
+    Args:
+        inputs_embeds: `[B, S, H]`.
+        inputs: what the tower gets on this rank (`pixel_values`, ...); with it, nothing is done here.
+        features: the model's bound `get_<modality>_features`.
+
+    Returns:
+        `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
+    """
+    state = parallel.current()
+    if inputs is not None or state is None:
+        return inputs_embeds
+    from patchgen.runtime.parallel import towers
+
+    return towers.absent_tower(inputs_embeds, inputs, features, state)
+
+
+def joint_vision(
+    features: Callable[..., object],
+    outputs: Mapping[str, object] | None,
+    inputs_embeds: Tensor,
+    *,
+    images: tuple[Tensor | None, Tensor | None],
+    videos: tuple[Tensor | None, Tensor | None],
+    **kwargs: object,
+) -> tuple[Mapping[str, object] | None, Tensor]:
+    """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
+
+    Args:
+        features: the model's bound `get_image_features`, which serves videos as well.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower.
+        inputs_embeds: `[B, S, H]`.
+        images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
+        kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
+
+    Returns:
+        `outputs` with both where both are there, and `inputs_embeds` as from `absent_tower` where neither is. On one
+        rank both arguments as they are.
+    """
+    state = parallel.current()
+    if state is None:
+        return outputs, inputs_embeds
+    from patchgen.runtime.parallel import towers
+
+    return towers.joint_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
 
 
 # ------------------------------------------------------------------------------------------ router loss

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.base import Pass
 from patchgen.passes.checkpoint_mapping import CheckpointMapping
+from patchgen.passes.dummy_forward import DummyForward
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_loss import FusedLoss
 from patchgen.passes.fused_ops import FusedOps
@@ -37,6 +38,7 @@ PASSES: tuple[type[Pass], ...] = (
     FusedLoss,
     LanguageSP,
     MixerSP,
+    DummyForward,
     PositionIds,
     FusedOps,
     ParallelPlan,
