@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from patchgen.runtime import parallel, seams
 from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
+from patchgen.runtime.parallel import towers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "delta_rule",
     "fused_moe",
     "joint_vision",
+    "max_seqlen",
     "mrope_position_ids",
     "parallel_plan",
     "register_checkpoint_mapping",
@@ -43,6 +45,7 @@ __all__ = [
     "sequence_position_ids",
     "serves",
     "swiglu",
+    "tower_kwargs",
 ]
 
 
@@ -269,6 +272,21 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
 # ----------------------------------------------------------------------------------------------- towers
 
 
+def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments of a forward without those that say where the documents of its text end."""
+    return towers.without_packing(kwargs)
+
+
+def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> int:
+    """The longest of the packed sequences that these bounds divide: `max(cu_seqlens[i + 1] - cu_seqlens[i])`.
+
+    Args:
+        cu_seqlens: `(sequences + 1,)`. The value of one tensor is read from the device once, whoever asks.
+        kwargs: the caller's keyword arguments; a `max_seqlen` in them is taken out and returned.
+    """
+    return towers.max_seqlen(cu_seqlens, kwargs)
+
+
 def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
     """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
 
@@ -283,8 +301,6 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
     state = parallel.current()
     if inputs is not None or state is None:
         return inputs_embeds
-    from patchgen.runtime.parallel import towers
-
     return towers.absent_tower(inputs_embeds, inputs, features, state)
 
 
@@ -313,8 +329,6 @@ def joint_vision(
     state = parallel.current()
     if state is None:
         return outputs, inputs_embeds
-    from patchgen.runtime.parallel import towers
-
     return towers.joint_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
 
 

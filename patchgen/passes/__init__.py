@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from patchgen.passes.absolute_imports import AbsoluteImports
+from patchgen.passes.attention_kwargs import AttentionKwargs
 from patchgen.passes.base import Pass
 from patchgen.passes.checkpoint_mapping import CheckpointMapping
 from patchgen.passes.dummy_forward import DummyForward
@@ -15,6 +16,7 @@ from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.language_sp import LanguageSP
 from patchgen.passes.local_classes import LocalClasses
+from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
 from patchgen.passes.parallel_plan import ParallelPlan
 from patchgen.passes.position_ids import PositionIds
@@ -38,6 +40,8 @@ PASSES: tuple[type[Pass], ...] = (
     FusedLoss,
     LanguageSP,
     MixerSP,
+    AttentionKwargs,
+    MaxSeqlen,
     DummyForward,
     PositionIds,
     FusedOps,

@@ -19,10 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.parallel.state import ParallelState
 
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What says where the documents of a packed text end."""
 MINIMAL_FRAMES = 16
 """Of a minimal sound: some audio towers halve their frames four times."""
 
@@ -30,6 +33,24 @@ MINIMAL_FRAMES = 16
 def needs_every_tower(state: ParallelState | None) -> bool:
     """Whether ranks may hold different modalities: there is more than one batch at a time."""
     return state is not None and state.config.num_batches > 1
+
+
+def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """See `ops.tower_kwargs`."""
+    return {name: value for name, value in kwargs.items() if name not in PACKING}
+
+
+_LONGEST = WeakIdKeyDictionary()  # bounds -> the longest: layers after the first do not ask the device
+
+
+def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
+    """See `ops.max_seqlen`."""
+    known = kwargs.pop("max_seqlen", None) if kwargs is not None else None
+    if known is not None:
+        return known
+    if cu_seqlens not in _LONGEST:
+        _LONGEST[cu_seqlens] = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return _LONGEST[cu_seqlens]
 
 
 def absent_tower(
@@ -139,7 +160,9 @@ def join_precomputed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
     A value that only one of them has, or of a name not known here, is left out: upstream's expression computes it.
     """
-    plain = {name: value for name, value in kwargs.items() if not name.startswith(("image_", "video_"))}
+    plain = {
+        name: value for name, value in without_packing(kwargs).items() if not name.startswith(("image_", "video_"))
+    }
     joined = {}
     for name, join in _JOINS.items():
         first, second = kwargs.get(f"image_{name}"), kwargs.get(f"video_{name}")
