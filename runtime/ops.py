@@ -12,12 +12,13 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
 from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
 from patchgen.runtime.compatibility import require_transformers
+from patchgen.runtime.parallel import towers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelPlan",
+    "absent_tower",
     "attends_by_lengths",
     "causal_conv1d",
     "causal_lm_loss",
@@ -34,6 +36,8 @@ __all__ = [
     "fused_moe",
     "hold_whole",
     "is_sliced",
+    "joint_vision",
+    "max_seqlen",
     "mrope_position_ids",
     "own_features",
     "own_levels",
@@ -49,6 +53,7 @@ __all__ = [
     "sequence_position_ids",
     "serves",
     "swiglu",
+    "tower_kwargs",
     "tower_rows",
 ]
 
@@ -363,6 +368,69 @@ def attends_by_lengths(config: object) -> bool:
     """
     name = getattr(config, "_attn_implementation", None)
     return name is not None and ("flash" in name or name.startswith("patchgen_"))
+
+
+# ----------------------------------------------------------------------------------------------- towers
+
+
+def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments of a forward without those that say where the documents of its text end."""
+    return towers.without_packing(kwargs)
+
+
+def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> int:
+    """The longest of the packed sequences that these bounds divide: `max(cu_seqlens[i + 1] - cu_seqlens[i])`.
+
+    Args:
+        cu_seqlens: `(sequences + 1,)`. The value of one tensor is read from the device once, whoever asks.
+        kwargs: the caller's keyword arguments; a `max_seqlen` in them is taken out and returned.
+    """
+    return towers.max_seqlen(cu_seqlens, kwargs)
+
+
+def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
+    """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
+
+    Args:
+        inputs_embeds: `[B, S, H]`.
+        inputs: what the tower gets on this rank (`pixel_values`, ...); with it, nothing is done here.
+        features: the model's bound `get_<modality>_features`.
+
+    Returns:
+        `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
+    """
+    state = parallel.current()
+    if inputs is not None or state is None:
+        return inputs_embeds
+    return towers.absent_tower(inputs_embeds, inputs, features, state)
+
+
+def joint_vision(
+    features: Callable[..., object],
+    outputs: Mapping[str, object] | None,
+    inputs_embeds: Tensor,
+    *,
+    images: tuple[Tensor | None, Tensor | None],
+    videos: tuple[Tensor | None, Tensor | None],
+    **kwargs: object,
+) -> tuple[Mapping[str, object] | None, Tensor]:
+    """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
+
+    Args:
+        features: the model's bound `get_image_features`, which serves videos as well.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower.
+        inputs_embeds: `[B, S, H]`.
+        images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
+        kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
+
+    Returns:
+        `outputs` with both where both are there, and `inputs_embeds` as from `absent_tower` where neither is. On one
+        rank both arguments as they are.
+    """
+    state = parallel.current()
+    if state is None:
+        return outputs, inputs_embeds
+    return towers.joint_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
 
 
 # ------------------------------------------------------------------------------------------ router loss

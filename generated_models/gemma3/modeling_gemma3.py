@@ -20,6 +20,9 @@
 # audio_sp           -
 # fill_back          1 hit
 # deepstack_sp       -
+# attention_kwargs   upstream 1
+# max_seqlen         -
+# dummy_forward      1 hit
 # position_ids       -
 # fused_ops          3 hits
 # parallel_plan      1 hit
@@ -826,6 +829,8 @@ class Gemma3Model(Gemma3PreTrainedModel):
 
         # Merge text and images
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, return_dict=True)
 

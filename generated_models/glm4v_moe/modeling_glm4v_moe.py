@@ -20,6 +20,9 @@
 # audio_sp           -
 # fill_back          1 hit
 # deepstack_sp       -
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 2
+# dummy_forward      1 hit
 # position_ids       1 hit
 # fused_ops          5 hits, 2 notes
 # parallel_plan      1 hit
@@ -1404,10 +1407,15 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs
             )
+
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values_videos, self.get_video_features)
 
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
             mm_encoder_outputs["video"] = self.get_video_features(

@@ -20,6 +20,9 @@
 # audio_sp           2 hits
 # fill_back          1 hit
 # deepstack_sp       -
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 4
+# dummy_forward      1 hit
 # position_ids       1 hit
 # fused_ops          4 hits, 1 note
 # parallel_plan      1 hit
@@ -1919,6 +1922,9 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             # 1. Extract the input embeddings
             inputs_embeds = self.get_input_embeddings()(input_ids)
 
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
+
         # 2. Merge text , audios , image and video
         if input_features is not None:
             audio_features = self.get_audio_features(
@@ -1930,6 +1936,15 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+            self.get_image_features,
+            mm_encoder_outputs,
+            inputs_embeds,
+            images=(pixel_values, image_grid_thw),
+            videos=(pixel_values_videos, video_grid_thw),
+            **kwargs,
+        )
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"]: BaseModelOutputWithPooling = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs

@@ -16,6 +16,13 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          -
+# audio_sp           -
+# fill_back          -
+# deepstack_sp       -
+# attention_kwargs   -
+# max_seqlen         -
+# dummy_forward      -
 # position_ids       -
 # fused_ops          3 hits
 # parallel_plan      1 hit

@@ -20,6 +20,9 @@
 # audio_sp           -
 # fill_back          1 hit
 # deepstack_sp       1 hit
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 2
+# dummy_forward      1 hit
 # position_ids       1 hit
 # fused_ops          3 hits, 1 note
 # parallel_plan      1 hit
@@ -1314,6 +1317,15 @@ class Qwen3VLMoeModel(Qwen3VLMoePreTrainedModel):
         video_mask = None
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+            self.get_image_features,
+            mm_encoder_outputs,
+            inputs_embeds,
+            images=(pixel_values, image_grid_thw),
+            videos=(pixel_values_videos, video_grid_thw),
+            **kwargs,
+        )
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"]: BaseModelOutputWithDeepstackFeatures = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs

@@ -48,13 +48,13 @@ class Unread(Exception):
     """The tower has another form; the text says what was not understood."""
 
 
-def layer_loop(anatomy: Anatomy, info: ClassInfo) -> LayerLoop:
-    """Reads the forward of a tower.
+def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | None = None) -> LayerLoop:
+    """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
 
     Raises:
         Unread: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
     """
-    forward = info.methods["forward"]
+    forward = forward or info.methods["forward"]
     place, loop = _loop(forward)
     layers = _layers(loop)
     attentions = _attentions(anatomy, info, layers)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from patchgen.passes.absolute_imports import AbsoluteImports
+from patchgen.passes.attention_kwargs import AttentionKwargs
 from patchgen.passes.audio_sp import AudioSP
 from patchgen.passes.base import Pass
 from patchgen.passes.checkpoint_mapping import CheckpointMapping
 from patchgen.passes.deepstack_sp import DeepstackSP
+from patchgen.passes.dummy_forward import DummyForward
 from patchgen.passes.fill_back import FillBack
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_loss import FusedLoss
@@ -17,6 +19,7 @@ from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.language_sp import LanguageSP
 from patchgen.passes.local_classes import LocalClasses
+from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
 from patchgen.passes.parallel_plan import ParallelPlan
 from patchgen.passes.position_ids import PositionIds
@@ -45,6 +48,9 @@ PASSES: tuple[type[Pass], ...] = (
     AudioSP,
     FillBack,
     DeepstackSP,
+    AttentionKwargs,
+    MaxSeqlen,
+    DummyForward,
     PositionIds,
     FusedOps,
     ParallelPlan,

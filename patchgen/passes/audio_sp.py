@@ -60,9 +60,7 @@ class AudioSP(TowerSlices):
                 "        rows = ops.tower_rows(self.layers, hidden_states)\n"
                 "        cu_seqlens = rows.lengths(cu_seqlens)\n"
                 "        max_seqlen = rows.longest(max_seqlen)\n"
-                "        hidden_states = rows.own(hidden_states)\n"
-                + _LOOP
-                + "        # patchgen: audio_sp\n"
+                "        hidden_states = rows.own(hidden_states)\n" + _LOOP + "        # patchgen: audio_sp\n"
                 "        hidden_states = rows.all(hidden_states)\n" + _POOL
             ),
         ),

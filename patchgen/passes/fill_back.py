@@ -138,14 +138,12 @@ class _FillBack(cst.CSTTransformer):
             self._changed = True
             condition = updated_node.args[0]
             wanted = cst.BooleanOperation(cst.parse_expression("ops.is_sliced()"), cst.Or(), condition.value)
-            return updated_node.with_changes(
-                args=[condition.with_changes(value=wanted), *updated_node.args[1:]]
-            )
+            return updated_node.with_changes(args=[condition.with_changes(value=wanted), *updated_node.args[1:]])
         return updated_node
 
     def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         receiver = code_of(original.func.value)
-        if len(original.args) != 2 or not re.search("embeds|hidden_states", receiver):  # noqa: PLR2004
+        if len(original.args) != 2 or not re.search("embeds|hidden_states", receiver):
             self.odd.append(code_of(original))
             return updated
         mask, features = (argument.value for argument in updated.args)
@@ -161,9 +159,7 @@ class _FillBack(cst.CSTTransformer):
             wanted = cst.BooleanOperation(
                 cst.parse_expression("not ops.is_sliced()"), cst.And(), _bracketed(updated_node.test)
             )
-            return updated_node.with_changes(
-                test=wanted, leading_lines=[*updated_node.leading_lines, self._comment()]
-            )
+            return updated_node.with_changes(test=wanted, leading_lines=[*updated_node.leading_lines, self._comment()])
         if self._function[-1:] == ["forward"] and test == f"{POSITIONS} is None":
             guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self._mark)
             body = updated_node.body.with_changes(body=[*guard, *updated_node.body.body])

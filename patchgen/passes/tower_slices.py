@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -50,7 +51,7 @@ class TowerSlices(SitePass):
             rewriter = _ChooseByLengths(self.mark)
             return Rewritten(transform(block, rewriter), "takes lengths under every name of ours")
         try:
-            loop = layer_loop(anatomy, info)
+            loop = layer_loop(anatomy, info, _forward(block))
         except Unread as reason:
             return LeftAlone(f"{site.block} is computed whole on every rank that shares a sequence: {reason}")
         edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop))
@@ -70,6 +71,10 @@ class TowerSlices(SitePass):
         return with_body(
             forward, insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
         )
+
+
+def _forward(block: Block) -> ast.FunctionDef:
+    return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
 class _ChooseByLengths(cst.CSTTransformer):

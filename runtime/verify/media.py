@@ -18,10 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+from patchgen.runtime import media_layout as layout
+from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
-IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
@@ -99,10 +101,9 @@ class MediaMaker:
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
             return self._patches(IMAGE, IMAGE_GRIDS[number])
-        vision = self._tower_config(IMAGE)
-        size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        pixels = self._noise(1, _first(vision, "num_channels", "in_channels", "in_chans", default=3), height, width)
+        vision = layout.tower_config(self.config, IMAGE)
+        height, width = layout.image_size(vision)
+        pixels = self._noise(1, layout.channels(vision), height, width)
         arguments = {"pixel_values": pixels}
         if "image_sizes" in self.known:
             arguments["image_sizes"] = torch.tensor([[height, width]])
@@ -120,23 +121,18 @@ class MediaMaker:
         return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[1:])}, frames=frames)
 
     def _patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
-        vision = self._tower_config(kind)
-        merge = _first(vision, "spatial_merge_size", default=1)
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(vision)
         t, h, w = merged[0], merged[1] * merge, merged[2] * merge
-        channels = _first(vision, "in_channels", "in_chans", "num_channels", default=3)
-        values = channels * _first(vision, "temporal_patch_size", default=1) * vision.patch_size**2
+        values = layout.patch_values(vision)
         grid = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
         return Item(kind, {INPUTS[kind]: self._noise(t * h * w, values), grid: torch.tensor([[t, h, w]])}, frames=t)
-
-    def _tower_config(self, kind: str) -> PreTrainedConfig:
-        names = ("audio_config",) if kind == AUDIO else ("vision_config",)
-        return next(vars(self.config)[name] for name in names if vars(self.config).get(name) is not None)
 
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
         frames = AUDIO_FRAMES[number]
-        mel = _first(self._tower_config(AUDIO), "num_mel_bins", "num_mels", "input_dim", default=16)
+        mel = layout.mel_bins(layout.tower_config(self.config, AUDIO))
         arguments = {"input_features": self._noise(1, mel, frames)}
         if "feature_attention_mask" in self.known:
             arguments["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
@@ -174,7 +170,3 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [tensor for part in value for tensor in _tensors(part)]
-
-
-def _first(config: PreTrainedConfig, *names: str, default: int) -> int:
-    return next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), default)

@@ -133,7 +133,9 @@ class Yardstick:
             if getattr(module, "rope_deltas", None) is not None:
                 module.rope_deltas = None
         return float(result.detach()), {
-            name: parameter.grad.clone() for name, parameter in self.model.named_parameters() if parameter.grad is not None
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
         }
 
     def generated(self) -> PreTrainedModel:
@@ -316,7 +318,9 @@ def main(arguments: list[str]) -> int:
     )
     for one in results:
         mark = "failed" if one.reason else "ok    "
-        print(f"{mark} {one.case:10} loss {one.loss:.1e} gradient {one.gradient:.1e} {one.seconds:.1f} s {one.reason.strip()[-300:]}")
+        print(
+            f"{mark} {one.case:10} loss {one.loss:.1e} gradient {one.gradient:.1e} {one.seconds:.1f} s {one.reason.strip()[-300:]}"
+        )
     return int(any(one.reason for one in results))
 
 
