@@ -61,14 +61,13 @@ class DeepstackSP(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         del anatomy
-        wanted = len(m.findall(block.cst, m.Attribute(attr=m.Name(FEATURES), value=m.DoNotCare())))
         rewriter = _OwnLevels(self.mark)
         edited = transform(block, rewriter)
-        reads = [node for node in m.findall(block.cst, _READ)]
+        reads = list(m.findall(block.cst, _READ))
         if rewriter.found != len(reads) or not reads:
             return Missed(
                 f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
-                code_of(reads[0]) if reads else f"{wanted} reads of .{FEATURES}",
+                code_of(reads[0]) if reads else "",
             )
         return Rewritten(edited, f"{rewriter.found} kinds of features")
 

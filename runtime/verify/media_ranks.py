@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from patchgen.runtime import attention, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder
 from patchgen.runtime.verify.parallel_coverage import NotApplicable, switch_dropout_off
@@ -123,16 +124,20 @@ class Yardstick:
                 module.rope_deltas = None
         return seen[0]
 
-    def one_rank(self, inputs: dict[str, Any], *, training: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of upstream's class on the whole batch."""
+    def one_rank(self, batches: Sequence[dict[str, Any]], *, training: bool = True) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of upstream's class on one rank: the mean over the labels of all batches."""
         self.model.zero_grad()
         self.model.train(training)
-        result = self.model(**inputs).loss
-        result.backward()
-        for module in self.model.modules():
-            if getattr(module, "rope_deltas", None) is not None:
-                module.rope_deltas = None
-        return float(result.detach()), {
+        counts = [int((inputs["labels"][:, 1:] != batch.IGNORED).sum()) for inputs in batches]
+        total = 0.0
+        for inputs, count in zip(batches, counts, strict=True):
+            share = self.model(**inputs).loss * (count / sum(counts))
+            share.backward()
+            total += float(share.detach())
+            for module in self.model.modules():
+                if getattr(module, "rope_deltas", None) is not None:
+                    module.rope_deltas = None
+        return total, {
             name: parameter.grad.clone()
             for name, parameter in self.model.named_parameters()
             if parameter.grad is not None
@@ -234,23 +239,30 @@ def on_ranks(
     return float(total), gradients
 
 
-def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The whole batch, and the samples of it that the ranks of this SP group hold, with their positions."""
+def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What one rank is given, and the samples of it that the ranks of this SP group hold, with their positions.
+
+    One rank takes the batch as a whole; with sounds, the batches of the ranks one after the other. Upstream pads the
+    chunks of sounds to the longest of a batch, and its convolutions see that padding: the features of a sound depend
+    on what else is in the batch.
+    """
     if name == "packed":
         return _packed_inputs(known, state)
     samples = known.batches()[name]
     # Every batch index gets samples: what is missing is filled up with text.
     while len(samples) < state.config.num_batches:
         samples = (*samples, known.builder.sample([9]))
-    whole = dict(known.builder.case(name, samples).batch)
-    mine = dict(known.builder.case(name, shares(samples, state)).batch)
+    pieces = divided(samples, state.config.num_batches)
+    has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
+    whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if has_sound else [samples])]
+    mine = dict(known.builder.case(name, pieces[state.batch_index]).batch)
     positions = known.positions(mine)
     if positions is not None:
         mine["position_ids"] = positions
     return whole, mine
 
 
-def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[dict[str, Any], dict[str, Any]]:
+def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The samples of the richest batch, padded for one rank and in one row for many; upstream does not keep documents
     apart in every kind of layer. All batch indices hold the same row, and one of them its labels."""
     batches = known.batches()
@@ -259,16 +271,15 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[dict[str, An
     case = known.builder.packed(whole, samples)
     if case is None:
         raise NotApplicable("the model has no multimodal positions")
-    mine = dict(case.batch)
+    whole, mine = [whole], dict(case.batch)
     if state.batch_index:
         mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
     return whole, mine
 
 
-def shares(samples: Sequence[Sample], state: ParallelState) -> list[Sample]:
-    """The samples of this batch index."""
-    places = torch.arange(len(samples)).tensor_split(state.config.num_batches)[state.batch_index]
-    return [samples[place] for place in places]
+def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
+    """The samples of each batch index."""
+    return [[samples[place] for place in places] for places in torch.arange(len(samples)).tensor_split(num_batches)]
 
 
 # --------------------------------------------------------------------------------------------- all of it
