@@ -39,6 +39,7 @@ TOLERANCE = 1e-5
 ATTENTION = "patchgen_eager"
 WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
 SEED = 7
+MIXED_RANKS = "one modality per rank"
 
 
 @dataclass(frozen=True)
@@ -190,11 +191,65 @@ def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: 
     )
 
 
+def mixed_steps(model: str, head: str, *, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
+    """Each rank its own modality, optimizer steps in a row; runs on every rank.
+
+    With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
+    compared with those of one rank that takes the whole batch from the same weights.
+    """
+    known = yardstick(model, head)
+    state = state_of(1)
+    generated = known.generated()
+    if fsdp:
+        sharding.shard_model(generated, state)
+    optimizer = torch.optim.SGD(generated.parameters(), lr=1e-2)
+    start = {name: tensor.clone() for name, tensor in known.model.state_dict().items()}
+    rows = []
+    try:
+        for number in range(num_steps):
+            started = time.perf_counter()
+            samples = one_modality_each(known, state.config.num_batches, number)
+            whole = dict(known.builder.case("mixed", samples).batch)
+            mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
+            positions = known.positions(mine)
+            if positions is not None:
+                mine["position_ids"] = positions
+            known.model.load_state_dict(_whole_state(generated))
+            expected_loss, expected = known.one_rank([whole])
+            got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp)
+            optimizer.step()
+            optimizer.zero_grad()
+            row = differences(got_loss, got, expected_loss, expected)
+            rows.append({"case": f"step {number}", "seconds": time.perf_counter() - started} | row)
+    finally:
+        known.model.load_state_dict(start)
+    return rows
+
+
+def one_modality_each(known: Yardstick, num_ranks: int, number: int) -> list[Sample]:
+    """A sample for each rank: the model's modalities in turn, moved on by one rank each step, then text only."""
+    kinds = [*known.builder.layouts, None]
+    samples = []
+    for rank in range(num_ranks):
+        kind = kinds[(rank + number) % len(kinds)]
+        items = [] if kind is None else [known.builder.maker.item(kind, number % 2)]
+        samples.append(known.builder.sample([3 + rank, *items, 5]))
+    return samples
+
+
+def _whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
 def differences(
     got_loss: float, got: dict[str, Tensor], expected_loss: float, expected: dict[str, Tensor]
 ) -> dict[str, Any]:
     """Loss and the worst gradient, relative, and why they do not agree."""
-    # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.
+    # Some gradients are sums that cancel (biases of keys, decay rates): what is left is rounding. Nothing is asked to be
+    # closer than 1e-7 of the largest gradient of all, which is one rounding of fp32.
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     found = {}
     for parameter, gradient in expected.items():
@@ -286,7 +341,14 @@ def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
 
 
 def verify_on_ranks(
-    model: str, *, ranks: int, sp: int, fsdp: bool, head: str | None = None, cases: Sequence[str] | None = None
+    model: str,
+    *,
+    ranks: int,
+    sp: int,
+    fsdp: bool,
+    head: str | None = None,
+    cases: Sequence[str] | None = None,
+    training: bool = True,
 ) -> list[RankResult]:
     """Proves a generated multimodal model on gloo ranks; prints nothing.
 
@@ -295,22 +357,45 @@ def verify_on_ranks(
         sp: how many of them share a sequence.
         fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
         head: the class to prove; default: the first head.
-        cases: names of batches; default: all that upstream takes.
+        cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
+        training: whether both are in training mode.
     """
     head = head or registry.find_model(model).heads[0]
     pool = RankPool(ranks)
     results = []
     try:
-        for name in cases or pool.run(case_names, model, head, timeout=240)[0]:
+        names = cases or [
+            *pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0],
+            *([MIXED_RANKS] if sp == 1 else []),
+        ]
+        for name in names:
             try:
-                row = pool.run(compare, model, head, name, sp=sp, fsdp=fsdp, timeout=4 * WATCHDOG)[0]
-                results.append(RankResult(**row))
+                if name == MIXED_RANKS:
+                    rows = pool.run(mixed_steps, model, head, fsdp=fsdp, timeout=WATCHDOG)[0]
+                    results.append(_together(name, rows))
+                    continue
+                options = {"sp": sp, "fsdp": fsdp, "training": training}
+                results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
             except CaseFailed as failure:
                 if "NotApplicable" not in str(failure):
                     results.append(RankResult(name, reason=str(failure)))
     finally:
         pool.close()
     return results
+
+
+def _together(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
+    """Steps as one result: the worst of each figure."""
+    worst = max(rows, key=lambda row: row["gradient"])
+    reasons = [f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")]
+    return RankResult(
+        case=name,
+        loss=max(row["loss"] for row in rows),
+        gradient=worst["gradient"],
+        parameter=worst["parameter"],
+        seconds=sum(row["seconds"] for row in rows),
+        reason="; ".join(reasons[:3]),
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -323,9 +408,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sp", type=int, default=2)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--evaluation", action="store_true")
     options = parser.parse_intermixed_args(arguments)
     results = verify_on_ranks(
-        options.model, ranks=options.ranks, sp=options.sp, fsdp=options.fsdp, cases=options.cases or None
+        options.model,
+        ranks=options.ranks,
+        sp=options.sp,
+        fsdp=options.fsdp,
+        cases=options.cases or None,
+        training=not options.evaluation,
     )
     for one in results:
         mark = "failed" if one.reason else "ok    "
