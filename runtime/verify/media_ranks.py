@@ -1,4 +1,6 @@
-"""Multimodal models on real ranks against upstream's own class on one: `patchgen verify MODEL --ranks 4 --sp 2 --fsdp`.
+"""Multimodal models on real ranks against upstream's own class on one.
+
+    patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
 
 Every batch is given to upstream's class in one process, whole, and to the generated class on gloo ranks: its samples
 divided over the ranks that hold batches, the tokens of each over the ranks that share one. Compared are the loss and
@@ -39,7 +41,7 @@ TOLERANCE = 1e-5
 ATTENTION = "patchgen_eager"
 WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
 SEED = 7
-MIXED_RANKS = "one modality per rank"
+MIXED_RANKS = "one modality each"
 
 
 @dataclass(frozen=True)
@@ -191,14 +193,14 @@ def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: 
     )
 
 
-def mixed_steps(model: str, head: str, *, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
-    """Each rank its own modality, optimizer steps in a row; runs on every rank.
+def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
+    """Each batch index its own modality, optimizer steps in a row; runs on every rank.
 
     With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
     compared with those of one rank that takes the whole batch from the same weights.
     """
     known = yardstick(model, head)
-    state = state_of(1)
+    state = state_of(sp)
     generated = known.generated()
     if fsdp:
         sharding.shard_model(generated, state)
@@ -226,11 +228,11 @@ def mixed_steps(model: str, head: str, *, num_steps: int = 10, fsdp: bool = True
     return rows
 
 
-def one_modality_each(known: Yardstick, num_ranks: int, number: int) -> list[Sample]:
-    """A sample for each rank: the model's modalities in turn, moved on by one rank each step, then text only."""
+def one_modality_each(known: Yardstick, num_batches: int, number: int) -> list[Sample]:
+    """A sample for each batch index: the model's modalities, then text only, moved on by one each step."""
     kinds = [*known.builder.layouts, None]
     samples = []
-    for rank in range(num_ranks):
+    for rank in range(num_batches):
         kind = kinds[(rank + number) % len(kinds)]
         items = [] if kind is None else [known.builder.maker.item(kind, number % 2)]
         samples.append(known.builder.sample([3 + rank, *items, 5]))
@@ -364,14 +366,13 @@ def verify_on_ranks(
     pool = RankPool(ranks)
     results = []
     try:
-        names = cases or [
-            *pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0],
-            *([MIXED_RANKS] if sp == 1 else []),
-        ]
+        names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
+        if cases is None and ranks > sp:
+            names.append(MIXED_RANKS)
         for name in names:
             try:
                 if name == MIXED_RANKS:
-                    rows = pool.run(mixed_steps, model, head, fsdp=fsdp, timeout=WATCHDOG)[0]
+                    rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
                     results.append(_together(name, rows))
                     continue
                 options = {"sp": sp, "fsdp": fsdp, "training": training}
@@ -396,39 +397,3 @@ def _together(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
         seconds=sum(row["seconds"] for row in rows),
         reason="; ".join(reasons[:3]),
     )
-
-
-def main(arguments: list[str]) -> int:
-    """`python -m patchgen.runtime.verify.media_ranks qwen3_vl --ranks 2 --sp 2 [--fsdp] [case ...]`"""
-    import argparse
-
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model")
-    parser.add_argument("cases", nargs="*")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--sp", type=int, default=2)
-    parser.add_argument("--fsdp", action="store_true")
-    parser.add_argument("--evaluation", action="store_true")
-    options = parser.parse_intermixed_args(arguments)
-    results = verify_on_ranks(
-        options.model,
-        ranks=options.ranks,
-        sp=options.sp,
-        fsdp=options.fsdp,
-        cases=options.cases or None,
-        training=not options.evaluation,
-    )
-    for one in results:
-        mark = "failed" if one.reason else "ok    "
-        print(
-            f"{mark} {one.case:10} loss {one.loss:.1e} gradient {one.gradient:.1e} {one.seconds:.1f} s {one.reason.strip()[-300:]}"
-        )
-    return int(any(one.reason for one in results))
-
-
-if __name__ == "__main__":
-    import sys
-
-    from patchgen.runtime.verify import media_ranks
-
-    sys.exit(media_ranks.main(sys.argv[1:]))
