@@ -16,7 +16,11 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# attention_kwargs   upstream 1
+# max_seqlen         -
+# dummy_forward      1 hit
 # position_ids       -
+# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
@@ -819,6 +823,8 @@ class Gemma3Model(Gemma3PreTrainedModel):
 
         # Merge text and images
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(pixel_values, return_dict=True)
 

@@ -16,7 +16,11 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 2
+# dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          5 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
@@ -1388,10 +1392,15 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values, self.get_image_features)
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs
             )
+
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values_videos, self.get_video_features)
 
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
             mm_encoder_outputs["video"] = self.get_video_features(
@@ -1434,6 +1443,10 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         )
 
         return outputs
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
 
 
 def load_balancing_loss_func(
@@ -1759,6 +1772,10 @@ class Glm4vMoeForConditionalGeneration(Glm4vMoePreTrainedModel, GenerationMixin)
             if not is_split_images:
                 modalily_outputs.pooler_output = torch.stack(modalily_outputs.pooler_output, dim=0)
         return mm_encoder_output
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

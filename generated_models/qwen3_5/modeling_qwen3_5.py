@@ -16,7 +16,11 @@
 # fused_loss         2 hits
 # language_sp        1 hit
 # mixer_sp           1 hit
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 2
+# dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          2 hits, 3 notes
 # parallel_plan      2 hits
 # checkpoint_mapping 1 hit
@@ -1624,6 +1628,15 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
             inputs_embeds = self.get_input_embeddings()(input_ids)
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+            self.get_image_features,
+            mm_encoder_outputs,
+            inputs_embeds,
+            images=(pixel_values, image_grid_thw),
+            videos=(pixel_values_videos, video_grid_thw),
+            **kwargs,
+        )
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"] = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs
@@ -1676,6 +1689,10 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
             **kwargs,
         )
         return outputs
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
 
 
 @auto_docstring
@@ -1935,6 +1952,10 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5PreTrainedModel, GenerationMixin):
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

@@ -16,7 +16,11 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 4
+# dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   1 hit
 # fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
@@ -464,6 +468,10 @@ class Qwen3OmniMoePreTrainedModelForConditionalGeneration(Qwen3OmniMoePreTrained
             mrope_position_deltas = max_position_ids + 1 - torch.sum(attention_mask, dim=-1, keepdim=True)
 
             return position_ids, mrope_position_deltas
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict(spatial_merge_size=self.spatial_merge_size))
 
 
 def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
@@ -1980,6 +1988,8 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         visual_embeds_multiscale = None
         visual_pos_masks = None
         image_mask, video_mask = None, None
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
         # 2. Merge text , audios , image and video
         if input_features is not None:
             audio_features = self.get_audio_features(
@@ -1990,6 +2000,15 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             inputs_embeds = inputs_embeds.masked_scatter(audio_mask, audio_features)
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+            self.get_image_features,
+            mm_encoder_outputs,
+            inputs_embeds,
+            images=(pixel_values, image_grid_thw),
+            videos=(pixel_values_videos, video_grid_thw),
+            **kwargs,
+        )
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"]: BaseModelOutputWithDeepstackFeatures = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs

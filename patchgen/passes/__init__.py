@@ -19,6 +19,7 @@ from patchgen.passes.local_classes import LocalClasses
 from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
 from patchgen.passes.parallel_plan import ParallelPlan
+from patchgen.passes.position_id_func import PositionIdFunc
 from patchgen.passes.position_ids import PositionIds
 from patchgen.passes.prune import Prune
 from patchgen.passes.router_loss import RouterLoss
@@ -44,6 +45,7 @@ PASSES: tuple[type[Pass], ...] = (
     MaxSeqlen,
     DummyForward,
     PositionIds,
+    PositionIdFunc,
     FusedOps,
     ParallelPlan,
     CheckpointMapping,
