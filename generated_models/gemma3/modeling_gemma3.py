@@ -18,6 +18,7 @@
 # mixer_sp           -
 # attention_kwargs   upstream 1
 # max_seqlen         -
+# host_values        -
 # dummy_forward      1 hit
 # position_ids       -
 # position_id_func   -

@@ -18,13 +18,14 @@
 # mixer_sp           -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 4
+# host_values        2 hits
 # dummy_forward      1 hit
 # position_ids       1 hit
 # position_id_func   1 hit
 # fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     2 notes
+# host_sync_lint     upstream 11
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -1786,9 +1787,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1804,9 +1808,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features

@@ -6,6 +6,9 @@ CONFIG = ModelConfig(
     model="qwen3_omni_moe",
     roots=("Qwen3OmniMoeThinkerForConditionalGeneration",),
     expect={
+        "dummy_forward": 1,
+        "host_values": 2,
+        "position_id_func": 1,
         "fused_experts": 1,
         "router_loss": 1,
         "fused_loss": 1,
@@ -14,4 +17,5 @@ CONFIG = ModelConfig(
         "fused_ops": 4,
         "parallel_plan": 1,
     },
+    strict_sync=True,
 )

@@ -4,6 +4,9 @@ CONFIG = ModelConfig(
     model="qwen3_vl_moe",
     roots=("Qwen3VLMoeForConditionalGeneration",),
     expect={
+        "dummy_forward": 1,
+        "host_values": 1,
+        "position_id_func": 2,
         "local_classes": 1,
         "fused_experts": 1,
         "router_loss": 1,
@@ -13,4 +16,5 @@ CONFIG = ModelConfig(
         "fused_ops": 3,
         "parallel_plan": 1,
     },
+    strict_sync=True,
 )

@@ -14,6 +14,7 @@ from patchgen.passes.fused_loss import FusedLoss
 from patchgen.passes.fused_ops import FusedOps
 from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
+from patchgen.passes.host_values import HostValues
 from patchgen.passes.language_sp import LanguageSP
 from patchgen.passes.local_classes import LocalClasses
 from patchgen.passes.max_seqlen import MaxSeqlen
@@ -43,6 +44,7 @@ PASSES: tuple[type[Pass], ...] = (
     MixerSP,
     AttentionKwargs,
     MaxSeqlen,
+    HostValues,
     DummyForward,
     PositionIds,
     PositionIdFunc,
