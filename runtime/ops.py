@@ -20,6 +20,7 @@ from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, reg
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel import towers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
+from patchgen.runtime.positions import PositionIds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ParallelPlan",
+    "PositionIds",
     "absent_tower",
     "attends_by_lengths",
     "causal_conv1d",

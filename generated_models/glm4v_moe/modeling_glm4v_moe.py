@@ -22,12 +22,14 @@
 # deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
+# host_values        2 hits
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          5 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     1 note
+# host_sync_lint     upstream 7
 
 # Copyright 2025 The ZhipuAI Inc. team and HuggingFace Inc. team. All rights reserved.
 #
@@ -1254,6 +1256,8 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         # reshape video_grid_thw -> [b, 3] -> [1, h, w] * frames
         t = video_grid_thw[:, 0]
@@ -1265,7 +1269,8 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         vision_outputs = self.visual(
             pixel_values_videos, grid_thw=flattened_video_grid_thw, return_dict=True, **kwargs
         )
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         return vision_outputs
 
@@ -1278,9 +1283,12 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1462,6 +1470,10 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
         )
 
         return outputs
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
 
 
 def load_balancing_loss_func(
@@ -1787,6 +1799,10 @@ class Glm4vMoeForConditionalGeneration(Glm4vMoePreTrainedModel, GenerationMixin)
             if not is_split_images:
                 modalily_outputs.pooler_output = torch.stack(modalily_outputs.pooler_output, dim=0)
         return mm_encoder_output
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

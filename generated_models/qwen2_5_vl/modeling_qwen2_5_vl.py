@@ -22,12 +22,14 @@
 # deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
+# host_values        2 hits
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          4 hits, 1 note
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     1 note
+# host_sync_lint     upstream 7
 
 # Copyright 2025 The Qwen Team and The HuggingFace Inc. team. All rights reserved.
 #
@@ -1106,9 +1108,12 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1122,9 +1127,12 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1320,6 +1328,10 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
 
         return outputs
 
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
+
 
 class Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -1500,6 +1512,10 @@ class Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLPreTrainedModel, GenerationMi
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

@@ -22,12 +22,14 @@
 # deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
+# host_values        2 hits
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          3 hits, 1 note
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     1 note
+# host_sync_lint     upstream 7
 
 # Copyright 2024 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -1059,9 +1061,12 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1075,9 +1080,12 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1267,6 +1275,10 @@ class Qwen2VLModel(Qwen2VLPreTrainedModel):
         )
         return outputs
 
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
+
 
 class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -1439,6 +1451,10 @@ class Qwen2VLForConditionalGeneration(Qwen2VLPreTrainedModel, GenerationMixin):
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

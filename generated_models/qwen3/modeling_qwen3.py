@@ -22,8 +22,10 @@
 # deepstack_sp       -
 # attention_kwargs   -
 # max_seqlen         -
+# host_values        -
 # dummy_forward      -
 # position_ids       -
+# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit

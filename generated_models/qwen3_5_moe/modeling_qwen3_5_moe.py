@@ -22,12 +22,14 @@
 # deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
+# host_values        1 hit
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          2 hits, 3 notes
 # parallel_plan      2 hits
 # checkpoint_mapping 1 hit
-# host_sync_lint     1 note
+# host_sync_lint     upstream 6
 
 # Copyright 2025 The Qwen Team and The HuggingFace Inc. team. All rights reserved.
 #
@@ -1620,9 +1622,12 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithPooling:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
 
         return vision_outputs
@@ -1811,6 +1816,10 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             **kwargs,
         )
         return outputs
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
 
 
 def load_balancing_loss_func(
@@ -2194,6 +2203,10 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoePreTrainedModel, GenerationMi
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

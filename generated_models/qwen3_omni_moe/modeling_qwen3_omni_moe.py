@@ -22,12 +22,14 @@
 # deepstack_sp       1 hit
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 4
+# host_values        2 hits
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   1 hit
 # fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     2 notes
+# host_sync_lint     upstream 11
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -470,6 +472,10 @@ class Qwen3OmniMoePreTrainedModelForConditionalGeneration(Qwen3OmniMoePreTrained
             mrope_position_deltas = max_position_ids + 1 - torch.sum(attention_mask, dim=-1, keepdim=True)
 
             return position_ids, mrope_position_deltas
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict(spatial_merge_size=self.spatial_merge_size))
 
 
 def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
@@ -1804,9 +1810,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1822,9 +1831,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features

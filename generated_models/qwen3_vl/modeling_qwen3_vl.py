@@ -22,12 +22,14 @@
 # deepstack_sp       1 hit
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
+# host_values        1 hit
 # dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   2 hits
 # fused_ops          3 hits, 1 note
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     1 note
+# host_sync_lint     upstream 6
 
 # Copyright 2025 The Qwen Team and The HuggingFace Inc. team. All rights reserved.
 #
@@ -1070,12 +1072,15 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_output: BaseModelOutputWithDeepstackFeatures = self.visual(
             pixel_values, grid_thw=image_grid_thw, return_dict=True, **kwargs
         )
         image_embeds = vision_output.pooler_output
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_output.pooler_output = torch.split(image_embeds, split_sizes)
         vision_output.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_output.deepstack_features
@@ -1305,6 +1310,10 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
 
         return outputs
 
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict())
+
 
 class Qwen3VLForConditionalGeneration(Qwen3VLPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.language_model.embed_tokens.weight"}
@@ -1478,6 +1487,10 @@ class Qwen3VLForConditionalGeneration(Qwen3VLPreTrainedModel, GenerationMixin):
         position_ids = torch.cat([text_positions, vision_positions], dim=0)
 
         return position_ids
+
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return self.model.get_position_id_func()
 
     # patchgen: parallel_plan
     def get_parallel_plan(self) -> ops.ParallelPlan:

@@ -4,6 +4,9 @@ CONFIG = ModelConfig(
     model="qwen3_5_moe",
     roots=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     expect={
+        "dummy_forward": 1,
+        "host_values": 1,
+        "position_id_func": 2,
         "local_classes": 1,
         "fused_experts": 1,
         "router_loss": 1,
@@ -14,4 +17,5 @@ CONFIG = ModelConfig(
         "fused_ops": 2,
         "parallel_plan": 2,
     },
+    strict_sync=True,
 )

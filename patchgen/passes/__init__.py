@@ -17,11 +17,13 @@ from patchgen.passes.fused_loss import FusedLoss
 from patchgen.passes.fused_ops import FusedOps
 from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
+from patchgen.passes.host_values import HostValues
 from patchgen.passes.language_sp import LanguageSP
 from patchgen.passes.local_classes import LocalClasses
 from patchgen.passes.max_seqlen import MaxSeqlen
 from patchgen.passes.mixer_sp import MixerSP
 from patchgen.passes.parallel_plan import ParallelPlan
+from patchgen.passes.position_id_func import PositionIdFunc
 from patchgen.passes.position_ids import PositionIds
 from patchgen.passes.prune import Prune
 from patchgen.passes.router_loss import RouterLoss
@@ -50,8 +52,10 @@ PASSES: tuple[type[Pass], ...] = (
     DeepstackSP,
     AttentionKwargs,
     MaxSeqlen,
+    HostValues,
     DummyForward,
     PositionIds,
+    PositionIdFunc,
     FusedOps,
     ParallelPlan,
     CheckpointMapping,

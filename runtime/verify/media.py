@@ -24,6 +24,8 @@ from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+SOUND = "sound"
+"""The kind of a video with its audio."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
@@ -67,8 +69,7 @@ class MediaMaker:
 
     def sound(self, number: int) -> Item:
         """A video with its audio."""
-        parts = tuple(replace(self.item(kind, number), inside=True) for kind in (VIDEO, AUDIO))
-        return Item("sound", {}, parts=parts)
+        return with_sound(self.item(VIDEO, number), self.item(AUDIO, number))
 
     def count(self, item: Item) -> int:
         """The placeholder tokens of an item: the rows of features that upstream computes for it.
@@ -100,7 +101,7 @@ class MediaMaker:
 
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
-            return self._patches(IMAGE, IMAGE_GRIDS[number])
+            return self.patches(IMAGE, IMAGE_GRIDS[number])
         vision = layout.tower_config(self.config, IMAGE)
         height, width = layout.image_size(vision)
         pixels = self._noise(1, layout.channels(vision), height, width)
@@ -111,16 +112,20 @@ class MediaMaker:
 
     def _video(self, number: int) -> Item:
         if "video_grid_thw" in self.known:
-            item = self._patches(VIDEO, VIDEO_GRIDS[number])
-            for name in ("video_second_per_grid", "second_per_grid_ts"):
-                if name in self.known:
-                    item.arguments[name] = torch.tensor([SECONDS_PER_GRID[number]])
-            return item
+            return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
         image = self._image(0).arguments["pixel_values"]
         frames = VIDEO_GRIDS[0][0]
         return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[1:])}, frames=frames)
 
-    def _patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
+    def with_seconds(self, item: Item, seconds: float) -> Item:
+        """A video that says how long a step in time is, where the model takes that."""
+        for name in ("video_second_per_grid", "second_per_grid_ts"):
+            if name in self.known:
+                item.arguments[name] = torch.tensor([seconds])
+        return item
+
+    def patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
+        """An image or video of packed patches, of so many merged tokens in time, height and width."""
         vision = layout.tower_config(self.config, kind)
         merge = layout.merge_size(vision)
         t, h, w = merged[0], merged[1] * merge, merged[2] * merge
@@ -131,7 +136,10 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
-        frames = AUDIO_FRAMES[number]
+        return self.spectrogram(AUDIO_FRAMES[number])
+
+    def spectrogram(self, frames: int) -> Item:
+        """A sound of so many frames."""
         mel = layout.mel_bins(layout.tower_config(self.config, AUDIO))
         arguments = {"input_features": self._noise(1, mel, frames)}
         if "feature_attention_mask" in self.known:
@@ -140,6 +148,11 @@ class MediaMaker:
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
+
+
+def with_sound(video: Item, audio: Item) -> Item:
+    """A video that brings its audio."""
+    return Item(SOUND, {}, parts=(replace(video, inside=True), replace(audio, inside=True)))
 
 
 def collate_items(items: Iterable[Item]) -> dict[str, Any]:

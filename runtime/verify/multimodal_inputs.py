@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.media import AUDIO, IMAGE, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.media import AUDIO, IMAGE, SOUND, VIDEO, Item, MediaMaker, collate_items
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
 TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 """The modality of a token in `mm_token_type_ids`; 0 is text."""
-SOUND = "sound"
-"""A video and its audio, interleaved."""
 
 
 @dataclass(frozen=True)
