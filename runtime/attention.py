@@ -33,8 +33,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import parallel
-from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents
+from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents, document_of
 from patchgen.runtime.parallel import collectives, sequence
+from patchgen.runtime.parallel.media import holds_whole, inside_whole
 from patchgen.runtime.parallel.state import ParallelState
 
 # Arguments of some models' attention that mean structure no backend here knows: sparse indexers, relative positions.
@@ -131,17 +132,22 @@ def mask_function(name: str, backend: Backend) -> Callable:
         **kwargs: object,
     ):
         state = parallel.current()
-        sliced = state is not None and state.sp > 1
+        sliced = state is not None and state.sp > 1 and not inside_whole()
         parts = _parts(mask_function)
         unknown = sorted(set(parts) - _PLAIN - _PACKED)
         if unknown:
-            if sliced or upstream is None:
-                where = f"sp={state.sp}" if sliced else f"'{name}'"
+            if upstream is None:
                 raise ValueError(
-                    f"This model lays {', '.join(unknown)} over the causal mask, which {where} cannot express: it "
-                    "knows causal, sliding-window, packed and padded attention. Train it with sp=1 and "
-                    "'patchgen_eager', 'patchgen_sdpa' or 'patchgen_flex_attention'."
+                    f"This model lays {', '.join(unknown)} over the causal mask, which '{name}' cannot express: it "
+                    "knows causal, sliding-window, packed and padded attention. Train it with 'patchgen_eager', "
+                    "'patchgen_sdpa' or 'patchgen_flex_attention'."
                 )
+            if sliced:
+                # Attention sees the whole sequence of some heads, so the mask is the whole one.
+                mask_function = _of_whole_sequence(mask_function, q_length, state)
+                if attention_mask is not None:
+                    attention_mask = _padding(attention_mask, q_length, state)
+                q_length = kv_length = q_length * state.sp
             return upstream(
                 batch_size=batch_size,
                 q_length=q_length,
@@ -172,6 +178,38 @@ def _parts(mask_function: Callable) -> list[str]:
     if outer == "remap_positions_for_packed_sequence":
         return [outer, *_parts(inner["mask_function"].cell_contents)]
     return [outer]
+
+
+def _of_whole_sequence(mask_function: Callable, s: int, state: ParallelState) -> Callable:
+    """A mask function for the whole sequence, without the packing that upstream saw in a slice of the position ids.
+
+    Raises:
+        ValueError: it looks up a tensor that covers the slice only.
+    """
+    from transformers.masking_utils import and_masks, or_masks
+
+    outer = mask_function.__qualname__.partition(".")[0]
+    inner = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
+    if outer in ("and_masks", "or_masks"):
+        parts = [
+            _of_whole_sequence(part, s, state)
+            for part in inner["mask_functions"].cell_contents
+            if not part.__qualname__.startswith("packed_sequence_mask_function")
+        ]
+        return parts[0] if len(parts) == 1 else (and_masks if outer == "and_masks" else or_masks)(*parts)
+    if outer == "remap_positions_for_packed_sequence":
+        return _of_whole_sequence(inner["mask_function"].cell_contents, s, state)
+    for name, cell in inner.items():
+        value = cell.cell_contents
+        if callable(value):
+            _of_whole_sequence(value, s, state)
+        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * state.sp:
+            raise ValueError(
+                f"The mask '{outer}' looks up {name} of {value.shape[-1]} tokens, and the sequence has "
+                f"{s * state.sp} over {state.sp} ranks: what it is made from (token types, ...) must be handed over "
+                "whole, not as a slice (runtime.parallel.batch.slice_batch leaves it whole)."
+            )
+    return mask_function
 
 
 def _document_numbers(mask_function: Callable) -> Tensor:
@@ -227,7 +265,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
         if refused:
             raise ValueError(f"{where} hands {', '.join(refused)} to its attention, which '{name}' cannot honour.")
         state = parallel.current()
-        size = state.sp if state is not None else 1
+        size = state.sp if state is not None and not holds_whole(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         if q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -243,6 +281,8 @@ def attention_function(name: str, backend: Backend) -> Callable:
             dropout=dropout,
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
+        if size > 1 and isinstance(request.overlay, Tensor) and cu_seq_lens_q is not None:
+            request = replace(request, overlay=_within_documents(request.overlay, cu_seq_lens_q))
         if size > 1 and not request.causal and request.documents is not None:
             require_whole_lengths(request.documents, q.shape[0] * q.shape[1] * size, where)
         require_features(name, backend, request, where)
@@ -310,6 +350,19 @@ def _bounds(packed: MaskStructure, where: str) -> Tensor:
         first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
         _BOUNDS[packed.document] = torch.cat([first, first.new_tensor([B * S])])
     return _BOUNDS[packed.document]
+
+
+_WITHIN = WeakIdKeyDictionary()  # mask -> (lengths, the mask within documents)
+
+
+def _within_documents(overlay: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Upstream's mask `(B, 1, S, S)` of the whole sequence, bool or added, within the documents that lengths tell."""
+    if overlay not in _WITHIN or _WITHIN[overlay][0] is not cu_seq_lens:
+        document = document_of(_documents(cu_seq_lens, None), overlay.shape[0], overlay.shape[-1])
+        same = (document[:, :, None] == document[:, None, :])[:, None]
+        hidden = False if overlay.dtype == torch.bool else torch.finfo(overlay.dtype).min
+        _WITHIN[overlay] = (cu_seq_lens, overlay.masked_fill(~same, hidden))
+    return _WITHIN[overlay][1]
 
 
 _TOTALS = WeakIdKeyDictionary()  # cu_seq_lens -> its last entry
