@@ -34,7 +34,7 @@ def gate_backward_gemm(
     is_transposed: bool,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dh [P, W], s [P, I], dw [N, R])`; dw in fp32, to be summed over its N column tiles.
+    """`(dh [P, W], s [P, I], dw [N, P])`; dw in fp32, to be summed over its N column tiles.
 
     Args:
         grad_out: `[T, H]`.
@@ -50,7 +50,7 @@ def gate_backward_gemm(
     weighted = torch.empty(padded, inner, **new)
     blocks = GATE_BACKWARD
     num_tiles = triton.cdiv(inner, blocks.n)
-    partial = torch.empty(num_tiles, kept.shape[0], dtype=torch.float32, device=grad_out.device)
+    partial = torch.empty(num_tiles, padded, dtype=torch.float32, device=grad_out.device)
     block_shape = [1, blocks.n, blocks.k] if is_transposed else [1, blocks.k, blocks.n]
     _gate_backward_gemm[(num_programs(grad_out, blocks.per_sm),)](
         grad_out,
@@ -63,7 +63,7 @@ def gate_backward_gemm(
         plan.slot_of_padded,
         plan.tile_start,
         plan.tiles,
-        kept.shape[0],
+        padded,
         plan.num_experts,
         plan.tiles.shape[1],
         H=hidden_size,
@@ -78,7 +78,6 @@ def gate_backward_gemm(
         BLOCK_K=blocks.k,
         PIECES=blocks.pieces,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -99,7 +98,7 @@ def _gate_backward_gemm(
     slot_of_padded,
     tile_start,
     tiles,
-    num_rows,
+    num_padded,
     num_experts,
     num_tiles,
     H: tl.constexpr,
@@ -114,7 +113,6 @@ def _gate_backward_gemm(
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
     GATE_KIND: tl.constexpr,
     GATE_ALPHA: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
@@ -126,7 +124,7 @@ def _gate_backward_gemm(
     start = tl.program_id(0)
     m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
-    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
         # The next tile's numbers travel while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
@@ -148,7 +146,8 @@ def _gate_backward_gemm(
         valid = row < end
         # A weight of zero makes the padding rows zero in everything that is stored.
         routing = tl.where(valid, tl.load(top_k_weights + slot).to(tl.float32), 0.0)[:, None]
-        target_row = (m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        padded_row = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        target_row = padded_row.to(tl.int64)[:, None]
         source = kept + row.to(tl.int64)[:, None] * WIDTH
         sums = tl.zeros([BLOCK_M], dtype=tl.float32)
         # The epilogue holds four values per column: in pieces they stay in registers. The next piece is read before
@@ -181,12 +180,14 @@ def _gate_backward_gemm(
             else:
                 value, by_gate = activate_with_derivative(gate.to(tl.float32), GATE_KIND, GATE_ALPHA)
                 by_up = value
+            # Columns past the end have a gradient of zero: their weights were read as zeros.
+            sums += tl.sum(grad * value, 1)
+            grad *= routing
             column = first_column + tl.arange(0, SPAN)
-            inside = (column < INNER)[None, :]
             _store_gradient(
                 grad_kept + target_row * WIDTH,
-                routing * grad * by_gate,
-                routing * grad * by_up,
+                grad * by_gate,
+                grad * by_up,
                 first_column,
                 INNER,
                 WIDTH,
@@ -198,10 +199,9 @@ def _gate_backward_gemm(
             tl.store(
                 weighted + target_row * INNER + column[None, :],
                 (routing * value).to(kept.dtype.element_ty),
-                mask=inside,
+                mask=(column < INNER)[None, :],
             )
-            sums += tl.sum(tl.where(inside, grad * value, 0.0), 1)
-        tl.store(partial + n * num_rows + row, sums, mask=valid)
+        tl.store(partial + n * num_padded + padded_row, sums)
         m, n, expert, first, end, slot = next_m, next_n, next_expert, next_first, next_end, next_slot
 
 

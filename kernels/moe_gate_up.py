@@ -42,7 +42,7 @@ def gate_up(
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
     """
-    num_rows, hidden_size = plan.row_of_slot.numel(), hidden_states.shape[1]
+    num_rows, hidden_size = plan.num_rows, hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
     inner = width // 2 if activation.is_gated else width
     new = {"dtype": hidden_states.dtype, "device": hidden_states.device}
@@ -73,7 +73,6 @@ def gate_up(
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -118,7 +117,6 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
     GATE_KIND: tl.constexpr,
     GATE_ALPHA: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
@@ -131,7 +129,7 @@ def _gate_up(
     start = tl.program_id(0)
     m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
-    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
         # The next tile's numbers travel while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP

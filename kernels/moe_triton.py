@@ -195,7 +195,7 @@ def _moe_backward(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     kept: Tensor,
-    row_of_slot: Tensor,
+    padded_of_slot: Tensor,
     slot_of_padded: Tensor,
     row_start: Tensor,
     tile_start: Tensor,
@@ -212,7 +212,7 @@ def _moe_backward(
 ) -> list[Tensor]:
     """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
-    plan = Plan(row_of_slot, slot_of_padded, row_start, tile_start, tiles)
+    plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
     want_x, want_weights, want_gate_up, want_down, want_gate_up_bias, want_down_bias = wanted
     # An operator's outputs may not share memory, so what is not wanted is an empty tensor each.
@@ -227,17 +227,18 @@ def _moe_backward(
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
     if want_down:
-        grad_down = grouped_gemm_weights(grad_out, weighted, plan, top_k_index, tokens_first=not is_transposed)
+        grad_down = grouped_gemm_weights(grad_out, weighted, plan, top_k, tokens_first=not is_transposed)
     del weighted
     if want_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
-    if want_gate_up:
-        grad_gate_up = grouped_gemm_weights(hidden_states, grad_kept, plan, top_k_index, tokens_first=is_transposed)
-    if want_gate_up_bias:
-        grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
-    if want_x:
+    if want_x:  # before the largest gradient is allocated: its rows are freed again
         rows = grouped_gemm(grad_kept, gate_up_proj, None, plan, k_is_last=is_transposed, is_padded=True)
         grad_x = combine(rows, None, plan, top_k)
+        del rows
+    if want_gate_up:
+        grad_gate_up = grouped_gemm_weights(hidden_states, grad_kept, plan, top_k, tokens_first=is_transposed)
+    if want_gate_up_bias:
+        grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
     return [grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias]
 
 
@@ -252,7 +253,7 @@ def _(
     gate_up_bias,
     down_bias,
     kept,
-    row_of_slot,
+    padded_of_slot,
     slot_of_padded,
     row_start,
     tile_start,
