@@ -7,6 +7,8 @@ rows of one expert:
     tiles     | 0: 128 | 1: 128 | 2: 44     | 3: 20        |             | 4: 128 | 5: 2        |
     padded    | 0..127 | 128..  | 256..383  | 384..511     |             | 512..  | 640..767    |
 
+The kernels with an epilogue compute an expert's last tile with half the rows where those hold what is left.
+
 A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i`
 starts at `i * BLOCK_M`). Whole tiles are written by TMA, without masks; what is kept for the backward is compact. Where
 the rows without a pair hold zeros, the weight gradients run over whole blocks of rows.

@@ -41,7 +41,7 @@ class Blocks(NamedTuple):
 
 GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=4)
 ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=4)
-GATE_BACKWARD = Blocks(n=256, k=64, warps=8, stages=4, group=8, pieces=4)
+GATE_BACKWARD = Blocks(n=256, k=64, warps=16, stages=4, group=8, pieces=4)
 WEIGHTS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 
 _COPY_COLUMNS = 2048
