@@ -18,17 +18,19 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
-from patchgen.kernels.moe_schedule import WEIGHTS, copy_repays, multiply, num_programs
-from patchgen.kernels.pad_rows import pad_rows
+from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
 
 _BLOCK_A = 128
 
 
-def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int, tokens_first: bool) -> Tensor:
+def grouped_gemm_weights(
+    tokens: Tensor, copied: Tensor | None, padded: Tensor, plan: Plan, top_k: int, tokens_first: bool
+) -> Tensor:
     """The gradient of a stacked weight, in the dtype of its factors, summed in fp32.
 
     Args:
         tokens: `[T, A]`, gathered by row.
+        copied: `[P, A]`, the same in the order of the padded rows, read by TMA instead; or None.
         padded: `[P, B]`.
         top_k: K.
         tokens_first: `[E, A, B]` is wanted; else `[E, B, A]`.
@@ -38,11 +40,10 @@ def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int,
     shape = (gathered_size, padded_size) if tokens_first else (padded_size, gathered_size)
     out = torch.empty(num_experts, *shape, dtype=tokens.dtype, device=tokens.device)
     blocks = WEIGHTS
-    is_copied = copy_repays(plan.num_rows, num_experts, padded_size)
     box = [1, _BLOCK_A, blocks.n] if tokens_first else [1, blocks.n, _BLOCK_A]
     source = tokens
-    if is_copied:
-        source = TensorDescriptor.from_tensor(pad_rows(tokens, top_k, plan), [blocks.k, _BLOCK_A])
+    if copied is not None:
+        source = TensorDescriptor.from_tensor(copied, [blocks.k, _BLOCK_A])
     _grouped_gemm_weights[(num_programs(tokens, blocks.per_sm),)](
         source,
         TensorDescriptor.from_tensor(padded, [blocks.k, blocks.n]),
@@ -55,7 +56,7 @@ def grouped_gemm_weights(tokens: Tensor, padded: Tensor, plan: Plan, top_k: int,
         A=gathered_size,
         B=padded_size,
         TOP_K=top_k,
-        IS_COPIED=is_copied,
+        IS_COPIED=copied is not None,
         TOKENS_FIRST=tokens_first,
         TILE_ROWS=BLOCK_M,
         BLOCK_A=_BLOCK_A,

@@ -27,6 +27,7 @@ from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward
 
 def gate_backward_gemm(
     grad_out: Tensor,
+    copied: Tensor | None,
     down_proj: Tensor,
     kept: Tensor,
     top_k_weights: Tensor,
@@ -38,7 +39,8 @@ def gate_backward_gemm(
     """`(dh [P, W], s [P, I], dw [N, P])`; dw in fp32, to be summed over its N column tiles.
 
     Args:
-        grad_out: `[T, H]`.
+        grad_out: `[T, H]`, gathered by row.
+        copied: `[P, H]`, the same in the order of the padded rows, read by TMA instead; or None.
         down_proj: `[E, H, I]`, or `[E, I, H]` if `is_transposed`.
         kept: `[R, W]`, the first projection of the forward.
         top_k_weights: `[T, K]`.
@@ -53,8 +55,15 @@ def gate_backward_gemm(
     num_tiles = triton.cdiv(inner, blocks.n)
     partial = torch.empty(num_tiles, padded, dtype=torch.float32, device=grad_out.device)
     block_shape = [1, blocks.n, blocks.k] if is_transposed else [1, blocks.k, blocks.n]
+    source = whole = half = None
+    if copied is None:
+        source = grad_out
+    else:
+        whole, half = (TensorDescriptor.from_tensor(copied, [rows, blocks.k]) for rows in (BLOCK_M, BLOCK_M // 2))
     _gate_backward_gemm[(num_programs(grad_out, blocks.per_sm),)](
-        grad_out,
+        source,
+        whole,
+        half,
         TensorDescriptor.from_tensor(down_proj, block_shape),
         kept,
         top_k_weights,
@@ -90,6 +99,8 @@ def gate_backward_gemm(
 @triton.jit
 def _gate_backward_gemm(
     grad_out,
+    copied,
+    copied_half,
     weight,
     kept,
     top_k_weights,
@@ -136,14 +147,14 @@ def _gate_backward_gemm(
         next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
         if end - first > HALF:
             _gate_backward_tile(
-                grad_out, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                grad_out, copied, weight, kept, top_k_weights, grad_kept, weighted, partial,
                 slot, num_padded, m * BLOCK_M, n, expert, first, end,
                 H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K, PIECES,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
         else:  # what it leaves unwritten nobody reads: the weight gradients take rows in blocks of HALF
             _gate_backward_tile(
-                grad_out, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                grad_out, copied_half, weight, kept, top_k_weights, grad_kept, weighted, partial,
                 slot_of_half, num_padded, m * BLOCK_M, n, expert, first, end,
                 H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, HALF, BLOCK_N, BLOCK_K, PIECES,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
@@ -155,6 +166,7 @@ def _gate_backward_gemm(
 @triton.jit
 def _gate_backward_tile(
     grad_out,
+    copied,
     weight,
     kept,
     top_k_weights,
@@ -187,10 +199,13 @@ def _gate_backward_tile(
 ):
     """One tile of `ROWS` rows; an expert's last one may have half as many."""
     row = first + tl.arange(0, ROWS)
-    pointers = grad_out + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+    if copied is None:
+        pointers = grad_out + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
     acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
     for k in range(0, H, BLOCK_K):
-        if H % BLOCK_K == 0:
+        if copied is not None:
+            rows = copied.load([first_padded, k])
+        elif H % BLOCK_K == 0:
             rows = tl.load(pointers + k)
         else:
             rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)

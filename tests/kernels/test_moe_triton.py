@@ -10,7 +10,7 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import grouped_gemm_weights, moe_plan
+from patchgen.kernels import moe_plan, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
 
 on_gpu = torch.cuda.is_available()
@@ -46,7 +46,7 @@ def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bool, monkeypatch):
-    monkeypatch.setattr(grouped_gemm_weights, "copy_repays", lambda *sizes: True)
+    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: True)
     case = Case("copied", routing="left_out", is_transposed=is_transposed, **(SMALL | {"num_tokens": 140}))
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
@@ -226,7 +226,7 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
 @pytest.mark.parametrize("copied", [False, True])
 def test_twenty_runs_give_the_same_bits_whatever_memory_held(backend: str, copied: bool, monkeypatch):
     """Between the runs the allocator's memory is filled with NaN: nothing may read what it did not write."""
-    monkeypatch.setattr(grouped_gemm_weights, "copy_repays", lambda *sizes: copied)
+    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: copied)
     case = Case("repeat", 1000, 16, 512, 384, 4, routing="left_out", has_bias=True)
     tensors = case.tensors(torch.bfloat16, "cuda")
     first = run(case, tensors, backend)
