@@ -123,7 +123,7 @@ def measure(operation: str, option: str, function: Callable, inputs: list[Tensor
 
     exact = run_both(implementations(operation)["eager"], fresh(torch.float32), [g.float() for g in gradients])
     found = run_both(function, fresh(torch.bfloat16), [g.clone() for g in gradients])
-    error = max(float((a.float() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
+    error = max(float((a.detach().float() - b.detach()).norm() / b.norm()) for a, b in zip(found, exact, strict=True))
     del exact, found
     forward = median_ms(lambda: function(*inputs), milliseconds)
     both = median_ms(lambda: run_both(function, inputs, gradients), milliseconds)
