@@ -11,7 +11,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
-	bench-generate bench-moe clean
+	bench-generate bench-moe bench-loss bench-elementwise test-kernels clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -70,6 +70,15 @@ bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 
 bench-moe:  ## check and time the experts' kernels; runs with the python that has CUDA: PYTHON=python3
 	@PYTHONPATH=. $(PYTHON) benchmarks/bench_moe.py $(ARGS)
+
+bench-loss:  ## check and time the language-model losses; with the python that has CUDA
+	@PYTHONPATH=. $(PYTHON) benchmarks/bench_loss.py $(ARGS)
+
+bench-elementwise:  ## check and time norm, rotary and SwiGLU; with the python that has CUDA
+	@PYTHONPATH=. $(PYTHON) benchmarks/bench_elementwise.py $(ARGS)
+
+test-kernels:  ## the kernels' tests alone; on a GPU with the python that has CUDA, else in the interpreter
+	@PYTHONPATH=. $(PYTHON) -m pytest tests/kernels $(ARGS)
 
 clean:  ## remove .venv
 	rm -rf $(VENV)
