@@ -179,7 +179,8 @@ class Checkpointer:
         self._agree(write_small, manifest.step)
 
         def write_tensors() -> None:
-            writer = FileSystemWriter(partial, sync_files=True, thread_count=2)
+            # With more than one thread, DCP loses what goes wrong in the others.
+            writer = FileSystemWriter(partial, sync_files=True, thread_count=1)
             dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
         self._agree(write_tensors, manifest.step)
