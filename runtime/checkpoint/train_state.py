@@ -155,6 +155,11 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is still being written."""
+        return self._pending is not None and not self._pending.done()
+
     def _before_step(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
