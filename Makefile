@@ -10,8 +10,8 @@ TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
-	bench-generate bench-moe bench-loss bench-elementwise test-kernels clean
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints \
+	test-kernels lint bench-generate bench-moe bench-loss bench-elementwise clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ lint: $(VENV)/.setup-test  ## ruff, format included
 
 test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel -m "not gpu" $(ARGS)
+
+test-checkpoints: $(VENV)/.setup-test  ## checkpoints of every model over ranks, runs killed thirty times (minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/checkpoint tests/distributed/test_checkpoints.py -m "not gpu" $(ARGS)
 
 bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 	@$(BIN)/python benchmarks/bench_generate.py $(ARGS)
