@@ -8,6 +8,7 @@ A process of its own, because torchvision must be there before transformers is i
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from patchgen.runtime.data import DataConfig, SourceConfig  # noqa: E402
-from patchgen.runtime.data.builtin_media import omni_sample  # noqa: E402
+from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
 from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
@@ -50,6 +51,40 @@ def by_hand(processor: Any, messages: list[dict[str, Any]]) -> dict[str, torch.T
     )
 
 
+def check_videos_with_sound(processor: Any, prepare: PrepareMultimodal) -> None:
+    """Two videos, one with sound, between two sounds of their own: placeholders and features in the same order."""
+    draw = np.random.default_rng(0)
+    sounds = [tone(draw, frequency) for frequency in NOTES.values()]
+    clips = [clip(draw, (0, 1)) for _ in range(2)]
+    content = [
+        {"type": "audio", "audio": sounds[0]},
+        {"type": "video", "video": clips[0]},
+        {"type": "video", "video": clips[1], "audio": sounds[1]},
+        {"type": "audio", "audio": sounds[2]},
+    ]
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": "yes"}]},
+    ]
+    (sample,) = prepare(0, Record("sound", {"messages": messages})).samples
+    expected = processor.feature_extractor(
+        [sound["array"] for sound in sounds[:3]],
+        sampling_rate=16000,
+        padding=True,
+        truncation=False,
+        return_attention_mask=True,
+        return_tensors="pt",
+    )
+    assert torch.equal(sample["input_features"], expected["input_features"])
+    text = processor.tokenizer.decode(sample["input_ids"])
+    runs = ["".join(sorted(set(run))) for run in re.findall(r"(?:<\|(?:audio|video)_pad\|>)+", text)]
+    assert len(runs) == 4, text
+    inner = re.findall(r"<\|vision_start\|>(.*?)<\|vision_end\|>", text)
+    assert [run.startswith("<|audio_start|>") for run in inner] == [False, True]
+    assert inner[0].count("<|audio_pad|>") == 0 < inner[1].count("<|audio_pad|>") < text.count("<|audio_pad|>")
+    assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "yes<|im_end|>"
+
+
 def main() -> None:
     marked, unmarked = omni_processor(), omni_processor(marked=False)
     prepare, prepare_unmarked = (PrepareMultimodal(CONFIG, one, positions) for one in (marked, unmarked))
@@ -78,6 +113,7 @@ def main() -> None:
         samples.append(sample)
         compared["samples"] += 1
 
+    check_videos_with_sound(marked, prepare)
     batch = collate(samples, pad_to=4096, pad_token_id=0)
     assert batch["position_ids"].shape == (4, 1, 4096)
     assert batch["image_grid_thw"].shape[0] == sum(len(sample.get("image_grid_thw", ())) for sample in samples)
