@@ -137,6 +137,8 @@ class PrepareMultimodal:
             raise BadSample(where, f"a place for {kind} {number} in the messages, and no {kind} for it")
         root = Path(source.media_root).expanduser() if source.media_root else folder_of(source.path)
         try:
+            if KINDS[kind] not in self.processor.modalities:
+                raise MediaError(f"{type(self.processor.processor).__name__} takes no {KINDS[kind]}")
             if kind == "image":
                 items.images.append(load_image(value, root))
                 return

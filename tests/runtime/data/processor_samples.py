@@ -1,6 +1,6 @@
-"""Samples of images, videos and sounds through the real omni processor against that processor called by hand.
+"""Samples of images, videos and sounds through real processors against those processors called by hand.
 
-    python tests/runtime/data/omni_samples.py      # prints the number of samples compared, of each kind
+    python tests/runtime/data/processor_samples.py      # prints what was compared, a line for each processor
 
 A process of its own, because torchvision must be there before transformers is imported.
 """
@@ -9,10 +9,18 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
+from functools import partial
 from typing import Any
 
-from small_processors import omni_processor, use_torchvision
+from small_processors import (
+    gemma_processor,
+    older_omni_processor,
+    omni_processor,
+    use_torchvision,
+    vision_processor,
+)
 
 use_torchvision()
 
@@ -22,10 +30,16 @@ import torch  # noqa: E402
 from patchgen.runtime.data import DataConfig, SourceConfig  # noqa: E402
 from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
-from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
+from patchgen.runtime.data.multimodal import KINDS, PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
 
 CONFIG = DataConfig(sources=(SourceConfig("builtin:omni"),), kind="multimodal", tokens_per_batch=4096)
+PROCESSORS = {
+    "Qwen3OmniMoe": omni_processor,
+    "Qwen2_5Omni": older_omni_processor,
+    **{name: partial(vision_processor, name) for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")},
+    "Gemma3": gemma_processor,
+}
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features")
 
 
@@ -33,6 +47,28 @@ def positions(input_ids: torch.Tensor, image_grid_thw: torch.Tensor | None = Non
     """Something that only the right arguments give."""
     images = 0 if image_grid_thw is None else int(image_grid_thw.prod(-1).sum())
     return torch.stack([input_ids + row + images for row in range(3)])
+
+
+def video_options(videos: list[np.ndarray]) -> dict[str, Any]:
+    """Two frames a second, all of them taken."""
+    metadata = [
+        {
+            "total_num_frames": len(video),
+            "fps": 2.0,
+            "duration": len(video) / 2,
+            "frames_indices": [*range(len(video))],
+        }
+        for video in videos
+    ]
+    return {"do_sample_frames": False, "fps": 2.0, "video_metadata": metadata}
+
+
+def without(messages: list[dict[str, Any]], kinds: set[str]) -> list[dict[str, Any]]:
+    """The messages without the parts that a processor does not take."""
+    return [
+        {**message, "content": [part for part in message["content"] if part["type"] not in kinds]}
+        for message in messages
+    ]
 
 
 def by_hand(processor: Any, messages: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -46,8 +82,8 @@ def by_hand(processor: Any, messages: list[dict[str, Any]]) -> dict[str, torch.T
     return processor(
         text=[text],
         **{name: items for name, items in given.items() if items},
-        videos_kwargs={"do_sample_frames": False, "fps": CONFIG.video_fps},
         return_tensors="pt",
+        **({"videos_kwargs": video_options(given["videos"])} if given["videos"] else {}),
     )
 
 
@@ -70,7 +106,9 @@ def check_videos_with_sound(processor: Any, prepare: PrepareMultimodal) -> None:
     expected = processor.feature_extractor(
         [sound["array"] for sound in sounds[:3]],
         sampling_rate=16000,
-        padding=True,
+        padding="max_length"
+        if sample["input_features"].shape[2] == processor.feature_extractor.nb_max_frames
+        else True,
         truncation=False,
         return_attention_mask=True,
         return_tensors="pt",
@@ -85,25 +123,27 @@ def check_videos_with_sound(processor: Any, prepare: PrepareMultimodal) -> None:
     assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "yes<|im_end|>"
 
 
-def main() -> None:
-    marked, unmarked = omni_processor(), omni_processor(marked=False)
+def compare(name: str) -> dict[str, Any]:
+    """Ten samples of one processor, and the batch of them."""
+    marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
     prepare, prepare_unmarked = (PrepareMultimodal(CONFIG, one, positions) for one in (marked, unmarked))
+    kinds = {kind for kind, plural in KINDS.items() if plural not in prepare.processor.modalities}
     compared: Counter[str] = Counter()
     samples = []
     for number in range(10):
-        fields = omni_sample(number)
-        record = Record(f"sample {number}", fields)
+        messages = without(omni_sample(number)["messages"], kinds)
+        record = Record(f"sample {number}", {"messages": messages})
         (sample,) = prepare(0, record).samples
         (other,) = prepare_unmarked(0, record).samples
-        expected = by_hand(marked, fields["messages"])
+        expected = by_hand(marked, messages)
         ids = sample["input_ids"]
-        assert torch.equal(ids, expected["input_ids"][0])
-        for name in MEDIA:
-            assert (name in sample) == (name in expected), name
-            if name in expected:
-                assert torch.equal(sample[name], expected[name]), name
-                compared[name] += 1
-        answers = [message["content"][0]["text"] for message in fields["messages"] if message["role"] == "assistant"]
+        assert torch.equal(ids, expected["input_ids"][0]), (name, number)
+        for field in MEDIA:
+            assert (field in sample) == (field in expected), field
+            if field in expected:
+                assert torch.equal(sample[field], expected[field]), field
+                compared[field] += 1
+        answers = [message["content"][0]["text"] for message in messages if message["role"] == "assistant"]
         learned = marked.tokenizer.decode(ids[sample["labels"] != -100])
         assert learned == "".join(f"{answer}<|im_end|>" for answer in answers), learned
         assert torch.equal(sample["labels"], other["labels"])
@@ -112,17 +152,29 @@ def main() -> None:
         assert torch.equal(sample["position_ids"][1:, None], positions(expected["input_ids"], **grids))
         samples.append(sample)
         compared["samples"] += 1
+    if "audios" in prepare.processor.modalities:
+        check_videos_with_sound(marked, prepare)
+    check_batch(samples)
+    return {"processor": name, **compared}
 
-    check_videos_with_sound(marked, prepare)
-    batch = collate(samples, pad_to=4096, pad_token_id=0)
-    assert batch["position_ids"].shape == (4, 1, 4096)
-    assert batch["image_grid_thw"].shape[0] == sum(len(sample.get("image_grid_thw", ())) for sample in samples)
-    longest = max(sample["input_features"].shape[2] for sample in samples if "input_features" in sample)
-    assert batch["input_features"].shape[2] == longest
-    frames = sum(int(sample["feature_attention_mask"].sum()) for sample in samples if "input_features" in sample)
-    assert int(batch["feature_attention_mask"].sum()) == frames
-    assert np.isfinite(batch["input_features"].numpy()).all()
-    print(json.dumps(compared))
+
+def check_batch(samples: list[dict[str, torch.Tensor]]) -> None:
+    """Every field has a rule, and nothing is lost where samples are put together."""
+    batch = collate(samples, pad_to=8192, pad_token_id=0)
+    assert batch["position_ids"].shape == (4, 1, 8192)
+    for field in ("image_grid_thw", "video_grid_thw", "pixel_values", "pixel_values_videos"):
+        assert len(batch.get(field, ())) == sum(len(sample.get(field, ())) for sample in samples)
+    if "input_features" in batch:
+        longest = max(sample["input_features"].shape[2] for sample in samples if "input_features" in sample)
+        assert batch["input_features"].shape[2] == longest
+        frames = sum(int(sample["feature_attention_mask"].sum()) for sample in samples if "input_features" in sample)
+        assert int(batch["feature_attention_mask"].sum()) == frames
+        assert np.isfinite(batch["input_features"].numpy()).all()
+
+
+def main() -> None:
+    for name in sys.argv[1:] or PROCESSORS:
+        print(json.dumps(compare(name)), flush=True)
 
 
 if __name__ == "__main__":
