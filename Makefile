@@ -11,7 +11,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
-	bench-generate bench-moe clean
+	bench-generate bench-moe train clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -27,6 +27,11 @@ $(VENV)/.setup-test: $(VENV)/.setup
 	@echo "setting up $(VENV) (tests: torch and test tools)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@touch $@
+
+$(VENV)/.setup-train: $(VENV)/.setup-test
+	@echo "setting up $(VENV) (training)"
+	@$(PIP) install --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 setup: $(VENV)/.setup  ## install the generator into .venv
@@ -64,6 +69,10 @@ lint: $(VENV)/.setup-test  ## ruff, format included
 
 test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel -m "not gpu" $(ARGS)
+
+train: $(VENV)/.setup-train  ## train the toy recipe on two CPU ranks that share the experts (minutes), load the export
+	@OMP_NUM_THREADS=1 $(PATCHGEN) train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2 --fresh $(ARGS)
+	@$(BIN)/python -m patchgen.runtime.train.check_run runs/qwen3_moe_toy --below 0.6
 
 bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 	@$(BIN)/python benchmarks/bench_generate.py $(ARGS)
