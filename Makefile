@@ -7,11 +7,13 @@ PATCHGEN := $(BIN)/patchgen
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # torch first and by exact version: a plain `torch` may bring a CUDA build of several gigabytes.
 TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+# Built for CUDA only: beside torch for the CPU it lies where only the tests that know it look for it.
+TORCHVISION ?= torchvision==0.28.0
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
-	bench-generate bench-moe train clean
+	bench-generate bench-moe bench-data train clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -27,6 +29,7 @@ $(VENV)/.setup-test: $(VENV)/.setup
 	@echo "setting up $(VENV) (tests: torch and test tools)"
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
+	@$(PIP) install --no-deps --upgrade --target $(VENV)/torchvision-for-tests $(TORCHVISION)
 	@touch $@
 
 $(VENV)/.setup-train: $(VENV)/.setup-test
@@ -79,6 +82,9 @@ bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 
 bench-moe:  ## check and time the experts' kernels; runs with the python that has CUDA: PYTHON=python3
 	@PYTHONPATH=. $(PYTHON) benchmarks/bench_moe.py $(ARGS)
+
+bench-data: $(VENV)/.setup-test  ## how full batches are, and how fast the loader feeds them
+	@PYTHONPATH=. $(BIN)/python benchmarks/bench_data.py $(ARGS)
 
 clean:  ## remove .venv
 	rm -rf $(VENV)

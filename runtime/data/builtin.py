@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from patchgen.runtime.data.files import TextFiles
 from patchgen.runtime.data.problems import DataError
 
 VALIDATION_EVERY = 20
+QUESTIONS = 1000
 NAMES = ("stdlib", "chat", *MEDIA)
 LEFT_OUT = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo",
@@ -61,16 +63,16 @@ def _is_text(file: Path) -> bool:
 
 @functools.cache
 def documented() -> list[tuple[str, str]]:
-    """Signature and docs of the documented functions in the modules at the top of the standard library."""
-    found = []
+    """Signature and docs of documented functions in the modules at the top of the standard library."""
     top = Path(sysconfig.get_path("stdlib"))
-    for file in library_files():
-        if file.parent != top:
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and (docs := ast.get_docstring(node)):
-                found.append((f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs))
-    return found
+    found = (
+        (f"{file.stem}.{node.name}({ast.unparse(node.args)})", docs)
+        for file in library_files()
+        if file.parent == top
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and (docs := ast.get_docstring(node))
+    )
+    return list(itertools.islice(found, QUESTIONS))
 
 
 def _question(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:

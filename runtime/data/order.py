@@ -40,8 +40,11 @@ class MixedOrder:
     def __len__(self) -> int:
         return sum(self.totals)
 
-    def after(self, counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """`(source, k)` of the samples that follow when `counts` of each source have come: k counts through the epoch."""
+    def after(self, counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """What follows when `counts` samples of each source have come: `(source, k, number within the source)`.
+
+        k counts the samples of the source through the epoch.
+        """
         counts = list(counts)
         while any(count < total for count, total in zip(counts, self.totals, strict=True)):
             ks = [
@@ -49,18 +52,25 @@ class MixedOrder:
             ]
             times = np.concatenate([(k + 0.5) / weight for k, weight in zip(ks, self.weights, strict=True)])
             sources = np.repeat(np.arange(len(ks)), [len(k) for k in ks])
+            numbers = np.concatenate([self.samples(source, k) for source, k in enumerate(ks)])
             # Only the first BLOCK of the candidates are certain: a source beyond its candidates might come earlier.
             first = np.argsort(times, kind="stable")[:BLOCK]
-            for source, k in zip(sources[first].tolist(), np.concatenate(ks)[first].tolist(), strict=True):
-                yield source, k
-                counts[source] += 1
+            taken = np.bincount(sources[first], minlength=len(ks)).tolist()
+            counts = [count + more for count, more in zip(counts, taken, strict=True)]
+            yield from zip(
+                sources[first].tolist(), np.concatenate(ks)[first].tolist(), numbers[first].tolist(), strict=True
+            )
 
-    def sample(self, source: int, k: int) -> int:
-        """The number within its source of what comes there as k-th."""
+    def samples(self, source: int, k: np.ndarray) -> np.ndarray:
+        """The numbers within their source of what comes there as k-th, for ascending `k` `(n,)`."""
         size = self.sizes[source]
         if self.seed is None:
             return k % size
-        return int(permutation(size, self.seed, self.epoch, source, k // size)[k % size])
+        laps = [
+            permutation(size, self.seed, self.epoch, source, lap)[k[k // size == lap] % size]
+            for lap in np.unique(k // size).tolist()
+        ]
+        return np.concatenate(laps) if laps else k
 
 
 @lru_cache(maxsize=8)

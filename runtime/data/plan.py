@@ -56,7 +56,8 @@ class BatchPlan:
         self._counts = counts
         sizes = [len(lengths) for lengths in self._lengths]
         self._order = MixedOrder(sizes, self._weights, seed=self._seed, epoch=epoch)
-        self._coming: Iterator[tuple[int, int]] = self._order.after(counts)
+        self._coming: Iterator[tuple[int, int, int]] = self._order.after(counts)
+        self._numbers: dict[tuple[int, int], int] = {}
 
     def next(self) -> list[tuple[int, int]] | None:
         """The samples of the next batch; None after the last epoch."""
@@ -66,16 +67,20 @@ class BatchPlan:
                 return None
             self._begin(self.epoch + 1, [0] * len(self._lengths))
             self._refill()
-        return [(source, self._order.sample(source, k)) for source, k in self._pool.take()]
+        return [(key[0], self._numbers.pop(key)) for key in self._pool.take()]
 
     def _refill(self) -> None:
         while self._pool.tokens < self._pool_tokens and len(self._pool) < MOST_WAITING:
             entry = next(self._coming, None)
             if entry is None:
                 return
-            source, k = entry
+            source, k, number = entry
             self._counts[source] += 1
-            self._pool.add(entry, int(self._lengths[source][self._order.sample(source, k)]))
+            self._wait(source, k, number)
+
+    def _wait(self, source: int, k: int, number: int) -> None:
+        self._numbers[source, k] = number
+        self._pool.add((source, k), int(self._lengths[source][number]))
 
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, how many samples of each source have come in it, which of them still wait."""
@@ -85,4 +90,4 @@ class BatchPlan:
         self._pool.clear()
         self._begin(state["epoch"], list(state["counts"]))
         for source, k in state["waiting"]:
-            self._pool.add((source, k), int(self._lengths[source][self._order.sample(source, k)]))
+            self._wait(source, k, int(self._order.samples(source, np.array([k]))[0]))

@@ -1,0 +1,194 @@
+"""The token cache: made once, by whichever process comes first, again when anything that matters changes."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import make_corpus, make_loaders
+
+from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader, train_tokenizer
+from patchgen.runtime.data.cache import open_cache
+from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.sources import open_source
+
+
+def keys(folder: Path) -> set[str]:
+    return {path.parent.name for path in (folder / "cache").glob("*/bounds.npy")}
+
+
+def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
+    corpus = make_corpus(tmp_path)
+    context = multiprocessing.get_context("fork")
+    sums = context.Queue()
+
+    def build() -> None:
+        sums.put(sum(batch["input_ids"].sum().item() for batch in make_loaders(corpus, 1)[0]))
+
+    processes = [context.Process(target=build) for _ in range(4)]
+    for process in processes:
+        process.start()
+    assert len({sums.get(timeout=60) for _ in processes}) == 1
+    for process in processes:
+        process.join()
+    assert len(keys(tmp_path)) == 2  # one for each source
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+
+
+def test_tokens_are_those_of_the_tokenizer_and_places_those_of_the_file(tmp_path):
+    config, tokenizer = make_corpus(tmp_path)
+    source = config.sources[0]
+    cache = open_cache(tmp_path, open_source(source), make_encoder(config, source, tokenizer), skip_bad=False)
+    lines = Path(source.path).read_text().splitlines()
+    assert len(cache) == len(lines)
+    assert cache.tokens.dtype == np.uint16
+    assert isinstance(cache.tokens, np.memmap)
+    for number, line in enumerate(lines):
+        expected = [*tokenizer(json.loads(line)["text"])["input_ids"], tokenizer.eos_token_id]
+        assert cache.tokens[cache.bounds[number] : cache.bounds[number + 1]].tolist() == expected
+    assert cache.places.of([0, 3, 10]) == [f"{source.path}:{line}" for line in (1, 4, 11)]
+
+
+def test_a_changed_file_tokenizer_or_setting_is_not_served_from_the_cache(tmp_path):
+    corpus = make_corpus(tmp_path)
+    make_loaders(corpus, 1)
+    first = keys(tmp_path)
+    make_loaders(corpus, 1, tokens_per_batch=64)
+    assert keys(tmp_path) == first  # how tokens are batched does not change them
+    make_loaders(corpus, 1, append_eos=False)
+    second = keys(tmp_path)
+    assert len(second) == len(first) + 2
+    make_loaders((corpus[0], train_tokenizer(corpus[0], vocab_size=320)), 1)
+    assert len(keys(tmp_path)) == len(second) + 2
+    path = Path(corpus[0].sources[0].path)
+    path.write_text(path.read_text() + '{"text": "one more"}\n')
+    make_loaders(corpus, 1)
+    assert len(keys(tmp_path)) == len(second) + 3
+
+
+def test_what_an_interrupted_process_left_is_not_taken_for_tokens(tmp_path):
+    corpus = make_corpus(tmp_path)
+
+    class Interrupted(Exception):
+        pass
+
+    class Source:
+        def read(self, position=None):
+            source = open_source(corpus[0].sources[0])
+            for number, item in enumerate(source.read()):
+                if number == 300 or (number == 5 and not self.complete):
+                    raise Interrupted
+                yield item
+
+        def fingerprint(self):
+            return "interrupted"
+
+        complete = False
+
+    source = Source()
+    encoder = make_encoder(corpus[0], corpus[0].sources[0], corpus[1])
+    with pytest.raises(Interrupted):
+        open_cache(tmp_path / "cache", source, encoder, skip_bad=False)
+    assert not list((tmp_path / "cache").glob("*.tmp"))
+    source.complete = True
+    assert len(open_cache(tmp_path / "cache", source, encoder, skip_bad=False)) == 11
+
+
+LINES = ['{"text": "good one"}', '{"text": ', '{"other": 1}', "", '{"text": 7}', '{"text": "good two"}']
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming, ranks):
+    config, tokenizer = make_corpus(tmp_path)
+    path = tmp_path / "broken.jsonl"
+    path.write_text("\n".join(LINES) + "\n")
+    changes = {"sources": (SourceConfig(str(path)),), "tokens_per_batch": 64, "streaming": streaming}
+    loaders = make_loaders((config, tokenizer), ranks, on_bad="skip", **changes)
+    documents = [int((batch["labels"] != -100).any()) for loader in loaders for batch in loader]
+    assert sum(documents) >= 1
+    places = {where: reason for loader in loaders for _, where, reason in loader.counters.places}
+    assert set(places) == {f"{path}:{line}" for line in (2, 3, 5)}
+    assert "not readable" in places[f"{path}:2"]
+    assert places[f"{path}:3"] == "no field 'text', only other"
+    assert places[f"{path}:5"] == "field 'text' is int, expected str"
+    with pytest.raises(DataError, match=r"broken.jsonl:\d: .*on_bad"):
+        for loader in make_loaders((config, tokenizer), ranks, on_bad="error", **changes):
+            list(loader)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("content", "on_bad", "message"),
+    [
+        ("", "error", "No (usable )?sample"),
+        ('{"text": ""}\n', "skip", "No usable sample|fewer"),
+        ("nothing\n", "skip", "usable"),
+    ],
+)
+def test_data_without_a_usable_sample_is_an_error(tmp_path, streaming, content, on_bad, message):
+    config, tokenizer = make_corpus(tmp_path)
+    path = tmp_path / "empty.jsonl"
+    path.write_text(content)
+    changes = {"sources": (SourceConfig(str(path)),), "on_bad": on_bad, "append_eos": False, "epochs": None}
+    with pytest.raises(DataError, match=message):
+        for loader in make_loaders((config, tokenizer), 1, streaming=streaming, **changes):
+            next(loader)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_long_documents_are_skipped_truncated_split_or_refused(tmp_path, streaming):
+    corpus = make_corpus(tmp_path)
+    config, tokenizer = corpus
+    lengths = [
+        len(tokenizer(json.loads(line)["text"])["input_ids"]) + 1
+        for source in config.sources
+        for line in Path(source.path).read_text().splitlines()
+    ]
+    long = [length for length in lengths if length > 50]
+
+    def tokens(on_long):
+        (loader,) = make_loaders(corpus, 1, tokens_per_batch=50, on_long=on_long, streaming=streaming)
+        return sum(batch["input_ids"].shape[1] for batch in loader), loader.counters
+
+    assert tokens("split") == (sum(lengths), tokens("split")[1])
+    assert not tokens("split")[1].counts
+    total, counters = tokens("truncate")
+    assert total == sum(min(length, 50) for length in lengths)
+    assert counters.counts == {"truncated": len(long)}
+    total, counters = tokens("skip")
+    assert total == sum(lengths) - sum(long)
+    assert counters.counts == {"skipped": len(long)}
+    assert counters.places[0][1].startswith(str(tmp_path))
+    with pytest.raises(DataError, match=r"a.jsonl:\d+: \d+ tokens, more than the 50 .*on_long"):
+        tokens("error")
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    tokenizer = make_corpus(tmp_path)[1]
+
+    def build(path, **more):
+        build_loader(
+            DataConfig(sources=(SourceConfig(str(path), **more),), cache_dir=str(tmp_path / "cache")),
+            tokenizer=tokenizer,
+            batch_index=0,
+            num_batches=1,
+        )
+
+    with pytest.raises(DataError, match="No data at .*gone.jsonl"):
+        build(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="no made-up data set 'nothing'; there are stdlib"):
+        build("builtin:nothing")
+    (tmp_path / "mixed").mkdir()
+    (tmp_path / "mixed" / "a.txt").write_text("a")
+    (tmp_path / "mixed" / "b.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match="jsonl and text files: set the source's format"):
+        build(tmp_path / "mixed")
+    build(tmp_path / "mixed", format="text")
+    with pytest.raises(DataError, match="needs a tokenizer"):
+        build_loader(DataConfig(), batch_index=0, num_batches=1)
+    with pytest.raises(ValueError, match="batch_index must be one of 0 to 1, not 2"):
+        build_loader(DataConfig(), tokenizer=tokenizer, batch_index=2, num_batches=2)

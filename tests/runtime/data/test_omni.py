@@ -1,0 +1,49 @@
+"""The omni processor: samples against the processor called by hand, and on two ranks to the loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_processors import TORCHVISION
+
+from patchgen.runtime import ops
+
+HERE = Path(__file__).parent
+needs_torchvision = pytest.mark.skipif(
+    not TORCHVISION.exists(), reason=f"video processors need torchvision: make setup-test puts it into {TORCHVISION}"
+)
+
+
+def run(script: str, timeout: float) -> list[dict]:
+    """The JSON objects that a script of this folder prints."""
+    root = HERE.parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, HERE / script], capture_output=True, text=True, timeout=timeout, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@needs_torchvision
+def test_samples_are_what_the_processor_makes():
+    (compared,) = run("omni_samples.py", timeout=120)
+    assert compared["samples"] == 10
+    assert compared["pixel_values"] == compared["pixel_values_videos"] == compared["input_features"] == 4
+
+
+@pytest.mark.skipif(not hasattr(ops, "tower_rows"), reason="the towers of this version do not divide their rows")
+@needs_torchvision
+def test_images_videos_and_sounds_reach_the_loss_on_two_ranks():
+    rows = run("omni_on_ranks.py", timeout=240)
+    assert len(rows) == 3
+    assert any(len(row["fields"]) == 3 for row in rows)
+    for row in rows:
+        assert row["documents"] > 1
+        assert row["gradient"]
+        assert row["ranks"] == pytest.approx(row["one_rank"], rel=1e-5)

@@ -1,0 +1,102 @@
+"""Packing and mixing: nothing lost, nothing over the budget, batches full, sources at their shares."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patchgen.runtime.data.config import DataConfig, SourceConfig
+from patchgen.runtime.data.order import MixedOrder
+from patchgen.runtime.data.packing import Pool
+from patchgen.runtime.data.plan import BatchPlan
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), best_fit=st.booleans())
+def test_every_sample_lands_in_one_batch_within_the_budget(lengths, best_fit):
+    pool = Pool(50, best_fit=best_fit)
+    for key, length in enumerate(lengths):
+        pool.add(key, length)
+    assert pool.tokens == sum(lengths)
+    batches = []
+    while pool:
+        oldest = next(iter(pool))
+        batches.append(pool.take())
+        assert batches[-1][0] == oldest
+    assert sorted(key for batch in batches for key in batch) == list(range(len(lengths)))
+    assert all(sum(lengths[key] for key in batch) <= 50 for batch in batches)
+    assert pool.tokens == 0
+    if not best_fit:
+        assert [key for batch in batches for key in batch] == list(range(len(lengths)))
+    else:
+        for number, batch in enumerate(batches):
+            room = 50 - sum(lengths[key] for key in batch)
+            assert all(lengths[key] > room for later in batches[number + 1 :] for key in later)
+
+
+@pytest.mark.parametrize("length", [0, 51])
+def test_a_length_that_no_batch_holds_is_refused(length):
+    with pytest.raises(ValueError, match="a batch holds 1 to 50"):
+        Pool(50).add("a", length)
+
+
+@pytest.mark.parametrize("budget", [4096, 16384])
+def test_batches_of_a_log_normal_mix_are_full(budget):
+    lengths = np.clip(np.random.default_rng(1).lognormal(np.log(400), 1.2, 10_000), 1, budget).astype(np.int32)
+    plan = BatchPlan([lengths], None, seed=0, epochs=1, pool=Pool(budget), pool_tokens=64 * budget)
+    batches = 0
+    while plan.next() is not None:
+        batches += 1
+    assert lengths.sum() / (batches * budget) >= 0.97
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+    data=st.data(),
+    seed=st.one_of(st.none(), st.integers(0, 5)),
+    weighted=st.booleans(),
+)
+def test_sources_are_mixed_at_their_shares(sizes, data, seed, weighted):
+    weights = [data.draw(st.floats(0.1, 5)) for _ in sizes] if weighted else None
+    order = MixedOrder(sizes, weights, seed=seed, epoch=3)
+    entries = list(order.after([0] * len(sizes)))
+    assert len(entries) == len(order)
+    for source, size in enumerate(sizes):
+        numbers = [number for other, _, number in entries if other == source]
+        laps = [numbers[start : start + size] for start in range(0, len(numbers), size)]
+        assert all(sorted(lap) == list(range(size)) for lap in laps if len(lap) == size)
+        assert len(laps[0]) == size  # each source was gone through
+        if not weighted:
+            assert len(numbers) == size
+        if seed is None:
+            assert laps[0] == list(range(size))
+    if weighted:
+        shares = np.array(weights) / sum(weights)
+        seen = np.zeros(len(sizes))
+        for number, (source, _, _) in enumerate(entries, 1):
+            seen[source] += 1
+            assert (abs(seen - shares * number) <= len(sizes)).all()
+    cut = data.draw(st.integers(0, len(entries)))
+    counts = Counter(source for source, _, _ in entries[:cut])
+    assert list(order.after([counts[source] for source in range(len(sizes))])) == entries[cut:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "images"}, "kind is 'images'; it must be one of text, chat, multimodal"),
+        ({"tokens_per_batch": 0}, "tokens_per_batch must be at least 1"),
+        ({"max_length": 5000}, "does not fit into data.tokens_per_batch"),
+        ({"kind": "chat", "on_long": "split"}, "split cuts plain text"),
+        ({"sources": ()}, "sources is empty"),
+        ({"sources": (SourceConfig("a", weight=1.0), SourceConfig("b"))}, r"\['a'\] have one, \['b'\] have none"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DataConfig(**changes)

@@ -1,0 +1,107 @@
+"""Every kind of source: all records, in order, and on from any position."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from patchgen.runtime.data import DataError, SourceConfig
+from patchgen.runtime.data.builtin import NAMES, open_builtin
+from patchgen.runtime.data.records import BadSample, Record
+from patchgen.runtime.data.sources import detect_format, open_source
+
+ROWS = [{"text": f"row {number}"} for number in range(700)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same rows in every format, in two files where a format has files."""
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("sources")
+    table = datasets.Dataset.from_list(ROWS)
+    table.save_to_disk(str(folder / "saved"))
+    datasets.DatasetDict({"train": table, "test": table.select(range(3))}).save_to_disk(str(folder / "splits"))
+    for name, rows in (("one", ROWS[:300]), ("two", ROWS[300:])):
+        (folder / "lines").mkdir(exist_ok=True)
+        (folder / "lines" / f"{name}.jsonl").write_text("\n\n".join(json.dumps(row) for row in rows))
+        (folder / "parquet").mkdir(exist_ok=True)
+        part = table.select(range(300)) if name == "one" else table.select(range(300, 700))
+        part.to_parquet(str(folder / "parquet" / f"{name}.parquet"), batch_size=70)
+    (folder / "texts").mkdir()
+    for number, row in enumerate(ROWS):
+        (folder / "texts" / f"{number:03}.txt").write_text(row["text"])
+    return folder
+
+
+CASES = {
+    "lines": {},
+    "lines/*.jsonl": {},
+    "parquet": {},
+    "texts": {},
+    "saved": {},
+    "splits": {},
+    "saved streamed": {"streaming": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_rows_in_order_and_on_from_any_position(folder, case):
+    source = open_source(SourceConfig(str(folder / case.split()[0]), **CASES[case]))
+    found = [(record, json.loads(json.dumps(position))) for record, position in source.read()]
+    assert [record.fields() for record, _ in found] == ROWS
+    assert len({record.where for record, _ in found}) == len(ROWS)
+    for number in (0, 1, 255, 256, 299, 300, 350, 600, 698):
+        again = open_source(SourceConfig(str(folder / case.split()[0]), **CASES[case]))
+        record, _ = next(again.read(found[number][1]))
+        assert record == found[number + 1][0]
+    assert list(source.read(found[-1][1])) == []
+    assert json.loads(json.dumps(source.fingerprint())) == source.fingerprint()
+    if not CASES[case]:
+        assert len(source) == len(ROWS)
+        assert [source[number].fields() for number in (0, 350, 699)] == [ROWS[0], ROWS[350], ROWS[699]]
+
+
+def test_places_name_file_and_line(folder):
+    source = open_source(SourceConfig(str(folder / "lines")))
+    assert [source[number].where for number in (0, 1, 300)] == [
+        f"{folder}/lines/one.jsonl:1",
+        f"{folder}/lines/one.jsonl:3",  # every second line is empty
+        f"{folder}/lines/two.jsonl:1",
+    ]
+    rows = [record.where for record, _ in open_source(SourceConfig(str(folder / "parquet"))).read()]
+    assert rows[299:301] == [f"{folder}/parquet/one.parquet, row 300", f"{folder}/parquet/two.parquet, row 1"]
+
+
+def test_formats_are_found_by_suffix(folder):
+    assert [detect_format(str(folder / name)) for name in ("lines", "parquet", "texts", "saved", "splits")] == [
+        "jsonl",
+        "parquet",
+        "text",
+        "datasets",
+        "datasets",
+    ]
+    assert detect_format("owner/name") == "datasets"
+    with pytest.raises(DataError, match="has the splits train, test, not validation"):
+        open_source(SourceConfig(str(folder / "splits"), split="validation"))
+
+
+def test_text_that_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(BadSample, match="a.txt: not readable"):
+        Record("a.txt", tmp_path / "a.txt").fields()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_made_up_sets_are_there_in_every_installation(name):
+    train, validation = open_builtin(name, "train"), open_builtin(name, "validation")
+    assert len(train) > 15 * len(validation) > 0
+    first = train[0].fields()
+    if name == "stdlib":
+        assert not set(train.files) & set(validation.files)
+        assert any("json" in Path(file).parts for file in train.files)
+        return
+    assert not set(train.numbers) & set(validation.numbers)
+    assert [message["role"] for message in first["messages"]][-1] == "assistant"
+    assert repr(train[5].fields()) == repr(open_builtin(name, "train")[5].fields())
