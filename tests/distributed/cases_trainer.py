@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from patchgen.runtime import parallel
 from patchgen.runtime.train import setup
-from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.records import Listener, StepRecord, Summary
 from patchgen.runtime.train.trainer import Trainer
 
@@ -28,6 +29,32 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
     summary = trainer.run()
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+PROBE = [5, 80, 33, 120, 7, 61, 250, 9]
+
+
+def train_adapters(values: dict) -> dict:
+    """A run with adapters: losses, names of what is trained, and logits of `PROBE` after it."""
+    kept = Kept()
+    trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
+    trainer.run()
+    with torch.no_grad(), parallel.using(trainer.state):
+        logits = trainer.model.eval()(input_ids=torch.tensor([PROBE]), use_cache=False).logits
+    return {
+        "losses": [record.loss for record in kept.steps],
+        "trained": [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad],
+        "logits": logits.clone(),
+    }
+
+
+def refusal(values: dict) -> str:
+    """What a recipe is refused with."""
+    try:
+        Trainer(from_dict(values), torch.device("cpu"))
+    except RecipeError as error:
+        return str(error)
+    raise AssertionError("the recipe was accepted")
 
 
 def global_rows(values: dict, count: int) -> list[dict]:
