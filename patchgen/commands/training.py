@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from patchgen.errors import ConfigError
+from patchgen.errors import ConfigError, PatchgenError
 
 SCRIPTS = ("slurm", "ssh")
 
@@ -44,8 +44,14 @@ def train(
             print(plan.describe(recipe, world))
             return 0
         from patchgen.runtime import launch
+        from patchgen.runtime.checkpoint import CheckpointError
+        from patchgen.runtime.data import DataError
+        from patchgen.runtime.train.trainer import TrainingStopped
 
-        return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
+        try:
+            return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
+        except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
+            raise PatchgenError(str(error)) from error
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
 

@@ -43,7 +43,7 @@ def four_ranks():
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def trainer_folder(tmp_path_factory) -> Path:
     """Weights and tokenizer as upstream saves them, and text: files of the standard library."""
     import ast
     import sysconfig

@@ -80,11 +80,11 @@ def compare(found: dict[str, list[float]]) -> None:
         assert worst < 1e-4, (name, worst, losses, expected)
 
 
-def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
+def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):
     layouts = {name: LAYOUTS[name] for name in ("EP2 x SP2", "EP4 x SP2")}
-    compare(curves(folder, tmp_path, 6, layouts, one_rank, four_ranks))
+    compare(curves(trainer_folder, tmp_path, 6, layouts, one_rank, four_ranks))
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
-    compare(curves(folder, tmp_path, 50, LAYOUTS, one_rank, four_ranks))
+def test_fifty_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):
+    compare(curves(trainer_folder, tmp_path, 50, LAYOUTS, one_rank, four_ranks))
