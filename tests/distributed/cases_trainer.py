@@ -9,8 +9,8 @@ import torch
 from patchgen.runtime import parallel
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
-from patchgen.runtime.train.records import Listener, StepRecord, Summary
-from patchgen.runtime.train.trainer import Trainer
+from patchgen.runtime.train.records import Evaluation, Listener, StepRecord, Summary
+from patchgen.runtime.train.trainer import Trainer, TrainingStopped
 
 
 class Kept(Listener):
@@ -18,9 +18,13 @@ class Kept(Listener):
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
 
 
 def train(values: dict) -> tuple[list[float], list[float], Summary]:
@@ -29,6 +33,29 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
     summary = trainer.run()
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
+    """Losses and evaluations of a run."""
+    kept = Kept()
+    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    return [record.loss for record in kept.steps], kept.evaluations
+
+
+def learning_rates(values: dict) -> list[float]:
+    """The learning rates of the steps that a run takes."""
+    kept = Kept()
+    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    return [record.lr for record in kept.steps]
+
+
+def divergence(values: dict) -> str:
+    """What a run is stopped with."""
+    try:
+        train(values)
+    except TrainingStopped as error:
+        return str(error)
+    raise AssertionError("the run went on")
 
 
 PROBE = [5, 80, 33, 120, 7, 61, 250, 9]
