@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from patchgen.errors import PatchgenError
+from patchgen.errors import ConfigError, PatchgenError
 
 app = typer.Typer(
     name="patchgen",
@@ -144,13 +144,20 @@ def verify(
         Path | None, typer.Option("--directory", help="a generated model outside generated_models/")
     ] = None,
     head: Annotated[str | None, typer.Option("--head", help="the class to prove, instead of the first head")] = None,
+    ranks: Annotated[int, typer.Option("--ranks", help="prove on that many gloo processes against one")] = 1,
+    sp: Annotated[int, typer.Option("--sp", help="with --ranks: how many of them share a sequence")] = 1,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
 
-    Example: patchgen verify qwen3_moe
+    Examples: patchgen verify qwen3_moe; patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
     """
     from patchgen.commands import proof
 
+    if ranks > 1:
+        raise typer.Exit(proof.verify_on_ranks(models or [], every=every, head=head, ranks=ranks, sp=sp, fsdp=fsdp))
+    if sp > 1 or fsdp:
+        raise ConfigError("--sp and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
     raise typer.Exit(proof.verify(models or [], every=every, directory=directory, head=head))
 
 

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import libcst as cst
+import libcst.matchers as m
 
 from patchgen.source import Block
 
@@ -130,6 +131,20 @@ def parameters(function: cst.FunctionDef) -> list[str]:
     params = function.params
     named = [*params.posonly_params, *params.params, *params.kwonly_params]
     return [param.name.value for param in named if param.name.value != "self"]
+
+
+def embeddings_above(function: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -> str | None:
+    """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
+    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
+        if name in parameters(function) and any(_assigns(node, name) for node in before):
+            return name
+        if any(_assigns(node, name) and not isinstance(node, cst.If) for node in before):
+            return name
+    return None
+
+
+def _assigns(node: cst.BaseStatement, name: str) -> bool:
+    return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
 
 
 def uses_name(node: cst.CSTNode, name: str) -> bool:

@@ -30,12 +30,13 @@ from functools import wraps
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import parallel
-from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents
+from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents, document_of
 from patchgen.runtime.parallel import collectives, sequence
+from patchgen.runtime.parallel.media import holds_whole, inside_whole
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.per_tensor import PerTensor
 
 # Arguments of some models' attention that mean structure no backend here knows: sparse indexers, relative positions.
 REFUSED_ARGUMENTS = ("indices", "block_indices", "position_bias")
@@ -131,17 +132,22 @@ def mask_function(name: str, backend: Backend) -> Callable:
         **kwargs: object,
     ):
         state = parallel.current()
-        sliced = state is not None and state.sp > 1
+        sliced = state is not None and state.sp > 1 and not inside_whole()
         parts = _parts(mask_function)
         unknown = sorted(set(parts) - _PLAIN - _PACKED)
         if unknown:
-            if sliced or upstream is None:
-                where = f"sp={state.sp}" if sliced else f"'{name}'"
+            if upstream is None:
                 raise ValueError(
-                    f"This model lays {', '.join(unknown)} over the causal mask, which {where} cannot express: it "
-                    "knows causal, sliding-window, packed and padded attention. Train it with sp=1 and "
-                    "'patchgen_eager', 'patchgen_sdpa' or 'patchgen_flex_attention'."
+                    f"This model lays {', '.join(unknown)} over the causal mask, which '{name}' cannot express: it "
+                    "knows causal, sliding-window, packed and padded attention. Train it with 'patchgen_eager', "
+                    "'patchgen_sdpa' or 'patchgen_flex_attention'."
                 )
+            if sliced:
+                # Attention sees the whole sequence of some heads, so the mask is the whole one.
+                mask_function = _of_whole_sequence(mask_function, q_length, state)
+                if attention_mask is not None:
+                    attention_mask = _padding(attention_mask, q_length, state)
+                q_length = kv_length = q_length * state.sp
             return upstream(
                 batch_size=batch_size,
                 q_length=q_length,
@@ -172,6 +178,38 @@ def _parts(mask_function: Callable) -> list[str]:
     if outer == "remap_positions_for_packed_sequence":
         return [outer, *_parts(inner["mask_function"].cell_contents)]
     return [outer]
+
+
+def _of_whole_sequence(mask_function: Callable, s: int, state: ParallelState) -> Callable:
+    """A mask function for the whole sequence, without the packing that upstream saw in a slice of the position ids.
+
+    Raises:
+        ValueError: it looks up a tensor that covers the slice only.
+    """
+    from transformers.masking_utils import and_masks, or_masks
+
+    outer = mask_function.__qualname__.partition(".")[0]
+    inner = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
+    if outer in ("and_masks", "or_masks"):
+        parts = [
+            _of_whole_sequence(part, s, state)
+            for part in inner["mask_functions"].cell_contents
+            if not part.__qualname__.startswith("packed_sequence_mask_function")
+        ]
+        return parts[0] if len(parts) == 1 else (and_masks if outer == "and_masks" else or_masks)(*parts)
+    if outer == "remap_positions_for_packed_sequence":
+        return _of_whole_sequence(inner["mask_function"].cell_contents, s, state)
+    for name, cell in inner.items():
+        value = cell.cell_contents
+        if callable(value):
+            _of_whole_sequence(value, s, state)
+        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * state.sp:
+            raise ValueError(
+                f"The mask '{outer}' looks up {name} of {value.shape[-1]} tokens, and the sequence has "
+                f"{s * state.sp} over {state.sp} ranks: what it is made from (token types, ...) must be handed over "
+                "whole, not as a slice (runtime.parallel.batch.slice_batch leaves it whole)."
+            )
+    return mask_function
 
 
 def _document_numbers(mask_function: Callable) -> Tensor:
@@ -227,7 +265,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
         if refused:
             raise ValueError(f"{where} hands {', '.join(refused)} to its attention, which '{name}' cannot honour.")
         state = parallel.current()
-        size = state.sp if state is not None else 1
+        size = state.sp if state is not None and not holds_whole(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         if q.shape[1] != k.shape[1]:
             raise ValueError(
@@ -243,8 +281,11 @@ def attention_function(name: str, backend: Backend) -> Callable:
             dropout=dropout,
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
-        if size > 1 and not request.causal and request.documents is not None:
-            require_whole_lengths(request.documents, q.shape[0] * q.shape[1] * size, where)
+        if size > 1 and isinstance(request.overlay, Tensor) and cu_seq_lens_q is not None:
+            request = replace(request, overlay=_within_documents(request.overlay, cu_seq_lens_q))
+        if size > 1 and request.documents is not None:
+            tokens = q.shape[0] * q.shape[1] * size
+            require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
         require_features(name, backend, request, where)
         if size == 1:
             return backend.function(q, k, v, request).contiguous(), None
@@ -261,8 +302,9 @@ def attention_function(name: str, backend: Backend) -> Callable:
 
 
 # One host sync per batch, not per layer, where lengths did not come as numbers.
-_LENGTHS = WeakIdKeyDictionary()  # cu_seq_lens -> longest document
-_BOUNDS = WeakIdKeyDictionary()  # document numbers -> cu_seq_lens
+_longest = PerTensor(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
+_total = PerTensor(lambda cu_seq_lens: int(cu_seq_lens[-1]))
+_asserted: PerTensor[set[int]] = PerTensor(lambda _cu_seq_lens: set())  # the totals that the device was told to check
 
 
 def _structure(
@@ -289,11 +331,14 @@ def _structure(
 
 
 def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Documents:
-    if isinstance(max_length, int):
-        return Documents(cu_seq_lens, max_length)
-    if cu_seq_lens not in _LENGTHS:
-        _LENGTHS[cu_seq_lens] = int(max_length) if max_length is not None else int(cu_seq_lens.diff().max())
-    return Documents(cu_seq_lens, _LENGTHS[cu_seq_lens])
+    return Documents(cu_seq_lens, _longest(cu_seq_lens) if max_length is None else _number(max_length))
+
+
+def _number(length: int | Tensor) -> int:
+    return length if isinstance(length, int) else _item(length)
+
+
+_item = PerTensor(int)
 
 
 def _bounds(packed: MaskStructure, where: str) -> Tensor:
@@ -303,31 +348,56 @@ def _bounds(packed: MaskStructure, where: str) -> Tensor:
             "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q to "
             "the model (runtime.parallel.batch.slice_batch makes them)."
         )
-    if packed.document not in _BOUNDS:
-        B, S = packed.document.shape
-        starts = torch.ones(B, S, dtype=torch.bool, device=packed.document.device)
-        starts[:, 1:] = packed.document[:, 1:] != packed.document[:, :-1]
-        first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
-        _BOUNDS[packed.document] = torch.cat([first, first.new_tensor([B * S])])
-    return _BOUNDS[packed.document]
+    return _document_bounds(packed.document)
 
 
-_TOTALS = WeakIdKeyDictionary()  # cu_seq_lens -> its last entry
+@PerTensor
+def _document_bounds(document_BS: Tensor) -> Tensor:
+    """`cu_seq_lens` over the rows one after the other, from each token's document."""
+    starts = torch.ones_like(document_BS, dtype=torch.bool)
+    starts[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
+    first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
+    return torch.cat([first, first.new_tensor([document_BS.numel()])])
 
 
-def require_whole_lengths(documents: Documents, tokens: int, where: str) -> None:
-    """Raises if the lengths are not those of the gathered sequence; one host sync per batch.
+_within = PerTensor(lambda _overlay: {})  # mask -> {"lengths": ..., "mask": the mask within these documents}
 
-    A vision or audio tower that no pass has sliced holds all of its input on every rank: exchanging heads around its
-    attention would put copies of it one after the other.
+
+def _within_documents(overlay: Tensor, cu_seq_lens: Tensor) -> Tensor:
+    """Upstream's mask `(B, 1, S, S)` of the whole sequence, bool or added, within the documents that lengths tell."""
+    kept = _within(overlay)
+    if kept.get("lengths") is not cu_seq_lens:
+        document = document_of(_documents(cu_seq_lens, None), overlay.shape[0], overlay.shape[-1])
+        same = (document[:, :, None] == document[:, None, :])[:, None]
+        hidden = False if overlay.dtype == torch.bool else torch.finfo(overlay.dtype).min
+        kept.update(lengths=cu_seq_lens, mask=overlay.masked_fill(~same, hidden))
+    return kept["mask"]
+
+
+def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, where: str) -> None:
+    """Raises if the lengths are not those of the gathered sequence.
+
+    Lengths of this rank's slice would cut documents apart. A vision or audio tower that no pass has sliced holds all of
+    its input on every rank: exchanging heads around its attention would put copies of it one after the other.
+
+    One host sync per batch for towers; the language model's lengths are checked on the device, where an error ends the
+    process without a sync.
     """
-    if documents.bounds not in _TOTALS:
-        _TOTALS[documents.bounds] = int(documents.bounds[-1])
-    if _TOTALS[documents.bounds] != tokens:
+    if causal and documents.bounds.is_cuda:
+        if tokens not in _asserted(documents.bounds):
+            _asserted(documents.bounds).add(tokens)
+            torch._assert_async(documents.bounds[-1] == tokens, "cu_seq_lens_q must span the whole sequence")
+        return
+    if _total(documents.bounds) != tokens:
+        told = f"{where} was handed lengths of {_total(documents.bounds)} tokens for a gathered sequence of {tokens}: "
+        if causal:
+            raise ValueError(
+                f"{told}cu_seq_lens_q must be those of the whole sequence, not of this rank's slice "
+                "(runtime.parallel.batch.slice_batch makes them)."
+            )
         raise ValueError(
-            f"{where} was handed lengths of {_TOTALS[documents.bounds]} tokens for a gathered sequence of {tokens}: its "
-            "input was not sliced over the SP ranks. Run it within `parallel.using(None)`, or generate the model with "
-            "the passes that slice its towers."
+            f"{told}its input was not sliced over the SP ranks. Run it within `parallel.using(None)`, or generate the "
+            "model with the passes that slice its towers."
         )
 
 

@@ -17,7 +17,8 @@ from functools import cached_property
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+
+from patchgen.runtime.per_tensor import PerTensor
 
 FEATURES = ("sliding window", "soft cap", "sinks", "dropout", "padding", "overlays")
 
@@ -76,7 +77,6 @@ class Backend:
         function: `(q, k, v, attention) -> out`.
         features: what it can do beyond causal and full attention over documents.
         unavailable: says why it cannot run here, or returns None.
-        packs_by_flash: whether vision towers should hand it `cu_seq_lens` (its name then contains `flash`).
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -86,7 +86,8 @@ class Backend:
 
 # ------------------------------------------------------------------------------------------------ masks
 
-_MASKS = WeakIdKeyDictionary()  # bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
+# bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
+_masks: PerTensor[dict] = PerTensor(lambda _bounds: {})
 
 
 def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:
@@ -99,7 +100,7 @@ def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Te
     if attention.is_plain and not attention.causal:
         return None
     key = ("dense", B, S, attention.causal, attention.window)
-    cache = _MASKS.setdefault(attention.documents.bounds, {}) if attention.documents is not None else {}
+    cache = _masks(attention.documents.bounds) if attention.documents is not None else {}
     if key not in cache:
         cache[key] = visible(attention, B, S, device)
     mask = cache[key]
@@ -234,7 +235,7 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     documents, padding, window = attention.documents, attention.padding, attention.window
     if documents is None and padding is None and window is None and not attention.causal:
         return None
-    cache = _MASKS.setdefault(documents.bounds, {}) if documents is not None and padding is None else {}
+    cache = _masks(documents.bounds) if documents is not None and padding is None else {}
     key = ("block", B, S, attention.causal, window)
     if key not in cache:
         document = document_of(documents, B, S) if documents is not None else None

@@ -17,7 +17,16 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          -
+# audio_sp           -
+# fill_back          -
+# deepstack_sp       -
+# attention_kwargs   -
+# max_seqlen         -
+# host_values        -
+# dummy_forward      -
 # position_ids       -
+# position_id_func   -
 # fused_ops          1 hit, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit

@@ -17,11 +17,20 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           -
+# vision_sp          2 hits
+# audio_sp           2 hits
+# fill_back          1 hit
+# deepstack_sp       1 hit
+# attention_kwargs   upstream 1
+# max_seqlen         upstream 4
+# host_values        2 hits
+# dummy_forward      1 hit
 # position_ids       1 hit
+# position_id_func   1 hit
 # fused_ops          4 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     2 notes
+# host_sync_lint     upstream 11
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #
@@ -68,7 +77,6 @@ from transformers.utils.generic import (
     TransformersKwargs,
     accepts_precomputed_kwargs,
     get_max_seqlen,
-    is_flash_attention_requested,
     merge_with_config_defaults,
 )
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
@@ -466,6 +474,10 @@ class Qwen3OmniMoePreTrainedModelForConditionalGeneration(Qwen3OmniMoePreTrained
 
             return position_ids, mrope_position_deltas
 
+    # patchgen: position_id_func
+    def get_position_id_func(self) -> ops.PositionIds:
+        return ops.PositionIds(type(self), self.config, dict(spatial_merge_size=self.spatial_merge_size))
+
 
 def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
     """
@@ -558,7 +570,8 @@ class Qwen3OmniMoeAudioAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: audio_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -845,6 +858,12 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         padded_embed = padded_embed + positional_embedding
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
+        # patchgen: audio_sp
+        rows = ops.tower_rows(self.layers, hidden_states)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+
         for encoder_layer in self.layers:
             layer_outputs = encoder_layer(
                 hidden_states,
@@ -857,6 +876,8 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = self.proj1(hidden_states)
         hidden_states = self.act(hidden_states)
         hidden_states = self.proj2(hidden_states)
+        # patchgen: audio_sp
+        hidden_states = rows.all(hidden_states)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=hidden_states)
 
 
@@ -918,7 +939,8 @@ class Qwen3OmniMoeVisionAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
 
-        if is_flash_attention_requested(self.config):
+        # patchgen: vision_sp
+        if ops.attends_by_lengths(self.config):
             # Flash Attention: Use cu_seqlens for variable length attention
             max_seqlen = get_max_seqlen(cu_seqlens, self.config, kwargs={"max_seqlen": max_seqlen})
             attn_output, _ = attention_interface(
@@ -1213,6 +1235,12 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = hidden_states.reshape(seq_len, -1)
 
         deepstack_feature_lists = []
+        # patchgen: vision_sp
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
+        cu_seqlens = rows.lengths(cu_seqlens)
+        max_seqlen = rows.longest(max_seqlen)
+        hidden_states = rows.own(hidden_states)
+        position_embeddings = rows.own(position_embeddings)
         for layer_num, blk in enumerate(self.blocks):
             hidden_states = blk(
                 hidden_states,
@@ -1228,6 +1256,10 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
                 deepstack_feature_lists.append(deepstack_feature)
 
         merged_hidden_states = self.merger(hidden_states)
+
+        # patchgen: vision_sp
+        deepstack_feature_lists = rows.all(deepstack_feature_lists)
+        merged_hidden_states = rows.all(merged_hidden_states)
 
         return BaseModelOutputWithDeepstackFeatures(
             last_hidden_state=hidden_states,
@@ -1779,9 +1811,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         video_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values_videos = pixel_values_videos.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values_videos, grid_thw=video_grid_thw, **kwargs)
-        split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (video_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1797,9 +1832,12 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         image_grid_thw: torch.LongTensor | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        # patchgen: host_values
+        split_sizes = kwargs.pop("split_sizes", None)
         pixel_values = pixel_values.type(self.visual.dtype)
         vision_outputs = self.visual(pixel_values, grid_thw=image_grid_thw, **kwargs)
-        split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
+        if split_sizes is None:
+            split_sizes = (image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()
         vision_outputs.pooler_output = torch.split(vision_outputs.pooler_output, split_sizes)
         vision_outputs.deepstack_features = [
             torch.split(feat, split_sizes) for feat in vision_outputs.deepstack_features
@@ -1869,16 +1907,18 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         n_image_tokens = special_image_mask.sum()
         special_image_mask = special_image_mask.unsqueeze(-1).to(inputs_embeds.device)
         if image_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
+                ops.is_sliced() or n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),
                 f"Image features and image tokens do not match, tokens: {n_image_tokens}, features: {image_features.shape[0]}",
             )
 
         n_video_tokens = special_video_mask.sum()
         special_video_mask = special_video_mask.unsqueeze(-1).to(inputs_embeds.device)
         if video_features is not None:
+            # patchgen: fill_back
             torch_compilable_check(
-                n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
+                ops.is_sliced() or n_video_tokens * inputs_embeds.shape[-1] == video_features.numel(),
                 f"Video features and video tokens do not match, tokens: {n_video_tokens}, features: {video_features.shape[0]}",
             )
 
@@ -1981,6 +2021,8 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         visual_embeds_multiscale = None
         visual_pos_masks = None
         image_mask, video_mask = None, None
+        # patchgen: dummy_forward
+        inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
         # 2. Merge text , audios , image and video
         if input_features is not None:
             audio_features = self.get_audio_features(
@@ -1988,9 +2030,19 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             ).last_hidden_state
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
-            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, audio_features)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
+        # patchgen: dummy_forward
+        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+            self.get_image_features,
+            mm_encoder_outputs,
+            inputs_embeds,
+            images=(pixel_values, image_grid_thw),
+            videos=(pixel_values_videos, video_grid_thw),
+            **kwargs,
+        )
         if mm_encoder_outputs.get("image") is None and pixel_values is not None:
             mm_encoder_outputs["image"]: BaseModelOutputWithDeepstackFeatures = self.get_image_features(
                 pixel_values, image_grid_thw, return_dict=True, **kwargs
@@ -2008,7 +2060,10 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             image_mask, _, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, image_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            # patchgen: deepstack_sp
+            image_embeds_multiscale = ops.own_levels(image_embeds_multiscale, image_mask)
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0)
@@ -2017,7 +2072,10 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             _, video_mask, _ = self.get_placeholder_mask(
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, video_embeds)
+            # patchgen: fill_back
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            # patchgen: deepstack_sp
+            video_embeds_multiscale = ops.own_levels(video_embeds_multiscale, video_mask)
 
         if image_mask is not None and video_mask is not None:
             image_mask = image_mask[..., 0]
@@ -2053,6 +2111,8 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
 
         if position_ids is None:
+            # patchgen: fill_back
+            ops.require_whole_sequence("position_ids")
             position_ids = self.compute_3d_position_ids(
                 input_ids=input_ids,
                 image_grid_thw=image_grid_thw,

@@ -38,6 +38,34 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
     return 1 if failed else 0
 
 
+def verify_on_ranks(models: list[str], *, every: bool, head: str | None, ranks: int, sp: int, fsdp: bool) -> int:
+    """Proves models on gloo processes against upstream's class on one; writes `verify_ranks.json`; 0 if all agree."""
+    names = committed() if every else models
+    if not names:
+        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    if ranks % sp:
+        raise ConfigError(
+            f"--sp {sp} does not divide --ranks {ranks}: the ranks that share a sequence form whole groups."
+        )
+
+    from patchgen.runtime import registry
+    from patchgen.runtime.verify import media_ranks, rank_report
+
+    layout = rank_report.layout_name(ranks, sp, fsdp)
+    failed = []
+    for name in names:
+        try:
+            model = registry.find_model(name)
+        except registry.UnknownModelError as error:
+            raise UpstreamNotFound(str(error)) from error
+        results = media_ranks.verify_on_ranks(name, ranks=ranks, sp=sp, fsdp=fsdp, head=head)
+        rank_report.print_results(name, layout, results)
+        rank_report.write_results(model.file, layout, results)
+        if not results or any(one.reason for one in results):
+            failed.append(name)
+    return 1 if failed else 0
+
+
 def mesh(world: int, *, dp_replicate: int, sp: int, ep: int) -> None:
     """Prints the rank map of a layout; one that does not multiply is an error that names the numbers."""
     from patchgen.runtime.parallel.config import mesh_text

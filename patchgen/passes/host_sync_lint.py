@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import calls, dotted
+from patchgen.anatomy.classes import FunctionNode, calls, dotted
+from patchgen.anatomy.training_path import Test, TrainingPath, parts
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
@@ -34,47 +36,53 @@ class HostSyncLint(Pass):
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         del anatomy
-        findings = []
-        for block in module:
-            if isinstance(block.node, ast.ClassDef):
-                for node in block.node.body:
-                    if isinstance(node, ast.FunctionDef) and node.name == "forward":
-                        findings += [(f"{block.name}.forward", sync) for sync in _syncs(node)]
-        open_findings = [f for f in findings if f[0] not in self.allow]
+        found = [
+            sync
+            for where, function, excuse in TrainingPath(module).functions()
+            for sync in _syncs(where, function, excuse)
+        ]
+        allowed = [(sync, sync.excuse or self.allow.get(sync.where, "")) for sync in found]
+        open_findings = [sync for sync, why in allowed if not why]
         if open_findings and self.strict:
-            listed = "\n".join(f"  {where}: {what}" for where, what in open_findings)
+            listed = "\n".join(f"  {sync.where}: {sync.what}" for sync in open_findings)
             raise PassMismatch(
                 f"The pass '{self.name}' found host syncs in the training path:\n{listed}\n"
                 "  ways out rewrite the site with a pass or a hand edit, or allow it in the model's config with a reason."
             )
-        allowed = tuple(
-            Hit(where, 0, f"{what}: {self.allow[where]}") for where, what in findings if where in self.allow
-        )
-        return Outcome(module, upstream=allowed, notes=tuple(f"{where}: {what}" for where, what in open_findings))
+        excused = tuple(Hit(sync.where, 0, f"{sync.what}: {why}") for sync, why in allowed if why)
+        return Outcome(module, upstream=excused, notes=tuple(f"{sync.where}: {sync.what}" for sync in open_findings))
 
 
-def _syncs(forward: ast.FunctionDef) -> list[str]:
-    """The syncing expressions of a forward, in order; below a seam's early return stands the eager path, not counted."""
-    found = []
-    for statement in forward.body:
-        if _is_seam(statement):
-            break
-        for node in ast.walk(statement):
-            if isinstance(node, ast.If | ast.While) and any(
-                dotted(call.func).rpartition(".")[2] in SYNCING_TESTS and isinstance(call.func, ast.Attribute)
-                for call in calls(node.test)
-            ):
-                found.append(f"`if {ast.unparse(node.test)}`")
-            elif _is_syncing_call(node):
-                found.append(f"`{ast.unparse(node)}`")
-    return found
+@dataclass(frozen=True)
+class Sync:
+    """A place where the host waits; `excuse` says why it does not in training, where that follows from the code."""
+
+    where: str
+    what: str
+    excuse: str = ""
+
+
+def _syncs(where: str, function: FunctionNode, excuse: str) -> Iterator[Sync]:
+    """The syncing expressions of a function, in order; below a seam's early return stands the eager path, not counted."""
+    for part, why in parts(function, excuse):
+        if isinstance(part, Test) and any(
+            dotted(call.func).rpartition(".")[2] in SYNCING_TESTS and isinstance(call.func, ast.Attribute)
+            for call in calls(part)
+        ):
+            yield Sync(where, f"`if {ast.unparse(part.body)}`", why)
+        for node in ast.walk(part):
+            if _is_syncing_call(node):
+                yield Sync(where, f"`{ast.unparse(node)}`", why)
 
 
 def _is_syncing_call(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+    if not isinstance(node, ast.Call):
         return False
-    return node.func.attr in SYNCING_METHODS and not node.args
+    if isinstance(node.func, ast.Name) and _is_upstream_helper(node.func.id):
+        return not any(keyword.arg == "kwargs" for keyword in node.keywords)
+    return isinstance(node.func, ast.Attribute) and node.func.attr in SYNCING_METHODS and not node.args
 
 
-def _is_seam(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.If) and any(dotted(call.func) == "ops.serves" for call in calls(statement.test))
+def _is_upstream_helper(name: str) -> bool:
+    """Helpers that transformers shares among towers: they read grids on the host unless `kwargs` brings the result."""
+    return name.startswith("get_vision_") or name == "get_max_seqlen"

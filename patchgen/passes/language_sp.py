@@ -6,7 +6,6 @@ import ast
 from collections.abc import Sequence
 
 import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
@@ -14,6 +13,7 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, met
 from patchgen.rewrite import (
     code_of,
     edit_function,
+    embeddings_above,
     function_body,
     insert_before,
     parameters,
@@ -119,7 +119,7 @@ class LanguageSP(SitePass):
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
-            embeddings = None if anchor is None else _embeddings(forward, body[:anchor])
+            embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
                 miss.append(Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest))
@@ -129,20 +129,6 @@ class LanguageSP(SitePass):
 
         block = edit_function(block, "forward", insert)
         return miss[0] if miss else Rewritten(block, "position ids of this rank's slice")
-
-
-def _embeddings(forward: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -> str | None:
-    """The name that holds `[B, S, H]` above the anchor."""
-    for name in ("inputs_embeds", "hidden_states", "input_embeds"):
-        if name in parameters(forward) and any(_assigns(node, name) for node in before):
-            return name
-        if any(_assigns(node, name) and not isinstance(node, cst.If) for node in before):
-            return name
-    return None
-
-
-def _assigns(node: cst.BaseStatement, name: str) -> bool:
-    return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:

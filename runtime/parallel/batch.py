@@ -12,21 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
+GRIDS = ("image_grid_thw", "video_grid_thw")
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+TEXT_ROWS = 4  # of multimodal position ids that carry the text's in front: text, time, height, width
 
 
 def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: int = 0) -> dict[str, Any]:
     """The inputs of one SP rank, from the whole batch that all ranks of its SP group hold.
 
     Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Documents are found
-    before slicing, too: explicit `cu_seq_lens_q`, else `position_ids` `(B, S)` that start again. Multimodal position
-    ids `(3, B, S)` say nothing about documents; hand `cu_seq_lens_q` with them.
+    before slicing, too: explicit `cu_seq_lens_q`, else position ids of the text that start again: `(B, S)`, or the first
+    of four rows `(4, B, S)`. Three rows (time, height, width) say nothing about documents; hand `cu_seq_lens_q` with them.
+
+    Images, videos and audio stay whole, as do their grids and lengths: `runtime/parallel/media.py` divides them. The
+    types of the tokens stay whole, too: masks are made of them for the gathered sequence.
 
     Args:
         batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
             shifted, `shift_labels` `(B, S)`, `position_ids` `(..., S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q`
             `(documents + 1,)` over the rows one after the other. Other entries are handed on as they are.
         sp, sp_rank: the number of ranks that share the batch, and which of them this is.
-        pad_token_id: fills rows up to a multiple of `sp`; the padding is a document of its own without labels.
+        pad_token_id: fills rows up to a multiple of `sp`; the padding is a document of its own without labels. It must
+            not be a placeholder of an image, a video or a sound.
 
     Returns:
         The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
@@ -42,6 +49,11 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
 
     positions = out.get("position_ids")
     if positions is None:
+        if sp > 1 and any(out.get(key) is not None for key in GRIDS):
+            raise ValueError(
+                "This batch has image or video grids and no position_ids. Models that take grids count positions in "
+                "three dimensions over the whole sequence: compute them before the batch is sliced, (3, B, S)."
+            )
         positions = torch.arange(S).expand(B, S)
     starts = document_starts(B, S, positions, out.pop("cu_seq_lens_q", None))
     for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
@@ -56,13 +68,16 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         ends = F.pad(starts[:, 1:], (0, 1), value=True)
         out["shift_labels"] = shifted.masked_fill(ends, IGNORED)
 
-    # From here on the padding counts: it starts a document at its first token.
+    # From here on the padding counts: it starts a document at its first token, unless a mask says what it is.
     starts = F.pad(starts, (0, padding), value=False)
-    if padding:
+    if padding and "attention_mask" not in out:
         starts[:, S] = True
     for key, value in (("input_ids", pad_token_id), ("labels", IGNORED), ("shift_labels", IGNORED)):
         if out.get(key) is not None:
             out[key] = F.pad(out[key], (0, padding), value=value)
+    for key in TOKEN_TYPES:
+        if out.get(key) is not None:
+            out[key] = F.pad(out[key], (0, padding))
     if out.get("inputs_embeds") is not None:
         out["inputs_embeds"] = F.pad(out["inputs_embeds"], (0, 0, 0, padding))
     out["position_ids"] = torch.cat([positions, torch.arange(padding).expand(*positions.shape[:-1], padding)], dim=-1)
@@ -83,11 +98,24 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
                 "Hand over the lengths of the whole batch, not of a slice."
             )
         inner = cu_seq_lens[1:-1].long()
+        inner = inner[inner < B * S]  # a last document without tokens
         starts.view(-1)[inner] = True
-    elif position_ids.ndim == 2:
-        again = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        return starts
+    text = text_positions(position_ids, B)
+    if text is not None:
+        again = text[:, 1:] != text[:, :-1] + 1
         starts[:, 1:] = again.expand(B, S - 1)
     return starts
+
+
+def text_positions(position_ids: Tensor, B: int) -> Tensor | None:
+    """The positions `(B or 1, S)` of the text; None if only time, height and width are there."""
+    if position_ids.ndim == 2:
+        return position_ids
+    first, second = position_ids.shape[:2]
+    if first in (TEXT_ROWS - 1, TEXT_ROWS) and second in (1, B):
+        return position_ids[0] if first == TEXT_ROWS else None
+    return position_ids[:, 0] if second == TEXT_ROWS else None
 
 
 def document_lengths(starts: Tensor) -> dict[str, Any]:

@@ -8,12 +8,14 @@ hidden_states + shared()                                    takes the result
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-_announced: list[Beside] = []
+# Weak: the MoE block that announced a computation holds it. One that an error left behind is gone with its frame.
+_announced: list[weakref.ref[Beside]] = []
 
 
 class Beside:
@@ -37,17 +39,20 @@ class Beside:
 
 
 def announce(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Tensor]:
-    """Leaves a computation for the next exchange of this layer; one that an error left behind is forgotten.
+    """Leaves a computation for the next exchange of this layer.
 
     A compiled layer computes it where its result is taken: there it is fused, and no exchange is seen.
     """
     if torch.compiler.is_compiling():
         return functools.partial(function, *args)
-    _announced[:] = [Beside(function, *args)]
-    return _announced[0]
+    beside = Beside(function, *args)
+    _announced[:] = [weakref.ref(beside)]
+    return beside
 
 
 def compute_announced() -> None:
     """Computes what was announced; called while an exchange is under way."""
     while _announced:
-        _announced.pop().compute()
+        beside = _announced.pop()()
+        if beside is not None:
+            beside.compute()

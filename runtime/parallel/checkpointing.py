@@ -18,8 +18,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
+
+from patchgen.runtime import parallel, seams
 
 T = TypeVar("T")
 MODES = ("full", "selective", "offload", "none")
@@ -41,6 +44,11 @@ def remember(compute: Callable[[], T]) -> T:
     return values[-1]
 
 
+def is_replay() -> bool:
+    """Whether a checkpointed region runs again now: what it counts was counted."""
+    return bool(_STORES) and _STORES[-1][1]
+
+
 @contextlib.contextmanager
 def _store(values: list, replay: bool) -> Iterator[None]:
     # A region may run again more than once (a backward with retained graph): each replay takes from its own copy.
@@ -52,10 +60,13 @@ def _store(values: list, replay: bool) -> Iterator[None]:
 
 
 def _kept(_context, operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
-    keep = operation in _KEPT_OPERATIONS or operation.namespace == "_c10d_functional"
+    keep = operation in _KEPT_OPERATIONS or operation.namespace in _KEPT_NAMESPACES
     return torch_checkpoint.CheckpointPolicy.MUST_SAVE if keep else torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# Exchanges, attention kernels, our experts and loss. An autograd function of Python is no operation: what it computes
+# (FlashAttention 4) is computed again.
+_KEPT_NAMESPACES = {"_c10d_functional", "torch_attn", "flash_attn", "flash_attn_3", "patchgen"}
 _aten = torch.ops.aten
 _KEPT_OPERATIONS = {
     _aten.mm.default,
@@ -78,14 +89,20 @@ def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.A
 
 
 class _Replay(contextlib.AbstractContextManager):
-    """Opens the store when the region runs again, when its values are there."""
+    """Opens the store when the region runs again, when its values are there; with the mesh and kernels of its first run.
+
+    The backward may run outside the blocks that the forward ran in.
+    """
 
     def __init__(self, values: list) -> None:
-        self.values = values
+        self.values, self.state, self.seams = values, parallel.current(), seams.selected()
 
     def __enter__(self) -> None:
-        self.context = _store(self.values, replay=True)
-        self.context.__enter__()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(parallel.using(self.state))
+            stack.enter_context(seams.using(**self.seams))
+            stack.enter_context(_store(self.values, replay=True))
+            self.context = stack.pop_all()
 
     def __exit__(self, *error) -> None:
         self.context.__exit__(*error)
@@ -107,10 +124,10 @@ class _Both(contextlib.AbstractContextManager):
 def _in_host_memory(layer: Callable, *args):
     """Runs a layer whose activations wait for the backward in host memory; parameters stay where FSDP2 has them."""
     pinned = torch.cuda.is_available()
+    module = layer.func.__self__ if isinstance(layer, partial) else layer
 
     def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
-        owner = tensor._base if tensor._is_view() else tensor
-        if isinstance(owner, nn.Parameter) or not tensor.is_cuda:
+        if not tensor.is_cuda or _memory(tensor) in {_memory(parameter) for parameter in module.parameters()}:
             return None, tensor
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
         copy.copy_(tensor, non_blocking=True)
@@ -122,6 +139,12 @@ def _in_host_memory(layer: Callable, *args):
 
     with torch.autograd.graph.saved_tensors_hooks(store, fetch):
         return layer(*args)
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where a tensor's storage lies: views of a gathered parameter share it, DTensors' local parts included."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr()
 
 
 def hide_hooks(module: nn.Module) -> None:

@@ -116,6 +116,36 @@ def all_gather(tensor: Tensor, group: dist.ProcessGroup, dim: int, *, operation:
     return torch.cat(parts, dim=dim)
 
 
+# Renamed in torch 2.13; the old names warn.
+_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _GatherRows(torch.autograd.Function):
+    """All-gather along the first dimension; its backward adds up the gradients of all ranks and hands out the slices."""
+
+    @staticmethod
+    def forward(ctx, rows, group, operation):
+        ctx.group, ctx.operation = group, operation
+        with watch.operation(operation):
+            whole = rows.new_empty((rows.shape[0] * dist.get_world_size(group), *rows.shape[1:]))
+            _ALL_GATHER(whole, rows.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with watch.operation(f"{ctx.operation}, backward"):
+            own = gradient.new_empty((gradient.shape[0] // dist.get_world_size(ctx.group), *gradient.shape[1:]))
+            _REDUCE_SCATTER(own, gradient.contiguous(), group=ctx.group)
+        return own, None, None
+
+
+@torch.compiler.disable
+def gather_rows(rows: Tensor, group: dist.ProcessGroup, *, operation: str) -> Tensor:
+    """`[R, ...]` of each rank, the same R, to `[R * ranks, ...]` in rank order; differentiable."""
+    return _GatherRows.apply(rows, group, operation)
+
+
 def all_reduce(
     tensor: Tensor, *, operation: str, group: dist.ProcessGroup | None = None, op=dist.ReduceOp.SUM
 ) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import checkpointing, sharding
 from patchgen.runtime.parallel.collectives import all_reduce
 
 
@@ -53,7 +53,7 @@ class ExpertLoad:
         def count(module: nn.Module, args: tuple, kwargs: dict) -> None:
             # Every model hands (hidden states, indices, weights) to its experts, in this order.
             index = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if "ind" in k)
-            if torch.is_grad_enabled() and not index.is_meta:
+            if torch.is_grad_enabled() and not index.is_meta and not checkpointing.is_replay():
                 ones = torch.ones_like(index.reshape(-1))
                 counts = ones.new_zeros(module.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
                 self._counts[path] = self._counts.get(path, 0) + counts[:-1]

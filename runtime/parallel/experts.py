@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import seams
-from patchgen.runtime.parallel import beside, checkpointing
+from patchgen.runtime.parallel import beside, checkpointing, watch
 from patchgen.runtime.parallel.collectives import all_to_all, start_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -49,6 +49,11 @@ class Route:
     row_of_slot_TK: Tensor
     left_out_TK: Tensor
     empty_R: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields, in order."""
+        return (self.slot_of_row_R, self.row_of_slot_TK, self.left_out_TK, self.empty_R)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,8 @@ def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) ->
     bounds = torch.arange(num_experts + 1, device=expert_S.device)
     send_ne = torch.searchsorted(expert_S, bounds).diff().view(n, own)
     receive_ne = all_to_all(send_ne, state.ep_group, operation="exchange the sizes of the expert exchange")
-    send_sizes, receive_sizes = torch.stack([send_ne.sum(1), receive_ne.sum(1)]).tolist()
+    with watch.operation("wait for the sizes of the expert exchange"):
+        send_sizes, receive_sizes = torch.stack([send_ne.sum(1), receive_ne.sum(1)]).tolist()
     experts = torch.arange(own, device=expert_S.device).repeat(n)
     expert_Q = experts.repeat_interleave(receive_ne.view(-1), output_size=sum(receive_sizes))
     return Exchange(send_sizes, receive_sizes, expert_Q[:, None])
@@ -195,8 +201,9 @@ def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tup
     expert_of_row = torch.full((n * capacity + 1,), own, dtype=expert_S.dtype, device=device)
     expert_of_row[row_S] = torch.where(carried_S, expert_S % own, own)
     slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
-    over = ((expert_S < num_experts) & ~carried_S).sum()
-    _dropped[device] = _dropped.get(device, 0) + over.detach()
+    if not checkpointing.is_replay():
+        over = ((expert_S < num_experts) & ~carried_S).sum()
+        _dropped[device] = _dropped.get(device, 0) + over.detach()
     row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
     expert_Q = checkpointing.remember(
         lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
@@ -241,17 +248,20 @@ def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return torch.compile(_sum_of_slots, dynamic=True)
 
 
+# Both keep the route as saved tensors, not on ctx. So a checkpointed layer drops it, and on every rank its
+# recomputation starts at `_Combine`, the first node of the layer's experts in the backward: if it started at the first
+# kernel that saved a tensor, a rank without rows would start later than the others, and exchanges would cross.
 class _Gather(torch.autograd.Function):
     """The token of each row; backward: each token sums its rows."""
 
     @staticmethod
     def forward(ctx, tokens, route):
-        ctx.route = route
+        ctx.save_for_backward(*route.tensors)
         return _rows_of(tokens, route)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _sum_per_token(gradient, ctx.route), None
+        return _sum_per_token(gradient, Route(*ctx.saved_tensors)), None
 
 
 class _Combine(torch.autograd.Function):
@@ -259,9 +269,9 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rows, route):
-        ctx.route = route
+        ctx.save_for_backward(*route.tensors)
         return _sum_per_token(rows, route)
 
     @staticmethod
     def backward(ctx, gradient):
-        return _rows_of(gradient, ctx.route), None
+        return _rows_of(gradient, Route(*ctx.saved_tensors)), None

@@ -58,10 +58,14 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def clip(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before. No host sync."""
+    """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before. No host sync.
+
+    A norm that is not finite scales nothing: `accept` still finds the gradient that was not.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     total = norm(parameters)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    factor = torch.where(torch.isfinite(total), factor, 1.0)
     local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
     torch._foreach_mul_(local, factor.to(local[0].device))
     return total

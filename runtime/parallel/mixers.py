@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime.parallel import sequence
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.per_tensor import PerTensor
 
 LENGTH_ARGUMENTS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens")
 
@@ -157,14 +157,7 @@ def _lengths(kwargs: dict[str, Any]) -> tuple[Tensor | None, dict[str, Any]]:
     return (given[0] if given else None), {k: v for k, v in kwargs.items() if k not in LENGTH_ARGUMENTS}
 
 
-_HOST_BOUNDS = WeakIdKeyDictionary()  # bounds -> list of int: one host sync per batch, not per layer
-
-
-def _spans(bounds: Tensor) -> list[tuple[int, int]]:
-    if bounds not in _HOST_BOUNDS:
-        _HOST_BOUNDS[bounds] = bounds.tolist()
-    ends = _HOST_BOUNDS[bounds]
-    return list(itertools.pairwise(ends))
+_spans = PerTensor(lambda bounds: list(itertools.pairwise(bounds.tolist())))  # one host sync per batch, not per layer
 
 
 def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Tensor) -> Tensor:

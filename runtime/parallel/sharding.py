@@ -10,6 +10,7 @@ expert gradients are gradients of the same number whatever mesh they live on, an
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing
 from patchgen.runtime.parallel.state import ParallelState
+
+HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,28 @@ def shard_model(
         "offload_policy": offload,
     }
 
+    # Units inside a layer take their inputs as they are: the layer cast them, and upstream's code says what it widens,
+    # routing weights for example.
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
     for module in experts:
+        as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
         fully_shard(
             module,
             mesh=state.expert_fsdp_mesh,
             reshard_after_forward=options.reshard_after_forward,
             shard_placement_fn=lambda parameter: expert_placement(parameter, state),
-            **policy,
+            **policy | {"mp_policy": as_is},
         )
         checkpointing.hide_hooks(module)
-    for module in kept_in_fp32(model, options.param_dtype):
-        # Its inputs stay as they are, too: upstream's own code says where it widens them.
+    kept = kept_in_fp32(model, options.param_dtype)
+    for module in kept:
         wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-        fully_shard(module, mesh=state.fsdp_mesh, **policy | {"mp_policy": wide})
+        fully_shard(
+            module,
+            mesh=state.fsdp_mesh,
+            reshard_after_forward=options.reshard_after_forward,
+            **policy | {"mp_policy": wide},
+        )
         checkpointing.hide_hooks(module)
     for layer in layers:
         if options.compile_layers:
@@ -102,7 +113,8 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    set_prefetch(layers, experts, options.prefetch)
+    set_prefetch(layers, [*experts, *kept], options.prefetch)
+    setattr(model, HOST_MEMORY, options.cpu_offload)
     return model
 
 
@@ -163,7 +175,8 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
 def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
     """The modules whose parameters upstream keeps in fp32 while the others are `param_dtype`: routers, for example.
 
-    A unit of FSDP2 has one dtype. A parameter that shares its module with others that are not kept is computed with in
+    A unit of FSDP2 has one dtype, and is gathered when it is called. A parameter that shares its module with others that
+    are not kept, or that the module around reads without a call (`self.conv1d.weight`), is computed with in
     `param_dtype`, and a warning names it; what is stored and updated is fp32 either way.
     """
     names = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -174,16 +187,32 @@ def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
     kept = {path for path, _ in model.named_parameters() if pattern.search(path)}
     owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(kept))
-    whole = {path for path in owners if path and _paths_below(model, path) <= kept}
+    whole = {
+        path
+        for path in owners
+        if path and _paths_below(model, path) <= kept and not _is_read_from_outside(model, path)
+    }
     mixed = sorted(path for path in kept if path.rpartition(".")[0] not in whole)
     if mixed:
         warnings.warn(
-            f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}: "
-            f"FSDP2 has one dtype per module, so these are computed with in {param_dtype} (and stored in fp32).",
+            f"{type(model).__name__} keeps {mixed[:6]} in fp32, in modules whose other parameters are {param_dtype}, or "
+            f"that are read without being called: FSDP2 has one dtype per called module, so these are computed with in "
+            f"{param_dtype} (and stored in fp32).",
             stacklevel=3,
         )
     inner = {path for path in whole if any(path.startswith(f"{other}.") for other in whole)}
     return [model.get_submodule(path) for path in sorted(whole - inner)]
+
+
+def _is_read_from_outside(model: nn.Module, path: str) -> bool:
+    """Whether the module around reads a parameter of the one at `path`: `self.conv1d.weight`."""
+    owner, _, name = path.rpartition(".")
+    names = "|".join(re.escape(parameter) for parameter, _ in model.get_submodule(path).named_parameters())
+    try:
+        source = inspect.getsource(type(model.get_submodule(owner)))
+    except (OSError, TypeError):  # a class without a source file: take no risk
+        return True
+    return re.search(rf"\bself\.{re.escape(name)}\.({names})\b", source) is not None
 
 
 def _paths_below(model: nn.Module, path: str) -> set[str]:
@@ -202,6 +231,13 @@ def divide_experts(model: nn.Module, paths: Sequence[str], state: ParallelState)
         whole = module.get_parameter(name)
         mine = distribute_tensor(whole.data, state.ep_mesh, [Shard(0)], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(mine, requires_grad=whole.requires_grad))
+    for owner, module in modules.items():
+        others = [name for name, _ in module.named_parameters() if f"{owner}.{name}" not in paths]
+        if others:
+            raise ValueError(
+                f"{owner} ({type(module).__name__}) has {others} beside its experts' own parameters. Every rank would "
+                "train its own copy of them from the tokens of its experts: train this model with ep=1."
+            )
     return list(modules.values())
 
 
@@ -215,9 +251,13 @@ def expert_placement(parameter: nn.Parameter, state: ParallelState) -> Shard:
     return Shard(inside[0]) if inside else Shard(0)
 
 
-def set_prefetch(layers: Sequence[nn.Module], experts: Sequence[nn.Module], ahead: int) -> None:
-    """Gathers the parameters of the next layers while one runs: the host sync of an exchange hides no gather."""
-    known = {id(module) for module in experts}
+def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead: int) -> None:
+    """Gathers the parameters of the next layers while one runs: the host sync of an exchange hides no gather.
+
+    Args:
+        inner: modules inside layers that are gathered by themselves: experts, and what stays in fp32.
+    """
+    known = {id(module) for module in inner}
 
     def units(layer: nn.Module) -> list[nn.Module]:
         return [layer, *(module for module in layer.modules() if id(module) in known)]
@@ -278,6 +318,9 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
 
     Buffers that no checkpoint holds (rotary frequencies) are computed by upstream's own initialisation of modules.
 
+    Args:
+        device: what layers compute on. With `cpu_offload` parameters are kept in host memory nonetheless.
+
     Raises:
         ValueError: such a buffer that upstream's initialisation leaves as it was: it would hold what happened to be in
             memory.
@@ -287,7 +330,12 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 shared.setdefault(id(parameter), []).append((module, name))
-    model.to_empty(device=device)
+    in_host_memory = getattr(model, HOST_MEMORY, False)
+    model.to_empty(device="cpu" if in_host_memory else device)
+    if in_host_memory:
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=device)
     for (first, first_name), *others in shared.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]

@@ -32,6 +32,8 @@ class _Progress:
 
     module: str = "(no module yet)"
     operations: list[str] = field(default_factory=list)
+    last: str = "none"
+    paused: bool = False
     changed: float = field(default_factory=time.monotonic)
 
 
@@ -42,6 +44,7 @@ _PROGRESS = _Progress()
 def operation(name: str) -> Iterator[None]:
     """Marks a blocking operation for as long as the block runs."""
     _PROGRESS.operations.append(name)
+    _PROGRESS.last = name
     _PROGRESS.changed = time.monotonic()
     try:
         yield
@@ -50,10 +53,23 @@ def operation(name: str) -> Iterator[None]:
         _PROGRESS.changed = time.monotonic()
 
 
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """No stall is reported while the block runs: saving or loading may take as long as it does."""
+    _PROGRESS.paused = True
+    try:
+        yield
+    finally:
+        _PROGRESS.paused = False
+        _PROGRESS.changed = time.monotonic()
+
+
 def describe() -> str:
     """What this process is doing, in one line: rank, module, operation."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    running = _PROGRESS.operations[-1] if _PROGRESS.operations else "its forward or backward (no exchange of ours)"
+    # On a GPU an exchange is only started by the host, which blocks later: the last one started is the nearest name.
+    between = f"its forward or backward (the last exchange of ours that it started: {_PROGRESS.last})"
+    running = _PROGRESS.operations[-1] if _PROGRESS.operations else between
     return f"rank {rank}: module {_PROGRESS.module}, operation {running}"
 
 
@@ -92,7 +108,7 @@ class Watch:
     def _run(self) -> None:
         while not self._stop.wait(min(1.0, self.timeout / 4)):
             silent = time.monotonic() - _PROGRESS.changed
-            if silent > self.timeout:
+            if silent > self.timeout and not _PROGRESS.paused:
                 self.on_stall(
                     f"No progress for {silent:.0f} s on {describe()}. The other ranks of this collective have not "
                     "come: compare this line on every rank; those that differ took another path through the model or "

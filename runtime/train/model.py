@@ -222,7 +222,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     model = build_on_meta(recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     sharding.shard_model(model, state, options=sharding_options(recipe.parallel, device))
-    sharding.materialise(model, "cpu" if recipe.parallel.cpu_offload else device)
+    sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:
         initialise(model, [name for name, _ in model.named_parameters()], seed=recipe.train.seed)

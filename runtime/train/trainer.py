@@ -192,13 +192,14 @@ class Trainer:
 
     def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
         """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
-        self.checkpointer.save(
-            self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            extra_state={"rank": {"loader": position}},
-            asynchronous=asynchronous,
-        )
+        with watch.paused():
+            self.checkpointer.save(
+                self.step,
+                model=self.model,
+                optimizer=self.optimizer,
+                extra_state={"rank": {"loader": position}},
+                asynchronous=asynchronous,
+            )
         self.saved_step = self.step
 
     def finish(self, reason: str) -> Summary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,15 +52,15 @@ EQUAL = Difference(True)
 DIFFERENT_STRUCTURE = Difference(False, float("inf"), float("inf"))
 
 
-def train_step(model: nn.Module, case: Case) -> Step:
-    """Runs forward and backward in training mode.
+def train_step(model: nn.Module, case: Case, *, training: bool = True) -> Step:
+    """Runs forward and backward, in training mode or (`training=False`) in evaluation mode.
 
     Without labels in the case, or a loss in the output, a fixed random projection of the logits is differentiated.
     """
-    model.train()
+    model.train(training)
     model.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
-    batch = {name: tensor.clone() for name, tensor in case.batch.items()}
+    batch = copy.deepcopy(dict(case.batch))
     output = model(**batch, use_cache=False)
     outputs = dict(floating_tensors(output))
     loss = outputs["loss"] if "loss" in outputs else _projection(outputs)

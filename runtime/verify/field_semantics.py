@@ -30,6 +30,7 @@ WINDOW = 8
 POSITIONS = 64
 SEQUENCE = 24
 IMAGE = 32
+PATCH = 8
 MAMBA_HEADS = 8
 NUM_RESERVED_IDS = 32
 """The upper part of the small vocabulary is kept for special tokens; test inputs draw from below."""
@@ -97,6 +98,8 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("low rank", r"(.*_)?(rank|lowrank)", 16),
     _rule("heads of a grouped output", r"o_groups", 2),
     # windows, chunks, positions
+    _rule("half a chunk of audio frames, which upstream knows to give 13 tokens", r"n_window", 50),
+    _rule("audio frames that see each other", r"n_window_infer", 200),
     _rule("window", r"(.*_)?(sliding_window|window(_size|_len)?|attention_chunk_size|local_attention)", WINDOW),
     _rule("window", r"sliding_window_size|rel_extent|attention_window_size|keep_window_size", WINDOW),
     _rule("chunk of a scan", r"(.*_)?chunk_size|block_size|max_inference_chunksize|(.*_)?chunk_length", WINDOW),
@@ -106,9 +109,12 @@ INTEGER_RULES: tuple[Rule, ...] = (
         POSITIONS,
     ),
     _rule("position where attention scales", r"floor_scale|log_scaling_n_floor", WINDOW),
-    _rule("positions", r"(.*_)?max_position_embeddings|n_window(_infer)?|mem_len", POSITIONS),
+    _rule("positions", r"(.*_)?max_position_embeddings|mem_len", POSITIONS),
     # towers
     _rule("image", r"(.*_)?image_size", IMAGE),
+    _rule("patch", r"(.*_)?patch_size", PATCH),
+    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", (IMAGE // PATCH // 2) ** 2),
+    _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
     # widths
     _rule(

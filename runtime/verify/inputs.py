@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patchgen.runtime.verify import field_semantics as sizes
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedConfig
 
 BATCH = 2
@@ -34,7 +34,7 @@ class Case:
     """One input by name: the keyword arguments of the model's forward."""
 
     name: str
-    batch: Mapping[str, Tensor]
+    batch: Mapping[str, Any]
 
 
 def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: int = 0) -> tuple[Case, ...]:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices)$")
+INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices|_indexes)$")
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ def select_layers(values: Mapping[str, object], num_layers: int, min_layers: int
         kind += tuple(layer in value for value in indices.values())
         kinds.setdefault(kind, layer)
     kept = sorted(kinds.values())
+    for name, value in indices.items():
+        if name.endswith("_indexes") and len(value) > 1:  # taps of a tower: with one, their order would not show
+            kept = sorted({*kept, *value[:2]})
     if values.get("num_kv_shared_layers"):
         kept.append(kept[-1])  # the last layers reuse the keys of an earlier layer of their own kind
     while len(kept) < min_layers:

@@ -1,6 +1,6 @@
 """The proof that a generated class equals upstream's: same structure, same numbers, same checkpoints.
 
-Everything is compared in fp32, in training mode, with eager attention and experts, from the same weights:
+Everything is compared in fp32, with eager attention and experts, from the same weights:
 
     structure    no live module of upstream's file, the same parameters and buffers by name, shape and dtype
     eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit
@@ -65,6 +65,8 @@ class Proof:
     failures: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Variants that upstream's own config class refuses, with its reason."""
+    refused_inputs: dict[str, str] = field(default_factory=dict)
+    """Multimodal inputs that upstream's own class refuses, with its reason."""
     upstream_version: str = ""
     file_sha256: str = ""
     """Of the generated file."""
@@ -94,6 +96,7 @@ def prove(
     variant: str = "base",
     tolerance: float = 0.0,
     gradient_checkpointing: bool = False,
+    training: bool = True,
     implementations: Collection[str] | None = None,
     round_trip: bool = True,
 ) -> Proof:
@@ -105,6 +108,7 @@ def prove(
         tolerance: the relative difference that is still equal; 0.0 means bit for bit. Only a pass that declares that
             it reorders arithmetic earns more (1e-6).
         gradient_checkpointing: whether both models recompute their layers in the backward pass.
+        training: whether the models are in training mode; gradients are compared in both.
         implementations: names of the implementations of seams to compare; None for all, empty for none.
         round_trip: whether checkpoints are exchanged.
     """
@@ -120,7 +124,8 @@ def prove(
     first: tuple[Case, Step] | None = None
     for case in cases:
         with all_eager():
-            expected, actual = train_step(pair.upstream, case), train_step(pair.generated, case)
+            expected = train_step(pair.upstream, case, training=training)
+            actual = train_step(pair.generated, case, training=training)
         first = first or (case, expected)
         result, failures = _compare(case.name, variant, actual, expected, tolerance)
         proof.cases.append(result)
@@ -143,6 +148,7 @@ def merge(proofs: Iterable[Proof]) -> Proof:
     for proof in others:
         first.cases += proof.cases
         first.failures += proof.failures
+        first.refused_inputs |= proof.refused_inputs
     return first
 
 

@@ -44,6 +44,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"config fields left at upstream's size: {', '.join(proof.unclassified)}", style="yellow")
     for variant, reason in proof.refused.items():
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
+    for name, reason in proof.refused_inputs.items():
+        console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
     for name in proof.foreign:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
@@ -107,6 +109,7 @@ def proof_record(proof: Proof) -> dict[str, object]:
         ],
         "without_gradient": list(proof.dead_parameters),
         "refused_variants": proof.refused,
+        "refused_inputs": proof.refused_inputs,
         "foreign_classes": proof.foreign,
         "failures": proof.failures,
     }

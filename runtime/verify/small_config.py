@@ -87,7 +87,8 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
         from transformers import CONFIG_MAPPING
 
         config_class = CONFIG_MAPPING[config_class]
-    return _shrink(config_class, {}, VARIANTS[variant])
+    special_ids = iter(range(sizes.VOCAB - 1, sizes.VOCAB - sizes.NUM_RESERVED_IDS, -1))
+    return _shrink(config_class, {}, VARIANTS[variant], special_ids)
 
 
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
@@ -128,8 +129,10 @@ def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field
 # ------------------------------------------------------------------------------------------- one config class
 
 
-def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping) -> SmallConfig:
-    """The small form of `config_class(**given)`."""
+def _shrink(
+    config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping, special_ids: Iterator[int]
+) -> SmallConfig:
+    """The small form of `config_class(**given)`; every level draws from `special_ids`, so that no id means two things."""
     own_fields = _own_fields(config_class)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in own_fields}
     if type(_declared(own_fields["is_decoder"]) if "is_decoder" in own_fields else None) is bool:
@@ -138,7 +141,7 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     overrides, sub_overrides, unclassified = {}, {}, []
     for key, (sub_class, sub_given) in _sub_configs(config_class).items():
-        sub = _shrink(sub_class, sub_given, variant)
+        sub = _shrink(sub_class, sub_given, variant, special_ids)
         overrides[key] = sub.config
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
@@ -146,7 +149,6 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
     values = {name: vars(prototype).get(name) for name in own_fields}
     common_names = {own: common for common, own in config_class.attribute_map.items()}
 
-    next_special_id = iter(range(sizes.VOCAB - 1, sizes.VOCAB - sizes.NUM_RESERVED_IDS, -1))
     for name, field in own_fields.items():
         if name in overrides:
             continue
@@ -154,7 +156,7 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
         if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict)):
             declared = values[name]  # derived by the class, but not from other fields
         names = common_names.get(name, name), name
-        small = _small_value(declared, names, next_special_id)
+        small = _small_value(declared, names, special_ids)
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             unclassified.append(name)
         if small != declared or name in explicit:
@@ -165,11 +167,11 @@ def _shrink(config_class: type[PreTrainedConfig], given: Mapping[str, object], v
                 overrides[name] = rule.small(sys.maxsize)
     for name in _undeclared_ids(config_class):
         if not hasattr(prototype, name):
-            overrides[name] = next(next_special_id)
+            overrides[name] = next(special_ids)
     overrides |= {name: value for name, value in given.items() if name not in own_fields}
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(own_fields, values, explicit, overrides)
-    rope = _small_rope(values.get("rope_parameters"), overrides, values)
+    rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
         overrides["rope_parameters"] = rope
     config = _construct(config_class, overrides)
@@ -248,6 +250,17 @@ def _small_id(declared: object, special_ids: Iterator[int]) -> object:
     if type(declared) is int and declared >= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
         return next(special_ids)
     return declared
+
+
+def _with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
+    """Rotary parameters with the sections that the modeling file falls back to where a config names none."""
+    source = _modeling_source(config_class)
+    fallback = re.search(r"""["']mrope_section["'],\s*\[([\d, ]+)\]""", source)
+    if fallback is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
+        return rope
+    if rope["rope_type"] == "axial":  # of a tower
+        return rope
+    return {**rope, "mrope_section": [int(number) for number in fallback[1].split(",")]}
 
 
 def _small_rope(rope: object, overrides: Mapping[str, object], values: Mapping[str, object]) -> dict | None:
@@ -378,6 +391,8 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
+        found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
     if "hash_seed" in own_fields:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from patchgen.runtime import registry
 from patchgen.runtime.verify.inputs import text_cases
+from patchgen.runtime.verify.model_pair import build_model
+from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
 
 BASE = "base"
 CHECKPOINTING = "checkpointing"
+EVALUATION = "evaluation"  # of models that take media, whose towers may differ there
 # Variants that change what a mask or a packed batch does: the router loss weighs tokens by the mask, a window cuts the
 # attention of each document. They run every case; the others, which change neither, the first.
 ALL_CASES = ("router_logits", "window", "no_window")
@@ -38,7 +41,7 @@ def verify_model(
         directory: the folder that holds `modeling_<model>.py` and `provenance.json`; default: the model of this name
             among the installed ones.
         head: the class to prove; default: the first of the heads in `provenance.json`.
-        variants: names out of `small_config.VARIANTS` and "checkpointing"; default: all that the config knows.
+        variants: names out of `small_config.VARIANTS`, "checkpointing" and "evaluation"; default: all that the config knows.
         implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
 
     Raises:
@@ -70,25 +73,31 @@ def verify_model(
     refused: dict[str, str] = {}
     for variant in chosen:
         try:
-            small = small_config(config_class, variant="base" if variant == CHECKPOINTING else variant)
+            small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
         except SmallConfigError as error:
-            if variant in (BASE, CHECKPOINTING):
+            if variant in (BASE, CHECKPOINTING, EVALUATION):
                 raise
             refused[variant] = error.reason
             continue
         cases = text_cases(small.config, upstream_class)
         is_first = not proofs
+        cases = cases if is_first or variant in ALL_CASES else cases[:1]
+        media = MediaCases()
+        if takes_media(upstream_class):
+            media = media_cases(build_model(upstream_class, small.config))
         proof = prove(
             upstream_class,
             generated_class,
             small.config,
-            cases if is_first or variant in ALL_CASES else cases[:1],
+            (*cases, *media.cases),
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
+            training=variant != EVALUATION,
             implementations=implementations if is_first else (),
             round_trip=is_first or variant in ("tied", "untied"),
         )
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
+        proof.refused_inputs = media.refused
         proofs.append(proof)
     merged = merge(proofs)
     merged.refused = refused
@@ -100,4 +109,6 @@ def verify_model(
 
 def _variants(upstream_class: type) -> tuple[str, ...]:
     variants = applicable_variants(upstream_class.config_class)
-    return (*variants, CHECKPOINTING) if upstream_class.supports_gradient_checkpointing else variants
+    if upstream_class.supports_gradient_checkpointing:
+        variants = (*variants, CHECKPOINTING)
+    return (*variants, EVALUATION) if takes_media(upstream_class) else variants

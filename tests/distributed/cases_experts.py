@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
@@ -174,3 +176,39 @@ def shared_experts_run_beside_the_exchange(at_once: bool) -> None:
     # What was computed while tokens travelled has its backward while their gradients travel.
     assert events[3:].index("launch back") < events[3:].index("wait back"), events
     assert "shared back" in events
+
+
+def other_parameters_beside_experts_are_refused() -> None:
+    """A scale that all experts share would be trained from other tokens on each rank."""
+    from patchgen.runtime.parallel import sharding
+
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = torch.nn.Parameter(torch.zeros(4, 2, 2))
+            self.scale = torch.nn.Parameter(torch.ones(2))
+
+    model = torch.nn.ModuleDict({"experts": Experts()})
+    try:
+        sharding.divide_experts(model, ["experts.gate_up_proj"], state_of(ep=dist.get_world_size()))
+    except ValueError as error:
+        assert "experts (Experts) has ['scale'] beside its experts' own parameters" in str(error), error
+        return
+    raise AssertionError("a parameter that is no expert's was divided like one")
+
+
+def a_computation_that_an_error_left_behind_is_forgotten() -> None:
+    computed: list[str] = []
+
+    def failing(x: Tensor) -> None:
+        handle = ops.beside_experts(lambda x: computed.append("stale") or x, x)
+        raise RuntimeError(f"before the experts: {handle is not None}")
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    own = {name: tensor.chunk(world)[rank] for name, tensor in _tensors(2 * world, biased=False).items()}
+    hidden, index, weights = routing("balanced", rank, 2 * world)
+    with parallel.using(state_of(ep=world)):
+        with contextlib.suppress(RuntimeError):
+            failing(hidden)
+        ops.fused_moe(hidden, index, weights, **own, num_experts=2 * world, activation=silu)
+    assert computed == []

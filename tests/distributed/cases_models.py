@@ -387,7 +387,7 @@ def half_precision_is_near(name: str, **options) -> tuple[float, float]:
     return abs(total - losses[0]) / losses[0], abs(norm - norms[0]) / norms[0]
 
 
-def every_token_goes_to_the_same_experts(name: str) -> None:
+def every_token_goes_to_the_same_experts(name: str, checkpoint: str = "none") -> None:
     """A router of zeros: the first experts get all tokens, the last rank's experts none, in model and reference."""
     attention.register()
     state = cases_sequence.state_of(ep=dist.get_world_size())
@@ -400,6 +400,7 @@ def every_token_goes_to_the_same_experts(name: str) -> None:
         return model
 
     model = even(build(name, generated=True, attention_name="patchgen_eager"))
+    checkpointing.apply(model, checkpoint)
     sharding.shard_model(model, state)
     total = _one_backward(model, state)
     own = {key: _whole(parameter.grad) for key, parameter in model.named_parameters()}

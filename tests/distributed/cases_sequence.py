@@ -101,6 +101,20 @@ def attention_agrees(
     torch.testing.assert_close(sinks, expected_sinks, rtol=1e-5, atol=1e-6)
 
 
+def lengths_of_a_slice_are_refused() -> None:
+    """Causal attention handed the documents of this rank's slice, where those of the whole sequence are meant."""
+    state = state_of(sp=dist.get_world_size())
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    states = torch.randn(1, 4, 8, 8)
+    with parallel.using(state):
+        try:
+            call(AttentionModule(), states, states, states, None, cu_seq_lens_q=torch.tensor([0, 3, 8]))
+        except ValueError as error:
+            assert "must be those of the whole sequence, not of this rank's slice" in str(error), error
+            return
+    raise AssertionError("lengths of a slice were taken for those of the sequence")
+
+
 def towers_that_were_not_sliced_are_refused() -> None:
     """Every rank holds the whole input of a tower, with the lengths of the whole."""
     state = state_of(sp=dist.get_world_size())

@@ -32,3 +32,11 @@ def test_recomputation_does_not_exchange_sizes_again(mode, two_ranks):
 @pytest.mark.parametrize("at_once", [False, True])
 def test_shared_experts_run_beside_the_exchange(at_once, two_ranks):
     two_ranks.run(cases.shared_experts_run_beside_the_exchange, at_once)
+
+
+def test_other_parameters_beside_experts_are_refused(two_ranks):
+    two_ranks.run(cases.other_parameters_beside_experts_are_refused)
+
+
+def test_a_computation_that_an_error_left_behind_is_forgotten(two_ranks):
+    two_ranks.run(cases.a_computation_that_an_error_left_behind_is_forgotten)

@@ -142,8 +142,13 @@ def test_half_precision_is_near(two_ranks):
     assert norm_error < 2e-2
 
 
-def test_every_token_goes_to_the_same_experts(four_ranks):
-    four_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe")
+@pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
+def test_every_token_goes_to_the_same_experts(checkpoint, two_ranks):
+    two_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe", checkpoint)
+
+
+def test_every_token_goes_to_the_same_experts_of_four_ranks(four_ranks):
+    four_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe", "full")
 
 
 @pytest.mark.parametrize("sp", [1, 2])

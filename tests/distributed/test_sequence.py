@@ -52,5 +52,9 @@ def test_heads_that_travel_in_groups_give_the_same(heads, groups, used, two_rank
     )
 
 
+def test_lengths_of_a_slice_are_refused(two_ranks):
+    two_ranks.run(cases.lengths_of_a_slice_are_refused)
+
+
 def test_towers_that_were_not_sliced_are_refused(two_ranks):
     two_ranks.run(cases.towers_that_were_not_sliced_are_refused)

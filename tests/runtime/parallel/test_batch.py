@@ -79,3 +79,9 @@ def test_slices_are_the_whole(lengths, rows, sp):
     assert len(lengths_of_all) <= 1
     for bounds in lengths_of_all:
         assert bounds[-1] == rows * (S + -S % sp)
+
+
+def test_a_last_document_without_tokens():
+    ids = torch.arange(16)[None]
+    batch = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, 16, 16], dtype=torch.int32)}
+    assert slice_batch(batch, sp=2, sp_rank=0)["cu_seq_lens_q"].tolist() == [0, 5, 16]

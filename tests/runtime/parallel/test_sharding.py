@@ -110,6 +110,23 @@ class _Kept(nn.Module):
         self.gate, self.attention, self.norm = _Gate(), _Attention(), nn.LayerNorm(2)
 
 
+class _Mixer(nn.Module):
+    _keep_in_fp32_modules_strict = ("conv1d",)
+
+    def __init__(self):
+        super().__init__()
+        self.conv1d = nn.Conv1d(2, 2, 3, groups=2)
+
+    def forward(self, x):
+        return nn.functional.conv1d(x, self.conv1d.weight, groups=2)
+
+
+def test_a_module_that_is_read_and_never_called_is_no_unit():
+    """FSDP2 gathers a unit when it is called: `self.conv1d.weight` would be a shard."""
+    with pytest.warns(UserWarning, match=r"'conv1d.weight'.*read without being called"):
+        assert sharding.kept_in_fp32(_Mixer(), torch.bfloat16) == []
+
+
 def test_modules_that_upstream_keeps_in_fp32():
     """Strict names hold in bf16, all in fp16; a parameter in a module of two dtypes is named in a warning."""
     model = _Kept()

@@ -1,0 +1,139 @@
+"""Where a model hands images, videos and audio to its towers."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, parameter_names
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS
+
+MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
+FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
+
+
+@dataclass(frozen=True)
+class FeatureCall:
+    """A call `self.get_<modality>_features(media, grid, ..., **kwargs)` in a forward."""
+
+    position: int  # of its statement in the body
+    method: str
+    modality: str
+    media: str  # the name of the tensor
+    grid: str | None = None  # of the second argument, where it is a name
+    kwargs: str | None = None  # "**kwargs" where they are handed on
+
+
+def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
+    """For each media parameter of a model's forward that takes tokens as well, the methods and modules that get it."""
+    info = anatomy.classes[name]
+    forward = info.methods.get("forward")
+    if forward is None or not anatomy.is_model(name):
+        return {}
+    parameters = parameter_names(forward)
+    if not {"input_ids", "inputs_embeds"} & set(parameters):
+        return {}
+    return {media: _callees(anatomy, name, forward, media) for media in MEDIA if media in parameters}
+
+
+def fused_media(anatomy: Anatomy, name: str) -> list[str]:
+    """The media that a model's forward hands to `get_<modality>_features`, which is where it fuses them with its text."""
+    return [
+        media
+        for media, callees in takes_media(anatomy, name).items()
+        if any(FEATURES.match(callee) for callee in callees)
+    ]
+
+
+def requires(anatomy: Anatomy, name: str, media: str) -> bool:
+    """Whether a model's forward cannot be called without the media: no batch of any rank lacks it."""
+    arguments = anatomy.classes[name].methods["forward"].args
+    positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args)]
+    if media in positional:
+        return positional.index(media) < len(positional) - len(arguments.defaults)
+    keywords = {arg.arg: default for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)}
+    return keywords.get(media) is None
+
+
+def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
+    """The attributes of self that are called with the media, but for models below that take it by the same name."""
+    found = []
+    for call in calls(forward):
+        callee = dotted(call.func)
+        if not callee.startswith("self.") or callee.count(".") > 1:
+            continue
+        values = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if not any(isinstance(node, ast.Name) and node.id == media for value in values for node in ast.walk(value)):
+            continue
+        hands_on = any(keyword.arg == media for keyword in call.keywords)
+        builds_model = any(
+            build.attribute == callee[5:] and build.target and _takes(anatomy, build.target, media)
+            for build in anatomy.builds(name)
+        )
+        if not (hands_on and builds_model):
+            found.append(callee[5:])
+    return list(dict.fromkeys(found))
+
+
+def _takes(anatomy: Anatomy, name: str, media: str) -> bool:
+    found = anatomy.method(name, "forward")
+    if found is None:
+        return False
+    parameters = parameter_names(found[1])
+    return media in parameters and bool({"input_ids", "inputs_embeds"} & set(parameters))
+
+
+def feature_calls(body: Sequence[cst.BaseStatement]) -> list[FeatureCall]:
+    """The calls of `get_<modality>_features` with a media parameter, in the order of the statements that hold them."""
+    found = []
+    for position, node in enumerate(body):
+        for call in m.findall(node, m.Call(func=m.Attribute(value=m.Name("self")))):
+            match = FEATURES.match(call.func.attr.value)
+            names = [arg.value.value if isinstance(arg.value, cst.Name) else None for arg in call.args]
+            used = [node.value for arg in call.args for node in m.findall(arg.value, m.Name())]
+            media = next((name for name in used if name in MEDIA), None)
+            if match is None or media is None:
+                continue
+            plain = [name for arg, name in zip(call.args, names, strict=True) if arg.keyword is None and not arg.star]
+            starred = [arg for arg in call.args if arg.star == "**"]
+            kwargs = f"**{cst.Module([]).code_for_node(starred[0].value)}" if starred else None
+            grid = plain[1] if len(plain) == 2 and plain[0] == media else None
+            found.append(FeatureCall(position, call.func.attr.value, match[1], media, grid, kwargs))
+    return found
+
+
+def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
+    """Whether the method for videos computes what the one for images does: it calls it, or has its body."""
+    first, second = anatomy.method(owner, image), anatomy.method(owner, video)
+    if first is None or second is None:
+        return False
+    names = [parameter_names(first[1]), parameter_names(second[1])]
+    if len(names[0]) != 2 or len(names[1]) != 2:
+        return False
+    bodies = [_plain_body(function) for function in (first[1], second[1])]
+    kwargs = second[1].args.kwarg.arg if second[1].args.kwarg else ""
+    if bodies[1] == f"return self.{image}({', '.join(names[1])}, **{kwargs})":
+        return True
+    renamed = copy.deepcopy(second[1])
+    table = dict(zip(names[1], names[0], strict=True))
+    for node in ast.walk(renamed):
+        if isinstance(node, ast.Name) and node.id in table:
+            node.id = table[node.id]
+    return _plain_body(renamed) == bodies[0]
+
+
+def _plain_body(function: FunctionNode) -> str:
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    plain = []
+    for statement in body:
+        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            statement = ast.Assign([statement.target], statement.value, lineno=0)
+        plain.append(ast.unparse(statement).replace(", return_dict=True", ""))
+    return "\n".join(plain)

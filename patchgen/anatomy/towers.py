@@ -1,0 +1,235 @@
+"""The loop over the layers of a tower: what its layers read, and what follows it until the tower returns.
+
+A tower whose layers attend by lengths (`cu_seqlens`) treats its rows, patches or audio frames of all inputs one after
+the other, as independent outside of attention. Then a rank can work on a slice of the rows between the loop and the
+point where rows of different inputs are put into another order.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.roles import Role
+
+PER_ROW = ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity")  # modules that treat each row by itself
+LENGTHS_TEST = "is_flash_attention_requested"
+
+
+@dataclass(frozen=True)
+class LayerLoop:
+    """What a pass needs to divide the rows of a tower.
+
+    Attributes:
+        place: of the loop among the statements of forward.
+        layers: the attribute that holds the layers.
+        rows: names of tensors with a row per row of the tower, the one that the layers carry on first.
+        bounds, longest: names of cumulative lengths and of the longest lengths.
+        group: the expression for the number of rows that are merged after the layers; "1" if none are.
+        gathers: (place, names): above which statement these names must span all rows again.
+        attentions: the attention classes of the layers, whose forward chooses between lengths and one call per input.
+    """
+
+    place: int
+    layers: str
+    rows: tuple[str, ...]
+    bounds: tuple[str, ...]
+    longest: tuple[str, ...]
+    group: str
+    gathers: tuple[tuple[int, tuple[str, ...]], ...]
+    attentions: tuple[str, ...]
+
+
+class Unread(Exception):
+    """The tower has another form; the text says what was not understood."""
+
+
+def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | None = None) -> LayerLoop:
+    """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
+
+    Raises:
+        Unread: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
+    """
+    forward = forward or info.methods["forward"]
+    place, loop = _loop(forward)
+    layers = _layers(loop)
+    attentions = _attentions(anatomy, info, layers)
+    carried = _carried(loop)
+    above = {name for statement in forward.body[:place] for name in _assigned(statement)}
+    above |= set(parameter_names(forward))
+    inside = {name for statement in loop.body for name in _assigned(statement)} | set(_names(loop.target))
+    rows, bounds, longest, collected = [carried], [], [], []
+    for name in dict.fromkeys(_read(loop)):
+        if name in (carried, "self", "kwargs") or name not in above:
+            continue
+        if "cu_" in name and "len" in name:
+            bounds.append(name)
+        elif name.startswith("max_") and "len" in name:
+            longest.append(name)
+        elif name in ("position_embeddings", "rotary_pos_emb", "cos", "sin"):
+            rows.append(name)
+        elif _is_collected(name, loop):
+            collected.append(name)
+        elif name not in inside or _read_before_assigned(name, loop):
+            raise Unread(f"its layers read {name}, which has no known meaning on a slice of the rows")
+    if not bounds:
+        raise Unread("its layers are handed no cumulative lengths")
+    group = _group(anatomy, info)
+    gathers = _gathers(anatomy, info, forward, place, [carried, *collected], above, group)
+    return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
+
+
+def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """Whether the class is a tower whose rows the passes for towers divide over ranks."""
+    if not {Role.VISION, Role.AUDIO} & set(info.roles) or "forward" not in info.methods:
+        return False
+    try:
+        layer_loop(anatomy, info)
+    except Unread:
+        return False
+    return True
+
+
+def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For]:
+    loops = [
+        (place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For) and _layers(node, False)
+    ]
+    if len(loops) != 1:
+        raise Unread(f"its forward has {len(loops)} loops over layers at its top level")
+    return loops[0]
+
+
+def _layers(loop: ast.For, required: bool = True) -> str:
+    """The attribute that a loop runs over: `self.blocks`, `enumerate(self.blocks)`, `self.blocks[:n]`."""
+    for node in ast.walk(loop.iter):
+        if isinstance(node, ast.Attribute) and dotted(node.value) == "self":
+            called = {dotted(call.func) for call in calls(ast.Module(body=loop.body, type_ignores=[]))}
+            if called & set(_names(loop.target)):
+                return node.attr
+    if required:
+        raise Unread("its loop runs over no attribute")
+    return ""
+
+
+def _carried(loop: ast.For) -> str:
+    """The name that the layers take first and give back."""
+    layer = set(_names(loop.target))
+    for call in calls(ast.Module(body=loop.body, type_ignores=[])):
+        if dotted(call.func) not in layer:
+            continue
+        given = [*call.args, *(k.value for k in call.keywords if k.arg == "hidden_states")]
+        if given and isinstance(given[0], ast.Name):
+            name = given[0].id
+            if any(name in _assigned(statement) for statement in loop.body):
+                return name
+    raise Unread("its loop carries no hidden states from layer to layer")
+
+
+def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ...]:
+    built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
+    below = anatomy.reached_from(built)
+    found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
+    for one in found:
+        method = anatomy.method(one.name, "forward")
+        if method is None or not any(dotted(call.func) == LENGTHS_TEST for call in calls(method[1])):
+            raise Unread(f"{one.name} does not choose between lengths and one call per input")
+    if not found:
+        raise Unread(f"self.{layers} holds no attention of this file")
+    return tuple(one.name for one in found)
+
+
+def _group(anatomy: Anatomy, info: ClassInfo) -> str:
+    if anatomy.attribute(info.name, "spatial_merge_unit") is not None:
+        return "self.spatial_merge_unit"
+    if anatomy.attribute(info.name, "spatial_merge_size") is not None:
+        return "self.spatial_merge_size**2"
+    return "1"
+
+
+def _gathers(
+    anatomy: Anatomy,
+    info: ClassInfo,
+    forward: ast.FunctionDef,
+    place: int,
+    sliced: list[str],
+    above: set[str],
+    group: str,
+) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
+    local, whole = list(dict.fromkeys(sliced)), above - set(sliced) - {"self"}
+    found = []
+    for number, statement in enumerate(forward.body[place + 1 :], start=place + 1):
+        read = set(_read(statement))
+        used = [name for name in local if name in read]
+        if isinstance(statement, ast.Return):
+            used = [name for name in used if name in _results(statement)]
+        elif not used:
+            whole |= set(_assigned(statement))
+            continue
+        elif not (read & whole or (group == "1" and not _is_per_row(anatomy, info, statement))):
+            local += [name for name in _assigned(statement) if name not in local]
+            continue
+        if used:
+            found.append((number, tuple(used)))
+        local = [name for name in local if name not in used and name not in _assigned(statement)]
+        whole |= {*used, *_assigned(statement)}
+    if not found:
+        raise Unread("what its layers leave is never returned")
+    return tuple(found)
+
+
+def _results(statement: ast.Return) -> set[str]:
+    """The names that a tower returns as its result: all but `last_hidden_state` where there is a `pooler_output`."""
+    value = statement.value
+    if isinstance(value, ast.Call) and any(keyword.arg == "pooler_output" for keyword in value.keywords):
+        return {name for k in value.keywords if k.arg != "last_hidden_state" for name in _read(k.value)}
+    return set(_read(statement))
+
+
+def _is_per_row(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
+    """`x = self.module(x)` with a module that treats each row by itself."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
+        return False
+    name = dotted(value.func).removeprefix("self.")
+    built = anatomy.attribute(info.name, name)
+    if isinstance(built, ast.Subscript):
+        return dotted(built.value) == "ACT2FN"
+    return isinstance(built, ast.Call) and dotted(built.func).endswith(PER_ROW)
+
+
+def _is_collected(name: str, loop: ast.For) -> bool:
+    """Whether the loop only appends to the name."""
+    uses = [node for node in ast.walk(loop) if isinstance(node, ast.Name) and node.id == name]
+    appends = [c for c in calls(loop) if dotted(c.func) == f"{name}.append"]
+    return bool(appends) and len(uses) == len(appends)
+
+
+def _read_before_assigned(name: str, loop: ast.For) -> bool:
+    for statement in loop.body:
+        if name in _read(statement):
+            return True
+        if name in _assigned(statement) and not isinstance(statement, ast.If):
+            return False
+    return False
+
+
+def _read(node: ast.AST) -> Iterator[str]:
+    known = set(dir(builtins))
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load) and one.id not in known:
+            yield one.id
+
+
+def _assigned(statement: ast.AST) -> Sequence[str]:
+    return [
+        one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store | ast.Del)
+    ]
+
+
+def _names(target: ast.AST) -> list[str]:
+    return [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]

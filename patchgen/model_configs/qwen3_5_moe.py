@@ -1,0 +1,21 @@
+from patchgen.model_configs import ModelConfig
+
+CONFIG = ModelConfig(
+    model="qwen3_5_moe",
+    roots=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    expect={
+        "dummy_forward": 1,
+        "host_values": 1,
+        "position_id_func": 2,
+        "local_classes": 1,
+        "fused_experts": 1,
+        "router_loss": 1,
+        "fused_loss": 2,
+        "language_sp": 1,
+        "position_ids": 1,
+        "mixer_sp": 1,
+        "fused_ops": 2,
+        "parallel_plan": 2,
+    },
+    strict_sync=True,
+)

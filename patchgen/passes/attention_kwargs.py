@@ -1,0 +1,145 @@
+"""The packing arguments of the language model never reach a tower."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.media import FEATURES, takes_media
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import edit_function, function_body, with_body
+from patchgen.source import Block, Module
+
+FILTER = "accepts_precomputed_kwargs"
+FILTER_FILE = "utils/generic.py"
+PACKING = "cu_seq_lens_q"
+
+
+class AttentionKwargs(SitePass):
+    """`cu_seq_lens_q` and its like say where documents end in the text; a tower that got them would cut its images there."""
+
+    name = "attention_kwargs"
+    purpose = "cu_seq_lens_q/k and max_length_q/k are withheld from towers; the language model still gets them."
+    expects = "one hit per model that hands keyword arguments to a tower, or upstream's own filter"
+    EXAMPLES = (
+        Example(
+            "withheld in the call, so that what follows still has them",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_image_features(self, pixel_values, **kwargs):\n"
+                "        return self.visual(pixel_values, **kwargs)\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
+                "        embeds = self.embed_tokens(input_ids)\n"
+                "        if pixel_values is not None:\n"
+                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **kwargs))\n"
+                "        return self.language_model(embeds, **kwargs)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_image_features(self, pixel_values, **kwargs):\n"
+                "        return self.visual(pixel_values, **kwargs)\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
+                "        embeds = self.embed_tokens(input_ids)\n"
+                "        # patchgen: attention_kwargs\n"
+                "        if pixel_values is not None:\n"
+                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs)))\n"
+                "        return self.language_model(embeds, **kwargs)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"calls {', '.join(callees)} on its media")
+            for info in anatomy.classes.values()
+            if module.has(info.name) and (callees := _callees(anatomy, info.name))
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+        callees = _callees(anatomy, site.block)
+        open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
+        if not open_callees:
+            return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
+        withhold = _Withhold(open_callees)
+
+        def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
+            body = []
+            for node in function_body(forward):
+                withhold.found.clear()
+                changed = node.visit(withhold)
+                if withhold.found:
+                    comment = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
+                    changed = changed.with_changes(leading_lines=[*changed.leading_lines, comment])
+                    served.extend(withhold.found)
+                body.append(changed)
+            return with_body(forward, body)
+
+        served: list[str] = []
+        block = edit_function(block, "forward", edit)
+        if not served:
+            return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
+        return Rewritten(block, f"withheld from {', '.join(dict.fromkeys(served))}")
+
+
+def _callees(anatomy: Anatomy, name: str) -> list[str]:
+    """What a model's forward calls with its media: methods and towers."""
+    return list(dict.fromkeys(callee for callees in takes_media(anatomy, name).values() for callee in callees))
+
+
+def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
+    """Whether upstream's decorator of the method drops the packing arguments, which its release decides."""
+    found = anatomy.method(owner, method) if FEATURES.match(method) else None
+    if found is None or not any(dotted(decorator) == FILTER for decorator in found[1].decorator_list):
+        return False
+    release = anatomy.upstream.release
+    text = release.read(FILTER_FILE) if release is not None else None
+    return text is not None and _names_packing(ast.parse(text))
+
+
+def _names_packing(tree: ast.Module) -> bool:
+    """Whether the decorator itself, or a constant of its file that it reads, names the packing arguments."""
+    decorator = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER), None)
+    if decorator is None:
+        return False
+    read = {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
+    constants = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.Assign) and read & {dotted(target) for target in node.targets}
+    ]
+    documentation = ast.get_docstring(decorator, clean=False)
+    return any(
+        isinstance(node, ast.Constant) and isinstance(node.value, str) and PACKING in node.value
+        for part in (decorator, *constants)
+        for node in ast.walk(part)
+        if getattr(node, "value", None) != documentation
+    )
+
+
+class _Withhold(cst.CSTTransformer):
+    """`**kwargs` of calls of these attributes of self becomes `**ops.tower_kwargs(kwargs)`."""
+
+    def __init__(self, callees: Sequence[str]) -> None:
+        self._call = m.Call(
+            func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*(m.Name(callee) for callee in callees)))
+        )
+        self.found: list[str] = []
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        if not m.matches(original_node, self._call):
+            return updated_node
+        arguments = []
+        for argument in updated_node.args:
+            if argument.star == "**" and isinstance(argument.value, cst.Name):
+                value = cst.parse_expression(f"ops.tower_kwargs({argument.value.value})")
+                argument = argument.with_changes(value=value)
+                self.found.append(original_node.func.attr.value)
+            arguments.append(argument)
+        return updated_node.with_changes(args=arguments)

@@ -1,0 +1,107 @@
+"""Features of earlier tower layers, added in the language model, are those of this rank's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, statements, transform
+from patchgen.source import Block, Module
+
+FEATURES = "deepstack_features"
+_SCATTER = m.Call(func=m.Attribute(attr=m.Name("masked_scatter")))
+
+
+class DeepstackSP(SitePass):
+    """All levels use the mask of the embeddings, so the placeholders are counted once."""
+
+    name = "deepstack_sp"
+    purpose = "Each level of deepstack features keeps the rows of this rank's tokens."
+    expects = "one hit per fusion model that reads deepstack features"
+    EXAMPLES = (
+        Example(
+            "below the scatter of the same image's features",
+            before=(
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
+                "        levels = None\n"
+                "        if pixel_values is not None:\n"
+                "            image = self.get_image_features(pixel_values)\n"
+                "            levels = image.deepstack_features\n"
+                "            mask = self.get_placeholder_mask(input_ids)\n"
+                "            inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)\n"
+                "        return self.language_model(inputs_embeds=inputs_embeds, levels=levels)\n"
+            ),
+            after=(
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
+                "        levels = None\n"
+                "        if pixel_values is not None:\n"
+                "            image = self.get_image_features(pixel_values)\n"
+                "            levels = image.deepstack_features\n"
+                "            mask = self.get_placeholder_mask(input_ids)\n"
+                "            inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)\n"
+                "            # patchgen: deepstack_sp\n"
+                "            levels = ops.own_levels(levels, mask)\n"
+                "        return self.language_model(inputs_embeds=inputs_embeds, levels=levels)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"fusion model that reads .{FEATURES}")
+            for info in anatomy.with_role(Role.FUSION, module)
+            if _reads_features(module.block(info.name))
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        del anatomy
+        rewriter = _OwnLevels(self.mark)
+        edited = transform(block, rewriter)
+        reads = list(m.findall(block.cst, _READ))
+        if rewriter.found != len(reads) or not reads:
+            return Missed(
+                f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
+                code_of(reads[0]) if reads else "",
+            )
+        return Rewritten(edited, f"{rewriter.found} kinds of features")
+
+
+_READ = m.SimpleStatementLine(
+    body=[m.Assign(targets=[m.AssignTarget(target=m.Name())], value=m.Attribute(attr=m.Name(FEATURES)))]
+)
+
+
+def _reads_features(block: Block) -> bool:
+    forward = m.findall(block.cst, m.FunctionDef(name=m.Name("forward")))
+    return any(m.findall(one, _READ) for one in forward)
+
+
+class _OwnLevels(cst.CSTTransformer):
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self.found = 0
+
+    def leave_IndentedBlock(
+        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
+    ) -> cst.IndentedBlock:
+        names: list[str] = []
+        body: list[cst.BaseStatement] = []
+        for statement in updated_node.body:
+            body.append(statement)
+            if m.matches(statement, _READ):
+                names.append(statement.body[0].targets[0].target.value)
+            scatters = m.findall(statement, _SCATTER) if isinstance(statement, cst.SimpleStatementLine) else []
+            if scatters and names:
+                mask = code_of(scatters[0].args[0].value)
+                for name in names:
+                    code = f"{name} = ops.own_levels({name}, {mask})"
+                    body += statements(code, depth=3, comment=self._mark)
+                self.found += len(names)
+                names = []
+        return updated_node.with_changes(body=body)

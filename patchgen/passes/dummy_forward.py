@@ -1,0 +1,153 @@
+"""A tower without input on this rank takes part all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    embeddings_above,
+    function_body,
+    insert_before,
+    statements,
+    with_body,
+)
+from patchgen.source import Block, Module
+
+ENCODED = "mm_encoder_outputs"
+
+
+class DummyForward(SitePass):
+    """Under FSDP a tower's weights are gathered on all ranks or on none: ranks with different modalities would hang."""
+
+    name = "dummy_forward"
+    purpose = "A tower with no input on this rank runs on a minimal one; its features enter as zero times their mean."
+    expects = "one hit per model that calls get_<modality>_features in its forward"
+    EXAMPLES = (
+        Example(
+            "in the place of the call, so that towers run in one order on all ranks",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_audio_features(self, input_features):\n"
+                "        return self.audio_tower(input_features)\n"
+                "\n"
+                "    def forward(self, input_ids, input_features=None):\n"
+                "        inputs_embeds = self.embed_tokens(input_ids)\n"
+                "        if input_features is not None:\n"
+                "            features = self.get_audio_features(input_features)\n"
+                "            inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)\n"
+                "        return self.language_model(inputs_embeds)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def get_audio_features(self, input_features):\n"
+                "        return self.audio_tower(input_features)\n"
+                "\n"
+                "    def forward(self, input_ids, input_features=None):\n"
+                "        inputs_embeds = self.embed_tokens(input_ids)\n"
+                "        # patchgen: dummy_forward\n"
+                "        inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)\n"
+                "        if input_features is not None:\n"
+                "            features = self.get_audio_features(input_features)\n"
+                "            inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)\n"
+                "        return self.language_model(inputs_embeds)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"hands {', '.join(names)} to a tower")
+            for info in anatomy.classes.values()
+            if module.has(info.name) and (names := _optional(anatomy, info.name))
+        ]
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """Models that run a tower in another way: nothing stands in for their input."""
+        return [
+            f"{info.name}: {media} goes to {', '.join(callees)}, not to a get_<modality>_features, or is required: "
+            "every rank must hold it"
+            for info in anatomy.classes.values()
+            if module.has(info.name)
+            for media, callees in takes_media(anatomy, info.name).items()
+            if callees and media not in _optional(anatomy, info.name)
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+        above: list[str] = []
+        optional = _optional(anatomy, site.block)
+        served: list[str] = []
+
+        def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
+            body = function_body(forward)
+            found = [call for call in feature_calls(body) if call.media in optional]
+            joint = _joint(found, body, site.block, anatomy)
+            for call in reversed(found):
+                embeddings = embeddings_above(forward, body[: call.position])
+                if embeddings is None:
+                    above.append(call.media)
+                    continue
+                if joint is not None and call is joint.video:
+                    served.append("one pass over images and videos")
+                    continue
+                code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
+                if joint is not None and call is joint.image:
+                    code = joint.code(embeddings)
+                else:
+                    served.append(call.media)
+                body = insert_before(body, call.position, statements(code, depth=2, comment=self.mark))
+            return with_body(forward, body)
+
+        block = edit_function(block, "forward", insert)
+        if above:
+            which = ", ".join(above)
+            return LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
+        if not served:
+            return Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
+        return Rewritten(block, f"a minimal input where there is none: {', '.join(reversed(served))}")
+
+
+def _optional(anatomy: Anatomy, name: str) -> list[str]:
+    """The media that a model fuses with its text and that a batch may lack."""
+    return [media for media in fused_media(anatomy, name) if not requires(anatomy, name, media)]
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Images and videos that go through the tower one after the other and could go together."""
+
+    image: FeatureCall
+    video: FeatureCall
+    kwargs: str
+
+    def code(self, embeddings: str) -> str:
+        return (
+            f"{ENCODED}, {embeddings} = ops.joint_vision(self.{self.image.method}, {ENCODED}, {embeddings}, "
+            f"images=({self.image.media}, {self.image.grid}), videos=({self.video.media}, {self.video.grid}), "
+            f"{self.kwargs})"
+        )
+
+
+def _joint(
+    found: Sequence[FeatureCall], body: Sequence[cst.BaseStatement], owner: str, anatomy: Anatomy
+) -> _Joint | None:
+    """Images and then videos, with nothing but these guards between, served by the same code."""
+    image = next((call for call in found if call.modality == "image"), None)
+    video = next((call for call in found if call.modality == "video"), None)
+    if image is None or video is None or image.grid is None or video.grid is None or image.kwargs is None:
+        return None
+    if video.position != image.position + 1 or not same_features(anatomy, owner, image.method, video.method):
+        return None
+    guards = all(
+        isinstance(node := body[call.position], cst.If) and ENCODED in code_of(node.test) for call in (image, video)
+    )
+    before = any(m.findall(node, m.AssignTarget(target=m.Name(ENCODED))) for node in body[: image.position])
+    return _Joint(image, video, image.kwargs) if guards and before else None

@@ -1,0 +1,209 @@
+"""Modality features land on their placeholder tokens although each rank holds a slice of the tokens."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import ClassInfo, calls, dotted
+from patchgen.anatomy.towers import is_divided
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import code_of, statements, transform
+from patchgen.source import Block, Module
+
+OWN = "ops.own_features"
+COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b")
+POSITIONS = "position_ids"
+
+
+class FillBack(SitePass):
+    """The features of a tower are the same on every rank; each takes those of its own tokens, and no rank exchanges
+    embeddings. Upstream's scatter below is then right on the slice, in training and in evaluation."""
+
+    name = "fill_back"
+    purpose = "Features are scattered into the embeddings of this rank's tokens."
+    expects = "one hit per fusion model"
+    EXAMPLES = (
+        Example(
+            "features of a tower that is computed whole",
+            before=(
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
+                "        self.language_model = AutoModel.from_config(config.text_config)\n"
+                "\n"
+                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
+                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
+                "        torch_compilable_check(mask.sum() == image_features.shape[0], 'no match')\n"
+                "        return mask\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
+                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
+                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
+                "        inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)\n"
+                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
+            ),
+            after=(
+                "class ExampleModel(PreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
+                "        # patchgen: fill_back\n"
+                "        ops.hold_whole(self.vision_tower)\n"
+                "        self.language_model = AutoModel.from_config(config.text_config)\n"
+                "\n"
+                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
+                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
+                "        # patchgen: fill_back\n"
+                "        torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')\n"
+                "        return mask\n"
+                "\n"
+                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
+                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
+                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
+                "        # patchgen: fill_back\n"
+                "        inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))\n"
+                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            method_site(anatomy, info.name, "forward", f"fusion model: {info.roles[Role.FUSION]}")
+            for info in anatomy.with_role(Role.FUSION, module)
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        info = anatomy.classes[site.block]
+        rewriter = _FillBack(towers_held_whole(anatomy, info), self.mark)
+        edited = transform(block, rewriter)
+        if rewriter.odd or not rewriter.scattered:
+            return Missed("`embeddings.masked_scatter(mask, features)`", (rewriter.odd or [""])[0])
+        held = f"; whole on every rank: {', '.join(rewriter.held)}" if rewriter.held else ""
+        return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
+
+
+def towers_held_whole(anatomy: Anatomy, info: ClassInfo) -> list[str]:
+    """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
+    passes for towers have divided."""
+    language = {
+        dotted(call.func).removeprefix("self.")
+        for call in calls(info.methods["forward"])
+        if any(keyword.arg == "inputs_embeds" for keyword in call.keywords)
+    }
+    held = []
+    for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
+        if build.attribute is None or build.attribute in language:
+            continue
+        target = anatomy.target_of(build)
+        known = anatomy.classes.get(target or "")
+        if known is not None:
+            below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
+            attends = any(Role.ATTENTION in one.roles for one in below)
+            if not attends or any(is_divided(anatomy, one) for one in below):
+                continue
+        held.append(build.attribute)
+    return list(dict.fromkeys(held))
+
+
+class _FillBack(cst.CSTTransformer):
+    """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
+
+    def __init__(self, held: Sequence[str], mark: str) -> None:
+        self._held, self._mark = set(held), mark
+        self._function: list[str] = []
+        self._changed = False
+        self.held: list[str] = []
+        self.scattered: list[str] = []
+        self.odd: list[str] = []
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._function.append(node.name.value)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self._function.pop()
+        return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        name = original_node.func
+        if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] == "forward":
+            return self._own(original_node, updated_node)
+        if m.matches(name, m.Name("torch_compilable_check")) and COUNTED.search(code_of(original_node.args[0])):
+            self._changed = True
+            condition = updated_node.args[0]
+            wanted = cst.BooleanOperation(cst.parse_expression("ops.is_sliced()"), cst.Or(), condition.value)
+            return updated_node.with_changes(args=[condition.with_changes(value=wanted), *updated_node.args[1:]])
+        return updated_node
+
+    def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
+        receiver = code_of(original.func.value)
+        if len(original.args) != 2 or not re.search("embeds|hidden_states", receiver):
+            self.odd.append(code_of(original))
+            return updated
+        mask, features = (argument.value for argument in updated.args)
+        self._changed = True
+        self.scattered.append(code_of(features))
+        owned = cst.Call(func=cst.parse_expression(OWN), args=[cst.Arg(features), cst.Arg(mask)])
+        return updated.with_changes(args=[updated.args[0], updated.args[1].with_changes(value=owned)])
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        """Counts that raise, and positions that upstream computes from the whole sequence."""
+        test = code_of(original_node.test)
+        if m.findall(original_node.body, m.Raise()) and COUNTED.search(test):
+            wanted = cst.BooleanOperation(
+                cst.parse_expression("not ops.is_sliced()"), cst.And(), _bracketed(updated_node.test)
+            )
+            return updated_node.with_changes(test=wanted, leading_lines=[*updated_node.leading_lines, self._comment()])
+        if self._function[-1:] == ["forward"] and test == f"{POSITIONS} is None":
+            guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self._mark)
+            body = updated_node.body.with_changes(body=[*guard, *updated_node.body.body])
+            return updated_node.with_changes(body=body)
+        return updated_node
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._changed = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
+        if self._changed:
+            self._changed = False
+            return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, self._comment()])
+        name = _attribute_set(original_node)
+        if self._function[-1:] == ["__init__"] and name in self._held:
+            self.held.append(name)
+            told = statements(f"ops.hold_whole(self.{name})", depth=2, comment=self._mark)
+            return cst.FlattenSentinel([updated_node, *told])
+        return updated_node
+
+    def _comment(self) -> cst.EmptyLine:
+        return cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
+
+
+def _attribute_set(node: cst.SimpleStatementLine) -> str | None:
+    """`x` of `self.x = ...`."""
+    found = m.extract(
+        node,
+        m.SimpleStatementLine(
+            body=[
+                m.Assign(
+                    targets=[
+                        m.AssignTarget(
+                            target=m.Attribute(value=m.Name("self"), attr=m.SaveMatchedNode(m.Name(), "name"))
+                        )
+                    ]
+                )
+            ]
+        ),
+    )
+    return found["name"].value if found else None
+
+
+def _bracketed(test: cst.BaseExpression) -> cst.BaseExpression:
+    return test if test.lpar else test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])

@@ -1,0 +1,123 @@
+"""Sizes that the host needs come from the collator where it hands them in."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import FunctionNode, dotted
+from patchgen.anatomy.media import FEATURES
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.rewrite import edit_function, function_body, insert_at_start, replace_statement, statements, with_body
+from patchgen.source import Block, Module
+
+PREFIXED = "accepts_precomputed_kwargs"
+
+
+class HostValues(SitePass):
+    """How many features each image has follows from its grid, which the collator had on the host."""
+
+    name = "host_values"
+    purpose = (
+        "Sizes that get_<modality>_features reads back from the device are taken from the collator if it has them."
+    )
+    expects = "one hit per get_<modality>_features with a `.tolist()`, or none where upstream has no such line"
+    EXAMPLES = (
+        Example(
+            "handed in as `image_split_sizes`, else computed as upstream does",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                '    @accepts_precomputed_kwargs(modality="image")\n'
+                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
+                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
+                "        split_sizes = image_grid_thw.prod(-1).tolist()\n"
+                "        return torch.split(features, split_sizes)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                '    @accepts_precomputed_kwargs(modality="image")\n'
+                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
+                "        # patchgen: host_values\n"
+                '        split_sizes = kwargs.pop("split_sizes", None)\n'
+                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
+                "        if split_sizes is None:\n"
+                "            split_sizes = image_grid_thw.prod(-1).tolist()\n"
+                "        return torch.split(features, split_sizes)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        return [
+            Site(f"{info.name}.{name}", info.name, method.lineno, "encodes media, and reads sizes off the device")
+            for info in anatomy.classes.values()
+            if module.has(info.name)
+            for name, method in info.methods.items()
+            if FEATURES.match(name) and (_listed(method) or _is_served(method))
+        ]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+        name = site.name.rpartition(".")[2]
+        method = anatomy.classes[site.block].methods[name]
+        listed = _listed(method)
+        if not listed:
+            return Upstream("takes the sizes from its keyword arguments")
+        if method.args.kwarg is None:
+            return Upstream("takes no keyword arguments: nothing can be handed in")
+        modality = FEATURES.match(name)[1]
+        is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
+        keys = {variable: variable if is_prefixed else f"{modality}_{variable}" for variable in listed}
+        kwargs = method.args.kwarg.arg
+
+        def edit(function: cst.FunctionDef) -> cst.FunctionDef:
+            body = []
+            for node in function_body(function):
+                variable = _assigned_list(node)
+                if variable in keys:
+                    code = f"if {variable} is None:\n    {cst.Module([]).code_for_node(node.body[0])}"
+                    body += replace_statement(node, statements(code, depth=2))
+                else:
+                    body.append(node)
+            code = "\n".join(f'{variable} = {kwargs}.pop("{key}", None)' for variable, key in keys.items())
+            return insert_at_start(with_body(function, body), statements(code, depth=2, comment=self.mark))
+
+        handed = ", ".join(f"{modality}_{variable}" for variable in keys)
+        return Rewritten(edit_function(block, name, edit), f"taken from {handed} where handed in")
+
+
+def _listed(method: FunctionNode) -> list[str]:
+    """The names that a method's own statements assign `<tensor>.tolist()` to."""
+    return [
+        statement.targets[0].id
+        for statement in method.body
+        if isinstance(statement, ast.Assign)
+        and isinstance(statement.targets[0], ast.Name)
+        and isinstance(statement.value, ast.Call)
+        and isinstance(statement.value.func, ast.Attribute)
+        and statement.value.func.attr == "tolist"
+    ]
+
+
+def _is_served(method: FunctionNode) -> bool:
+    """Whether a method pops a value and computes it if there is none, as this pass writes it."""
+    tests = [node for node in ast.walk(method) if isinstance(node, ast.If) and "is None" in ast.unparse(node.test)]
+    return any(
+        "tolist" in ast.unparse(node) and f"{ast.unparse(node.test).split()[0]} = kwargs.pop" in ast.unparse(method)
+        for node in tests
+    )
+
+
+def _assigned_list(node: cst.BaseStatement) -> str | None:
+    pattern = m.SimpleStatementLine(
+        body=[
+            m.Assign(
+                targets=[m.AssignTarget(target=m.Name())],
+                value=m.Call(func=m.Attribute(attr=m.Name("tolist"))),
+            )
+        ]
+    )
+    return node.body[0].targets[0].target.value if m.matches(node, pattern) else None

@@ -1,0 +1,112 @@
+"""The longest packed sequence is computed once per forward."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import edit_function
+from patchgen.source import Block, Module
+
+HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
+BOUNDS = ("cu_seqlens", "cu_window_seqlens", "cu_seq_lens")
+
+
+class MaxSeqlen(SitePass):
+    """The maximum is read back from the device: inside the layers that is one stall per layer."""
+
+    name = "max_seqlen"
+    purpose = "The longest packed sequence is computed once per forward, or taken from the collator."
+    expects = "one hit per attention that computes it in each layer, or upstream's own computation above the layers"
+    EXAMPLES = (
+        Example(
+            "in every layer",
+            before=(
+                "class ExampleVisionAttention(nn.Module):\n"
+                "    def forward(self, x, cu_seqlens, **kwargs):\n"
+                "        max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()\n"
+                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
+            ),
+            after=(
+                "class ExampleVisionAttention(nn.Module):\n"
+                "    def forward(self, x, cu_seqlens, **kwargs):\n"
+                "        # patchgen: max_seqlen\n"
+                "        max_seqlen = ops.max_seqlen(cu_seqlens, kwargs)\n"
+                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        sites = []
+        for info in anatomy.classes.values():
+            forward = info.methods.get("forward")
+            if forward is None or not module.has(info.name):
+                continue
+            if _longest(info):
+                sites.append(
+                    method_site(anatomy, info.name, "forward", "computes the longest sequence from its bounds")
+                )
+            elif called_names(forward) & set(HELPERS):
+                sites.append(method_site(anatomy, info.name, "forward", "asks for the longest packed sequence"))
+        return sites
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+        info = anatomy.classes[site.block]
+        forward = info.methods["forward"]
+        if not _longest(info):
+            inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
+            if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
+                return Missed("the longest sequence above the layers", ast.unparse(forward))
+            names = sorted(called_names(forward) & set(HELPERS))
+            return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
+        once = _Once(self.mark, forward.args.kwarg.arg if forward.args.kwarg else None)
+        block = edit_function(block, "forward", lambda node: node.visit(once))
+        if once.count != len(_longest(info)):
+            return Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
+        return Rewritten(block, "once per forward")
+
+
+def _longest(info: ClassInfo) -> list[str]:
+    """The expressions of a forward that take the maximum of differences of the bounds that it is handed."""
+    forward = info.methods["forward"]
+    bounds = set(BOUNDS) & set(parameter_names(forward))
+    return [
+        ast.unparse(call)
+        for call in calls(forward)
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "max"
+        if any(isinstance(node, ast.Name) and node.id in bounds for node in ast.walk(call.func.value))
+    ]
+
+
+class _Once(cst.CSTTransformer):
+    """`x = (b[1:] - b[:-1]).max()`, with or without `.item()`, becomes `x = ops.max_seqlen(b, kwargs)`."""
+
+    def __init__(self, mark: str, kwargs: str | None) -> None:
+        self._mark, self._kwargs = mark, kwargs
+        self.count = 0
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        assign = original_node.body[0]
+        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
+            return updated_node
+        code = cst.Module([]).code_for_node(assign.value).replace(" ", "").removesuffix(".item()")
+        bounds = next((name for name in BOUNDS if code == f"({name}[1:]-{name}[:-1]).max()"), None)
+        if bounds is None or not m.matches(assign.targets[0].target, m.Name()):
+            return updated_node
+        self.count += 1
+        arguments = f"{bounds}, {self._kwargs}" if self._kwargs else bounds
+        value = cst.parse_expression(f"ops.max_seqlen({arguments})")
+        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
+        return updated_node.with_changes(
+            body=[assign.with_changes(value=value), *updated_node.body[1:]],
+            leading_lines=[*updated_node.leading_lines, comment],
+        )

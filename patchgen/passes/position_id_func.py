@@ -1,0 +1,123 @@
+"""A picklable function that computes multimodal positions in the data workers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import FunctionNode, own_attribute
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.rewrite import append_method
+from patchgen.source import Block, Module
+
+SOURCE = "get_rope_index"
+NAME = "get_position_id_func"
+
+
+class PositionIdFunc(SitePass):
+    """Positions of images depend on the whole sample, so they are computed before it is packed and sliced."""
+
+    name = "position_id_func"
+    purpose = f"`{NAME}()` gives a picklable function that computes {SOURCE}'s positions without the model."
+    expects = f"one hit per class with {SOURCE}, and one per head above it"
+    EXAMPLES = (
+        Example(
+            "what the method reads off the model goes with it",
+            before=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.merge = config.vision_config.spatial_merge_size\n"
+                "\n"
+                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
+                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
+            ),
+            after=(
+                "class ExampleModel(ExamplePreTrainedModel):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__(config)\n"
+                "        self.merge = config.vision_config.spatial_merge_size\n"
+                "\n"
+                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
+                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
+                "\n"
+                "    # patchgen: position_id_func\n"
+                "    def get_position_id_func(self) -> ops.PositionIds:\n"
+                "        return ops.PositionIds(type(self), self.config, dict(merge=self.merge))\n"
+            ),
+        ),
+    )
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        own = [
+            Site(info.name, info.name, info.methods[SOURCE].lineno, f"computes multimodal positions in {SOURCE}")
+            for info in anatomy.classes.values()
+            if module.has(info.name) and SOURCE in info.methods
+        ]
+        heads = [
+            Site(
+                info.name,
+                info.name,
+                info.node.lineno,
+                f"head of a model with {SOURCE}, its self.{_model_below(anatomy, info.name)}",
+            )
+            for info in anatomy.with_role(Role.HEAD, module)
+            if not anatomy.method(info.name, SOURCE) and _model_below(anatomy, info.name)
+        ]
+        return own + heads
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+        header = f"def {NAME}(self) -> ops.PositionIds:\n    "
+        if SOURCE not in anatomy.classes[site.block].methods:
+            below = _model_below(anatomy, site.block)
+            return Rewritten(
+                append_method(block, f"{header}return self.{below}.{NAME}()", self.mark), f"that of self.{below}"
+            )
+        names = sorted(_read_attributes(anatomy, site.block) - {"config"})
+        heavy = [name for name in names if _is_module(anatomy, site.block, name)]
+        if heavy:
+            return Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
+        attributes = ", ".join(f"{name}=self.{name}" for name in names)
+        code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
+        return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")
+
+
+def _model_below(anatomy: Anatomy, name: str) -> str | None:
+    """The attribute of a class that is a model with `get_rope_index`."""
+    for build in anatomy.builds(name):
+        if build.attribute and build.target and anatomy.method(build.target, SOURCE):
+            return build.attribute
+    return None
+
+
+def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
+    """What the method, and the methods of the class that it calls, read off the model."""
+    read: set[str] = set()
+    seen: set[str] = set()
+    pending = [SOURCE]
+    while pending:
+        found = anatomy.method(name, pending.pop())
+        if found is None or found[1].name in seen:
+            continue
+        seen.add(found[1].name)
+        for attribute in _loads(found[1]):
+            if anatomy.method(name, attribute):
+                pending.append(attribute)
+            else:
+                read.add(attribute)
+    return read
+
+
+def _loads(method: FunctionNode) -> Iterator[str]:
+    for node in ast.walk(method):
+        attribute = own_attribute(node)
+        if attribute is not None and isinstance(node.ctx, ast.Load):
+            yield attribute
+
+
+def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:
+    """Whether an attribute is built from a class of this file or of torch, so that it would not go through a pickle."""
+    value = anatomy.attribute(name, attribute)
+    built = any(build.attribute == attribute for build in anatomy.builds(name))
+    return built or (isinstance(value, ast.Call) and ast.unparse(value.func).startswith(("nn.", "AutoModel")))

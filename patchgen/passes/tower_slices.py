@@ -1,0 +1,91 @@
+"""What `vision_sp` and `audio_sp` share: the rows of a tower are divided around the loop over its layers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import ClassVar
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy import Anatomy
+from patchgen.anatomy.towers import LENGTHS_TEST, LayerLoop, Unread, layer_loop
+from patchgen.passes.base import LeftAlone, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import edit_function, function_body, insert_before, statements, transform, with_body
+from patchgen.source import Block, Module
+
+DIVIDER = "ops.tower_rows"
+CHOICE = "ops.attends_by_lengths"
+
+
+class TowerSlices(SitePass):
+    """Rows are sliced above the loop over the layers and gathered where the result is smallest.
+
+    What stands above the loop (patch embeddings, convolutions, position embeddings, the order of windows) sees all rows
+    on every rank; a tower spends a few per cent of its time there.
+    """
+
+    role: ClassVar[str]
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        found: list[Site] = []
+        for info in anatomy.with_role(self.role, module):
+            if "forward" not in info.methods:
+                continue
+            found.append(method_site(anatomy, info.name, "forward", info.roles[self.role]))
+            try:
+                loop = layer_loop(anatomy, info)
+            except Unread:
+                continue
+            found += [
+                method_site(anatomy, name, "forward", f"attention of the layers of {info.name}")
+                for name in loop.attentions
+                if "forward" in anatomy.classes[name].methods and name not in {site.block for site in found}
+            ]
+        return found
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+        info = anatomy.classes[site.block]
+        if self.role not in info.roles:
+            rewriter = _ChooseByLengths(self.mark)
+            return Rewritten(transform(block, rewriter), "takes lengths under every name of ours")
+        try:
+            loop = layer_loop(anatomy, info, _forward(block))
+        except Unread as reason:
+            return LeftAlone(f"{site.block} is computed whole on every rank that shares a sequence: {reason}")
+        edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop))
+        names = ", ".join(dict.fromkeys(name for _, gathered in loop.gathers for name in gathered))
+        return Rewritten(edited, f"self.{loop.layers} on a slice of the rows; {names} gathered")
+
+    def _divide(self, forward: cst.FunctionDef, loop: LayerLoop) -> cst.FunctionDef:
+        body = function_body(forward)
+        for place, names in sorted(loop.gathers, reverse=True):
+            code = "\n".join(f"{name} = rows.all({name})" for name in names)
+            body = insert_before(body, place, statements(code, depth=2, comment=self.mark))
+        group = f", group={loop.group}" if loop.group != "1" else ""
+        lines = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
+        lines += [f"{name} = rows.lengths({name})" for name in loop.bounds]
+        lines += [f"{name} = rows.longest({name})" for name in loop.longest]
+        lines += [f"{name} = rows.own({name})" for name in loop.rows]
+        return with_body(
+            forward, insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
+        )
+
+
+def _forward(block: Block) -> ast.FunctionDef:
+    return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
+
+
+class _ChooseByLengths(cst.CSTTransformer):
+    """`if is_flash_attention_requested(self.config):` becomes `if ops.attends_by_lengths(self.config):`."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
+        if not m.matches(updated_node.test, m.Call(func=m.Name(LENGTHS_TEST))):
+            return updated_node
+        test = updated_node.test.with_changes(func=cst.parse_expression(CHOICE))
+        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
+        return updated_node.with_changes(test=test, leading_lines=[*updated_node.leading_lines, comment])

@@ -1,0 +1,58 @@
+"""What one image, video or sound looks like to a model, read off its config: channels, patches, mel bins.
+
+A packed vision tower takes `[P, C * T * p * p]` and the grid `(t, h, w)` of each image in patches, h and w multiples of
+the merge size. Any other takes whole images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+
+
+def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
+    """The config of the tower that takes a modality.
+
+    Raises:
+        ValueError: the config has none under a name that transformers uses.
+    """
+    names = ("audio_config", "encoder_config") if kind == AUDIO else ("vision_config", "vq_config")
+    found = next((vars(config)[name] for name in names if vars(config).get(name) is not None), None)
+    if found is None:
+        raise ValueError(
+            f"{type(config).__name__} has no {' or '.join(names)}, so what a minimal {kind} looks like is not known."
+        )
+    return found
+
+
+def merge_size(vision: PreTrainedConfig) -> int:
+    """How many patches are merged to one feature, in each direction."""
+    return first_int(vision, "spatial_merge_size", "merge_size", default=1)
+
+
+def patch_values(vision: PreTrainedConfig) -> int:
+    """The numbers in a packed patch: channels x frames x height x width."""
+    return channels(vision) * first_int(vision, "temporal_patch_size", default=1) * vision.patch_size**2
+
+
+def channels(vision: PreTrainedConfig) -> int:
+    return first_int(vision, "in_channels", "in_chans", "num_channels", default=3)
+
+
+def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
+    """Height and width of a whole image."""
+    size = vision.image_size
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def mel_bins(audio: PreTrainedConfig) -> int:
+    return first_int(audio, "num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", default=80)
+
+
+def first_int(config: PreTrainedConfig, *names: str, default: int) -> int:
+    """The first of these fields that the config has as an integer."""
+    return next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), default)

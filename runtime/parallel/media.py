@@ -1,0 +1,211 @@
+"""Images, videos and audio on ranks that share a sequence: a tower's rows, and which features a rank's tokens take.
+
+The ranks of an SP group hold the same images, videos and audio, and different tokens. A tower gives every rank all
+features; each then takes those whose placeholder tokens it holds. So every feature row is used on exactly one rank, and
+the sum of the tower's gradients over the ranks counts each row once, whether a tower divides its rows or not.
+
+    features    0 1 2 3 4 5 6 7          8 placeholders of one image, across the boundary of two slices
+    rank 0      . . 0 1 2 3 4 . .        tokens of its slice, and the rows they take
+    rank 1      5 6 7 . . . . . .
+
+A tower whose layers attend by lengths works on a slice of its rows (`TowerRows`): attention exchanges heads, as in the
+language model. Any other is computed whole on every rank (`hold_whole`).
+
+    B batch   s tokens per row of this rank   n ranks   P rows of a tower (patches, frames)   F feature rows   H width
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from patchgen.runtime.parallel import collectives
+from patchgen.runtime.parallel.state import ParallelState
+
+HELD = "patchgen_holds_whole"
+_HEADS = ("num_heads", "num_attention_heads")
+
+
+def hold_whole(modules: Iterable[object]) -> None:
+    """Marks modules that are handed whole inputs on every rank of an SP group; what is no module is passed over.
+
+    Their attention exchanges no heads: a mark on each module inside, not a setting around the call, because activation
+    checkpointing runs layers again in the backward. Masks are made once, around them.
+    """
+    for module in modules:
+        if isinstance(module, nn.Module) and not holds_whole(module):
+            mark(module, whole=True)
+            module.register_forward_pre_hook(_enter_whole)
+            module.register_forward_hook(_leave_whole, always_call=True)
+
+
+def mark(module: nn.Module, *, whole: bool) -> None:
+    """Says of a module and all inside whether their attention sees whole inputs."""
+    for one in module.modules():
+        setattr(one, HELD, whole)
+
+
+def holds_whole(module: nn.Module) -> bool:
+    """Whether the attention of this module sees whole inputs."""
+    return getattr(module, HELD, False)
+
+
+_INSIDE = 0
+
+
+def _enter_whole(module: nn.Module, arguments: object) -> None:
+    global _INSIDE
+    _INSIDE += 1
+
+
+def _leave_whole(module: nn.Module, arguments: object, output: object) -> None:
+    global _INSIDE
+    _INSIDE -= 1
+
+
+def inside_whole() -> bool:
+    """Whether a module that holds whole inputs runs now: masks made here are of its own sequence."""
+    return _INSIDE > 0
+
+
+# ------------------------------------------------------------------------------------- the rows of a tower
+
+
+@dataclass(frozen=True)
+class TowerRows:
+    """How the ranks of an SP group divide the rows of a tower; `state` None: they do not, and all methods change nothing.
+
+    Attributes:
+        total: P, the rows of all images (or sounds) together.
+        group: rows that stay together, because the tower merges them after its layers.
+    """
+
+    state: ParallelState | None
+    total: int
+    group: int
+
+    @property
+    def per_rank(self) -> int:
+        """The rows of a rank: P padded to a multiple of `group * n`, divided by n."""
+        groups = -(-self.total // self.group)
+        return -(-groups // self.state.sp) * self.group
+
+    def own(self, rows: Any) -> Any:
+        """This rank's rows of a tensor `(P, ...)`, zeros where it ends before them; of each tensor in a tuple or list."""
+        if self.state is None or rows is None:
+            return rows
+        if isinstance(rows, tuple | list):
+            return type(rows)(self.own(one) for one in rows)
+        if rows.shape[0] != self.total:
+            raise ValueError(
+                f"A tower has {self.total} rows, and something that its layers read has the shape {tuple(rows.shape)}: "
+                "the passes vision_sp and audio_sp divide tensors with one row per patch or frame only. Train this "
+                "model with sp=1."
+            )
+        start = min(self.state.sp_rank * self.per_rank, self.total)
+        mine = rows[start : start + self.per_rank]
+        missing = self.per_rank - mine.shape[0]
+        return F.pad(mine, (0, 0) * (mine.ndim - 1) + (0, missing)) if missing else mine
+
+    def lengths(self, bounds: Tensor) -> Tensor:
+        """`cu_seqlens` of the whole, with an entry for the padding rows where there are any."""
+        padded = self.per_rank * self.state.sp if self.state is not None else self.total
+        return F.pad(bounds, (0, 1), value=padded) if padded > self.total else bounds
+
+    def longest(self, length: int | Tensor | None) -> int | Tensor | None:
+        """The longest of `lengths`, from the longest without the padding."""
+        if self.state is None or length is None:
+            return length
+        padding = self.per_rank * self.state.sp - self.total
+        return length.clamp(min=padding) if isinstance(length, Tensor) else max(length, padding)
+
+    def all(self, rows: Any) -> Any:
+        """The rows of all ranks without the padding, merged as far as they are; of each tensor in a tuple or list."""
+        if self.state is None or rows is None:
+            return rows
+        if isinstance(rows, tuple | list):
+            return type(rows)(self.all(one) for one in rows)
+        merged = self.per_rank // rows.shape[0]
+        whole = collectives.gather_rows(rows, self.state.sp_group, operation="gather the features of a tower over SP")
+        return whole[: self.total // merged]
+
+
+def tower_rows(layers: nn.Module, hidden_states: Tensor, group: int, state: ParallelState | None) -> TowerRows:
+    """How a tower divides its rows; see `ops.tower_rows`."""
+    total = hidden_states.shape[0]
+    if state is None or state.sp == 1:
+        return TowerRows(None, total, group)
+    divides = hidden_states.ndim == 2 and _heads_divide(layers, state.sp)
+    if holds_whole(layers) == divides:
+        mark(layers, whole=not divides)
+    return TowerRows(state if divides else None, total, group)
+
+
+_DIVIDES = WeakIdKeyDictionary()  # layers -> {number of ranks: whether their heads divide}
+
+
+def _heads_divide(layers: nn.Module, size: int) -> bool:
+    """Whether every attention below has heads that `size` ranks can share; unknown numbers do not."""
+    known = _DIVIDES.setdefault(layers, {})
+    if size not in known:
+        counts = [
+            getattr(module, name)
+            for module in layers.modules()
+            for name in _HEADS
+            if isinstance(getattr(module, name, None), int)
+        ]
+        known[size] = bool(counts) and all(count % size == 0 for count in counts)
+    return known[size]
+
+
+# -------------------------------------------------------------------------- features to the tokens of a rank
+
+
+def own_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tensor:
+    """The rows of `features` whose placeholder tokens this rank holds, `(F_own, H)`; see `ops.own_features`."""
+    rows = features.reshape(-1, features.shape[-1])
+    return torch.cat([rows[start:end] for start, end in _own_spans(mask, rows.shape[0], state)])
+
+
+_SPANS = WeakIdKeyDictionary()  # mask -> (number of feature rows, spans): deepstack asks again with the same mask
+
+
+def _own_spans(mask: Tensor, num_rows: int, state: ParallelState) -> list[tuple[int, int]]:
+    """Which feature rows belong to this rank's placeholders: a span for each row of the batch. One host sync.
+
+    Features are in the order of their placeholders, row after row of the batch, and a row is spread over the ranks.
+    """
+    if mask in _SPANS and _SPANS[mask][0] == num_rows:
+        return _SPANS[mask][1]
+    tokens = mask[..., 0] if mask.ndim == 3 else mask
+    counts = collectives.all_gather(
+        tokens.sum(dim=1)[None], state.sp_group, dim=0, operation="count the placeholders of each rank"
+    )
+    by_row = counts.t().tolist()  # [B][n]
+    total = sum(map(sum, by_row))
+    if total != num_rows:
+        raise ValueError(
+            f"{num_rows} feature rows for {total} placeholder tokens in the whole sequence of {state.sp} ranks. Every "
+            "rank of an SP group must be handed the same images, videos and audio, whole, with its slice of the tokens."
+        )
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(by_row), initial=0))
+    places = [row * state.sp + state.sp_rank for row in range(len(by_row))]
+    spans = [(ends[place], ends[place + 1]) for place in places]
+    _SPANS[mask] = (num_rows, spans)
+    return spans
+
+
+def own_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:
+    """As `own_features` for each level of deepstack; see `ops.own_levels`."""
+    own = []
+    for level in levels:
+        rows = level if isinstance(level, Tensor) else torch.cat(tuple(level), dim=0)
+        own.append((own_features(rows, mask, state),))
+    return own

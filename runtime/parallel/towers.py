@@ -1,0 +1,205 @@
+"""Every rank runs every tower, whatever its batch holds.
+
+FSDP gathers a tower's weights when the tower runs, on all ranks or on none. A rank without an image therefore runs the
+vision tower on a minimal one, whose features enter as `0 * mean`: nothing changes but that the collectives happen and
+every parameter has a gradient, zero.
+
+    rank 0   images and videos    one pass over both together
+    rank 1   videos only          one pass
+    rank 2   text only            one pass over a minimal image, times zero
+
+The pass stands where the real one would stand, so that towers run in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from patchgen.runtime import media_layout as layout
+from patchgen.runtime.parallel.state import ParallelState
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What says where the documents of a packed text end."""
+MINIMAL_FRAMES = 16
+"""Of a minimal sound: some audio towers halve their frames four times."""
+
+
+def needs_every_tower(state: ParallelState | None) -> bool:
+    """Whether ranks may hold different modalities: there is more than one batch at a time."""
+    return state is not None and state.config.num_batches > 1
+
+
+def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """See `ops.tower_kwargs`."""
+    return {name: value for name, value in kwargs.items() if name not in PACKING}
+
+
+_LONGEST = WeakIdKeyDictionary()  # bounds -> the longest: layers after the first do not ask the device
+
+
+def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
+    """See `ops.max_seqlen`."""
+    known = kwargs.pop("max_seqlen", None) if kwargs is not None else None
+    if known is not None:
+        return known
+    if cu_seqlens not in _LONGEST:
+        _LONGEST[cu_seqlens] = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return _LONGEST[cu_seqlens]
+
+
+def absent_tower(
+    inputs_embeds: Tensor, inputs: object, features: Callable[..., Any], state: ParallelState | None
+) -> Tensor:
+    """See `ops.absent_tower`."""
+    if inputs is not None or not needs_every_tower(state):
+        return inputs_embeds
+    minimal = minimal_inputs(features, sp=state.sp, like=inputs_embeds)
+    values = feature_tensors(features(**minimal))
+    nothing = sum(value.float().mean() for value in values) * 0.0
+    return inputs_embeds + nothing.to(inputs_embeds.dtype)
+
+
+def joint_vision(
+    features: Callable[..., Any],
+    outputs: Mapping[str, Any] | None,
+    inputs_embeds: Tensor,
+    images: tuple[Tensor | None, Tensor | None],
+    videos: tuple[Tensor | None, Tensor | None],
+    kwargs: Mapping[str, Any],
+    state: ParallelState | None,
+) -> tuple[Mapping[str, Any] | None, Tensor]:
+    """See `ops.joint_vision`."""
+    if not needs_every_tower(state):
+        return outputs, inputs_embeds
+    if images[0] is None or videos[0] is None:
+        only = videos[0] if images[0] is None else images[0]
+        return outputs, absent_tower(inputs_embeds, only, features, state)
+    pixels = torch.cat([images[0], videos[0]])
+    grids = torch.cat([images[1], videos[1]])
+    together = features(pixels, grids, return_dict=True, **join_precomputed(kwargs))
+    count = len(images[1])
+    split = {"image": _items(together, slice(None, count)), "video": _items(together, slice(count, None))}
+    return {**(outputs or {}), **split}, inputs_embeds
+
+
+# ----------------------------------------------------------------------------------------- minimal inputs
+
+
+def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor]:
+    """The smallest arguments of a bound `get_<modality>_features`, zeros.
+
+    Args:
+        features: its first parameter is the media tensor, its `__self__` the model.
+        sp: ranks that share a sequence: a packed image has a row of merged patches for each.
+        like: gives device and dtype.
+
+    Raises:
+        ValueError: the layout of this model's media is not known.
+    """
+    names = list(inspect.signature(features).parameters)
+    config = features.__self__.config
+    kind = _kind(features.__name__)
+    grid = next((name for name in names if name.endswith("grid_thw")), None)
+
+    def zeros(*shape: int) -> Tensor:
+        return like.new_zeros(shape)
+
+    def integers(rows: list[list[int]]) -> Tensor:
+        return torch.tensor(rows, device=like.device)
+
+    if kind == layout.AUDIO:
+        audio = layout.tower_config(config, kind)
+        arguments = {names[0]: zeros(1, layout.mel_bins(audio), MINIMAL_FRAMES)}
+        masks = [name for name in names if name.endswith(("attention_mask", "features_mask"))]
+        return arguments | {name: integers([[1] * MINIMAL_FRAMES]) for name in masks}
+    vision = layout.tower_config(config, kind)
+    if grid is not None:
+        merge = layout.merge_size(vision)
+        height, width = merge * sp, merge
+        return {
+            names[0]: zeros(height * width, layout.patch_values(vision)),
+            grid: integers([[1, height, width]]),
+        }
+    height, width = layout.image_size(vision)
+    frames = (1,) if kind == layout.VIDEO else ()
+    arguments = {names[0]: zeros(1, *frames, layout.channels(vision), height, width)}
+    if "image_sizes" in names:
+        arguments["image_sizes"] = integers([[height, width]])
+    return arguments
+
+
+def _kind(method: str) -> str:
+    return next((kind for kind in (layout.VIDEO, layout.AUDIO) if kind in method), layout.IMAGE)
+
+
+def feature_tensors(output: Any) -> list[Tensor]:
+    """The tensors that a model scatters or adds: `pooler_output` and deepstack features; else the last hidden state."""
+    named = [getattr(output, name, None) for name in ("pooler_output", "deepstack_features")]
+    if all(value is None for value in named):
+        named = [getattr(output, "last_hidden_state", output)]
+    return [tensor for value in named for tensor in _tensors(value)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value or () for tensor in _tensors(part)] if isinstance(value, Sequence) else []
+
+
+# ---------------------------------------------------------------------------------- images and videos together
+
+
+def join_precomputed(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a joint pass: what the collator computed for images and for videos, one after the other.
+
+    A value that only one of them has, or of a name not known here, is left out: upstream's expression computes it.
+    """
+    plain = {
+        name: value for name, value in without_packing(kwargs).items() if not name.startswith(("image_", "video_"))
+    }
+    joined = {}
+    for name, join in _JOINS.items():
+        first, second = kwargs.get(f"image_{name}"), kwargs.get(f"video_{name}")
+        if first is not None and second is not None:
+            joined[f"image_{name}"] = join(first, second)
+    return plain | joined
+
+
+def _bounds(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first, second[1:] + first[-1]])
+
+
+def _rows(first: Tensor, second: Tensor) -> Tensor:
+    return torch.cat([first, second])
+
+
+_JOINS: dict[str, Callable[[Any, Any], Any]] = {
+    "cu_seqlens": _bounds,
+    "cu_window_seqlens": _bounds,
+    "max_seqlen": max,
+    "max_window_seqlen": max,
+    "position_ids": _rows,
+    "interp_indices": _rows,
+    "interp_weights": _rows,
+    "split_sizes": lambda first, second: [*first, *second],
+    "window_index": lambda first, second: torch.cat([first, second + len(first)]),
+}
+
+
+def _items(output: Any, chosen: slice) -> Any:
+    """The output with the features of some items: per-item tuples are cut, tensors over all of them left out."""
+    return type(output)(**{name: _cut(value, chosen) for name, value in output.items()})
+
+
+def _cut(value: Any, chosen: slice) -> Any:
+    if not isinstance(value, tuple | list):
+        return None
+    if value and isinstance(value[0], tuple | list):  # a level of deepstack each
+        return type(value)(level[chosen] for level in value)
+    return value[chosen]

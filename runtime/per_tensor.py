@@ -1,0 +1,30 @@
+"""Values that follow from what a tensor holds, computed once: for all layers of a step, not for each.
+
+longest = PerTensor(lambda bounds: int(bounds.diff().max()))
+longest(cu_seq_lens)          # waits for the device the first time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+T = TypeVar("T")
+
+
+class PerTensor(Generic[T]):
+    """`compute(tensor)`, remembered as long as the tensor lives and nobody writes to it."""
+
+    def __init__(self, compute: Callable[[Tensor], T]) -> None:
+        self._compute = compute
+        self._kept = WeakIdKeyDictionary()
+
+    def __call__(self, tensor: Tensor) -> T:
+        version = None if tensor.is_inference() else tensor._version
+        kept = self._kept.get(tensor)
+        if kept is None or kept[0] != version:
+            kept = self._kept[tensor] = (version, self._compute(tensor))
+        return kept[1]

@@ -1,0 +1,185 @@
+"""Images, videos and audio as a model's forward takes them, small and random, from its config.
+
+| layout | told by | tensors |
+| --- | --- | --- |
+| packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]`, grids `[N, 3]` in patches |
+| whole images | otherwise | `pixel_values [N, C, H, W]`, `image_sizes [N, 2]` where taken |
+| spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from patchgen.runtime import media_layout as layout
+from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SOUND = "sound"
+"""The kind of a video with its audio."""
+INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
+
+# In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
+IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
+VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
+AUDIO_FRAMES = (20, 230, 75)
+SECONDS_PER_GRID = (1.0, 0.5)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One image, video or sound: the forward's arguments for it alone; `parts` where it is a video with its audio."""
+
+    kind: str
+    arguments: dict[str, Tensor]
+    frames: int = 1
+    parts: tuple[Item, ...] = ()
+    inside: bool = False
+    """Whether it is part of a video with its audio."""
+
+
+class MediaMaker:
+    """Makes items for one model, and asks it how many tokens each takes."""
+
+    def __init__(self, model: PreTrainedModel, generator: torch.Generator) -> None:
+        self.model = model
+        self.config = model.config
+        self.generator = generator
+        self.known = set(inspect.signature(type(model).forward).parameters)
+        self._counts: dict[tuple, int] = {}
+
+    @staticmethod
+    def modalities_of(model_class: type) -> tuple[str, ...]:
+        """What the forward of a class takes beside text."""
+        known = inspect.signature(model_class.forward).parameters
+        return tuple(kind for kind, name in INPUTS.items() if name in known)
+
+    def item(self, kind: str, number: int) -> Item:
+        """The item of that kind; different numbers have different sizes."""
+        return {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
+
+    def sound(self, number: int) -> Item:
+        """A video with its audio."""
+        return with_sound(self.item(VIDEO, number), self.item(AUDIO, number))
+
+    def count(self, item: Item) -> int:
+        """The placeholder tokens of an item: the rows of features that upstream computes for it.
+
+        Raises:
+            AttributeError: the model has no `get_<modality>_features`.
+        """
+        key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
+        key += tuple(t.sum().item() for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        if key not in self._counts:
+            self._counts[key] = self._ask(item)
+        return self._counts[key]
+
+    def _ask(self, item: Item) -> int:
+        method = getattr(self.model, f"get_{item.kind}_features")
+        known = inspect.signature(method).parameters
+        arguments = {name: value for name, value in item.arguments.items() if name in known}
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                output = method(**arguments)
+        finally:
+            self.model.train(training)
+        width = self.config.get_text_config(decoder=True).hidden_size
+        return sum(tensor.numel() for tensor in _tensors(features_of(output))) // width
+
+    # ------------------------------------------------------------------------------------------------ vision
+
+    def _image(self, number: int) -> Item:
+        if "image_grid_thw" in self.known:
+            return self.patches(IMAGE, IMAGE_GRIDS[number])
+        vision = layout.tower_config(self.config, IMAGE)
+        height, width = layout.image_size(vision)
+        pixels = self._noise(1, layout.channels(vision), height, width)
+        arguments = {"pixel_values": pixels}
+        if "image_sizes" in self.known:
+            arguments["image_sizes"] = torch.tensor([[height, width]])
+        return Item(IMAGE, arguments)
+
+    def _video(self, number: int) -> Item:
+        if "video_grid_thw" in self.known:
+            return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
+        image = self._image(0).arguments["pixel_values"]
+        frames = VIDEO_GRIDS[0][0]
+        return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[1:])}, frames=frames)
+
+    def with_seconds(self, item: Item, seconds: float) -> Item:
+        """A video that says how long a step in time is, where the model takes that."""
+        for name in ("video_second_per_grid", "second_per_grid_ts"):
+            if name in self.known:
+                item.arguments[name] = torch.tensor([seconds])
+        return item
+
+    def patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
+        """An image or video of packed patches, of so many merged tokens in time, height and width."""
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(vision)
+        t, h, w = merged[0], merged[1] * merge, merged[2] * merge
+        values = layout.patch_values(vision)
+        grid = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
+        return Item(kind, {INPUTS[kind]: self._noise(t * h * w, values), grid: torch.tensor([[t, h, w]])}, frames=t)
+
+    # ------------------------------------------------------------------------------------------------- audio
+
+    def _audio(self, number: int) -> Item:
+        return self.spectrogram(AUDIO_FRAMES[number])
+
+    def spectrogram(self, frames: int) -> Item:
+        """A sound of so many frames."""
+        mel = layout.mel_bins(layout.tower_config(self.config, AUDIO))
+        arguments = {"input_features": self._noise(1, mel, frames)}
+        if "feature_attention_mask" in self.known:
+            arguments["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
+        return Item(AUDIO, arguments)
+
+    def _noise(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+
+def with_sound(video: Item, audio: Item) -> Item:
+    """A video that brings its audio."""
+    return Item(SOUND, {}, parts=(replace(video, inside=True), replace(audio, inside=True)))
+
+
+def collate_items(items: Iterable[Item]) -> dict[str, Any]:
+    """The arguments of all items together, in order; sounds padded to the longest."""
+    found: dict[str, list[Tensor]] = {}
+    for item in items:
+        for name, tensor in item.arguments.items():
+            found.setdefault(name, []).append(tensor)
+    return {name: torch.cat(_same_length(name, tensors)) for name, tensors in found.items()}
+
+
+def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
+    if name not in ("input_features", "feature_attention_mask"):
+        return tensors
+    longest = max(tensor.shape[-1] for tensor in tensors)
+    return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]
+
+
+def features_of(output: Any) -> Any:
+    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one."""
+    for name in ("pooler_output", "last_hidden_state"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name)
+    return output
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value for tensor in _tensors(part)]

@@ -1,0 +1,399 @@
+"""Multimodal models on real ranks against upstream's own class on one.
+
+    patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
+
+Every batch is given to upstream's class in one process, whole, and to the generated class on gloo ranks: its samples
+divided over the ranks that hold batches, the tokens of each over the ranks that share one. Compared are the loss and
+every gathered gradient.
+
+    images    several per sample, across the boundary of two slices, on one slice only, and a sample without
+    video, audio, sound, mixed, text, packed
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from patchgen.runtime import attention, parallel, registry
+from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify.media import AUDIO
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder
+from patchgen.runtime.verify.parallel_coverage import NotApplicable, switch_dropout_off
+from patchgen.runtime.verify.ranks import CaseFailed, RankPool
+from patchgen.runtime.verify.small_config import small_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+TOLERANCE = 1e-5
+ATTENTION = "patchgen_eager"
+WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
+SEED = 7
+MIXED_RANKS = "one modality each"
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """One batch on the ranks against one rank; relative differences, `reason` empty where everything agrees."""
+
+    case: str
+    loss: float = math.nan
+    gradient: float = math.nan
+    parameter: str = ""
+    seconds: float = 0.0
+    reason: str = ""
+
+
+_STATES: dict[tuple[int, int], ParallelState] = {}
+
+
+def state_of(sp: int, ep: int = 1) -> ParallelState:
+    """One state per layout and process: process groups are never freed."""
+    if (sp, ep) not in _STATES:
+        config = ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep)
+        _STATES[sp, ep] = ParallelState.create(config, "cpu")
+    return _STATES[sp, ep]
+
+
+# --------------------------------------------------------------------------------------------- one model
+
+
+class Yardstick:
+    """Upstream's class, built small, and the batches that it takes."""
+
+    def __init__(self, model: str, head: str) -> None:
+        generated = registry.find_model(model)
+        self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+        self.generated_class = getattr(generated.load(), head)
+        self.config = small_config(self.upstream_class.config_class).config
+        for one in (self.config, self.config.get_text_config(decoder=True)):
+            one.use_cache = False
+            if hasattr(one, "output_router_logits"):
+                one.output_router_logits = False
+        self.model = build_model(self.upstream_class, self.config)
+        perturb(self.model)
+        switch_dropout_off(self.model)
+        self.builder = SampleBuilder(self.model, seed=SEED)
+        self.pad = int(self.builder.drawable[0])
+        self._refused: dict[str, str] = {}
+
+    def batches(self) -> dict[str, tuple[Sample, ...]]:
+        """The batches by name; the items of `boundary` are on the middle, those of `first` in the first slice."""
+        found = dict(self.builder.batches())
+        kinds = list(self.builder.layouts)
+        item = self.builder.maker.item
+        if kinds:
+            one = self.builder.sample
+            found["boundary"] = tuple(one([7, item(kinds[0], 0), 7]) for _ in range(2))
+            found["first"] = tuple(one([1, item(kinds[0], 1), 40]) for _ in range(2))
+        found["text"] = tuple(self.builder.sample([length]) for length in (13, 9, 11, 10))
+        if not self._refused:
+            self._refused = {name: self._refusal(name, samples) for name, samples in found.items()}
+        return {name: samples for name, samples in found.items() if not self._refused[name]}
+
+    def _refusal(self, name: str, samples: Sequence[Sample]) -> str:
+        """Why upstream itself does not take a batch."""
+        try:
+            self.builder.ask(self.builder.case(name, samples).batch)
+        except REFUSALS as refusal:
+            return str(refusal) or type(refusal).__name__
+        return ""
+
+    def positions(self, inputs: dict[str, Any]) -> Tensor | None:
+        """The position ids that upstream's fusion model hands to its language model."""
+        seen: list[Tensor | None] = []
+        decoder = self.model.get_decoder()
+
+        def record(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+            seen.append(keywords.get("position_ids"))
+
+        hook = decoder.register_forward_pre_hook(record, with_kwargs=True)
+        self.builder.ask(inputs)
+        hook.remove()
+        for module in self.model.modules():
+            if getattr(module, "rope_deltas", None) is not None:
+                module.rope_deltas = None
+        return seen[0]
+
+    def one_rank(self, batches: Sequence[dict[str, Any]], *, training: bool = True) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of upstream's class on one rank: the mean over the labels of all batches."""
+        self.model.zero_grad()
+        self.model.train(training)
+        counts = [int((inputs["labels"][:, 1:] != batch.IGNORED).sum()) for inputs in batches]
+        total = 0.0
+        for inputs, count in zip(batches, counts, strict=True):
+            share = self.model(**inputs).loss * (count / sum(counts))
+            share.backward()
+            total += float(share.detach())
+            for module in self.model.modules():
+                if getattr(module, "rope_deltas", None) is not None:
+                    module.rope_deltas = None
+        return total, {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+    def generated(self) -> PreTrainedModel:
+        """The generated class with the same weights, attending through our names."""
+        model = self.generated_class._from_config(
+            copy.deepcopy(self.config), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+        model.load_state_dict(self.model.state_dict())
+        switch_dropout_off(model)
+        return model
+
+
+_YARDSTICKS: dict[tuple[str, str], Yardstick] = {}
+
+
+def yardstick(model: str, head: str) -> Yardstick:
+    """One per process: building models costs more than most batches."""
+    if (model, head) not in _YARDSTICKS:
+        attention.register()
+        _YARDSTICKS[model, head] = Yardstick(model, head)
+    return _YARDSTICKS[model, head]
+
+
+# ------------------------------------------------------------------------------------------ on every rank
+
+
+def case_names(model: str, head: str) -> list[str]:
+    """The batches of a model; runs on every rank, the answer is the same."""
+    known = yardstick(model, head)
+    names = list(known.batches())
+    return [*names, "packed"] if "mixed" in names or "images" in names else names
+
+
+def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: bool = True) -> dict[str, Any]:
+    """One batch on this layout against one rank; runs on every rank, with the same answer on all."""
+    started = time.perf_counter()
+    known = yardstick(model, head)
+    state = state_of(sp)
+    whole, mine = _inputs(known, name, state)
+    expected_loss, expected = known.one_rank(whole, training=training)
+    generated = known.generated()
+    if fsdp:
+        sharding.shard_model(generated, state)
+    got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training)
+    return {"case": name, "seconds": time.perf_counter() - started} | differences(
+        got_loss, got, expected_loss, expected
+    )
+
+
+def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
+    """Each batch index its own modality, optimizer steps in a row; runs on every rank.
+
+    With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
+    compared with those of one rank that takes the whole batch from the same weights.
+    """
+    known = yardstick(model, head)
+    state = state_of(sp)
+    generated = known.generated()
+    if fsdp:
+        sharding.shard_model(generated, state)
+    optimizer = torch.optim.SGD(generated.parameters(), lr=1e-2)
+    start = {name: tensor.clone() for name, tensor in known.model.state_dict().items()}
+    rows = []
+    try:
+        for number in range(num_steps):
+            started = time.perf_counter()
+            samples = one_modality_each(known, state.config.num_batches, number)
+            whole = dict(known.builder.case("mixed", samples).batch)
+            mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
+            positions = known.positions(mine)
+            if positions is not None:
+                mine["position_ids"] = positions
+            known.model.load_state_dict(_whole_state(generated))
+            expected_loss, expected = known.one_rank([whole])
+            got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp)
+            optimizer.step()
+            optimizer.zero_grad()
+            row = differences(got_loss, got, expected_loss, expected)
+            rows.append({"case": f"step {number}", "seconds": time.perf_counter() - started} | row)
+    finally:
+        known.model.load_state_dict(start)
+    return rows
+
+
+def one_modality_each(known: Yardstick, num_batches: int, number: int) -> list[Sample]:
+    """A sample for each batch index: the model's modalities, then text only, moved on by one each step."""
+    kinds = [*known.builder.layouts, None]
+    samples = []
+    for rank in range(num_batches):
+        kind = kinds[(rank + number) % len(kinds)]
+        items = [] if kind is None else [known.builder.maker.item(kind, number % 2)]
+        samples.append(known.builder.sample([3 + rank, *items, 5]))
+    return samples
+
+
+def _whole_state(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def differences(
+    got_loss: float, got: dict[str, Tensor], expected_loss: float, expected: dict[str, Tensor]
+) -> dict[str, Any]:
+    """Loss and the worst gradient, relative, and why they do not agree."""
+    # Some gradients are sums that cancel (biases of keys, decay rates): what is left is rounding. Nothing is asked to be
+    # closer than 1e-7 of the largest gradient of all, which is one rounding of fp32.
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    found = {}
+    for parameter, gradient in expected.items():
+        other = got.get(parameter)
+        difference = (other if other is not None else torch.zeros_like(gradient)) - gradient
+        found[parameter] = float(difference.abs().max() / gradient.abs().max().clamp(min=1e-2 * largest))
+    found |= {
+        parameter: math.inf
+        for parameter, gradient in got.items()
+        if parameter not in expected and bool(gradient.any())
+    }
+    worst = max(found, key=found.get)
+    row = {"loss": abs(got_loss - expected_loss) / abs(expected_loss), "gradient": found[worst], "parameter": worst}
+    if not row["loss"] <= TOLERANCE:
+        row["reason"] = f"loss {got_loss:.7f}, upstream {expected_loss:.7f}"
+    elif not row["gradient"] <= TOLERANCE:
+        row["reason"] = f"gradient of {worst} differs by {found[worst]:.1e}"
+    return row
+
+
+def on_ranks(
+    model: nn.Module, inputs: dict[str, Any], state: ParallelState, *, pad: int, fsdp: bool, training: bool = True
+) -> tuple[float, dict[str, Tensor]]:
+    """A forward and backward of this rank's part of a batch; loss and gradients summed over the ranks."""
+    mine = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad)
+    items = loss.count_items([mine], "cpu")
+    model.train(training)
+    with parallel.using(state), loss.step(items):
+        share = model(**mine).loss
+        share.backward()
+    total = share.detach().clone()
+    dist.all_reduce(total)
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if fsdp:
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad.full_tensor().clone()
+            continue
+        gradient = parameter.grad.clone() if parameter.grad is not None else torch.zeros_like(parameter)
+        dist.all_reduce(gradient)
+        gradients[name] = gradient
+    return float(total), gradients
+
+
+def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What one rank is given, and the samples of it that the ranks of this SP group hold, with their positions.
+
+    One rank takes the batch as a whole; with sounds, the batches of the ranks one after the other. Upstream pads the
+    chunks of sounds to the longest of a batch, and its convolutions see that padding: the features of a sound depend
+    on what else is in the batch.
+    """
+    if name == "packed":
+        return _packed_inputs(known, state)
+    samples = known.batches()[name]
+    # Every batch index gets samples: what is missing is filled up with text.
+    while len(samples) < state.config.num_batches:
+        samples = (*samples, known.builder.sample([9]))
+    pieces = divided(samples, state.config.num_batches)
+    has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
+    whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if has_sound else [samples])]
+    mine = dict(known.builder.case(name, pieces[state.batch_index]).batch)
+    positions = known.positions(mine)
+    if positions is not None:
+        mine["position_ids"] = positions
+    return whole, mine
+
+
+def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The samples of the richest batch, padded for one rank and in one row for many; upstream does not keep documents
+    apart in every kind of layer. All batch indices hold the same row, and one of them its labels."""
+    batches = known.batches()
+    samples = batches.get("mixed", batches.get("images"))
+    whole = dict(known.builder.case("mixed", samples).batch)
+    case = known.builder.packed(whole, samples)
+    if case is None:
+        raise NotApplicable("the model has no multimodal positions")
+    whole, mine = [whole], dict(case.batch)
+    if state.batch_index:
+        mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
+    return whole, mine
+
+
+def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
+    """The samples of each batch index."""
+    return [[samples[place] for place in places] for places in torch.arange(len(samples)).tensor_split(num_batches)]
+
+
+# --------------------------------------------------------------------------------------------- all of it
+
+
+def verify_on_ranks(
+    model: str,
+    *,
+    ranks: int,
+    sp: int,
+    fsdp: bool,
+    head: str | None = None,
+    cases: Sequence[str] | None = None,
+    training: bool = True,
+) -> list[RankResult]:
+    """Proves a generated multimodal model on gloo ranks; prints nothing.
+
+    Args:
+        ranks: processes on this machine.
+        sp: how many of them share a sequence.
+        fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
+        head: the class to prove; default: the first head.
+        cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
+        training: whether both are in training mode.
+    """
+    head = head or registry.find_model(model).heads[0]
+    pool = RankPool(ranks)
+    results = []
+    try:
+        names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
+        if cases is None and ranks > sp:
+            names.append(MIXED_RANKS)
+        for name in names:
+            try:
+                if name == MIXED_RANKS:
+                    rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
+                    results.append(_together(name, rows))
+                    continue
+                options = {"sp": sp, "fsdp": fsdp, "training": training}
+                results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
+            except CaseFailed as failure:
+                if "NotApplicable" not in str(failure):
+                    results.append(RankResult(name, reason=str(failure)))
+    finally:
+        pool.close()
+    return results
+
+
+def _together(name: str, rows: Sequence[dict[str, Any]]) -> RankResult:
+    """Steps as one result: the worst of each figure."""
+    worst = max(rows, key=lambda row: row["gradient"])
+    reasons = [f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")]
+    return RankResult(
+        case=name,
+        loss=max(row["loss"] for row in rows),
+        gradient=worst["gradient"],
+        parameter=worst["parameter"],
+        seconds=sum(row["seconds"] for row in rows),
+        reason="; ".join(reasons[:3]),
+    )

@@ -1,0 +1,332 @@
+"""Batches with images, videos and audio for any fusion model, made from its config.
+
+Upstream's own class is the oracle for what a config does not say: how many placeholder tokens an item takes (the rows
+that `get_<modality>_features` returns for it), which id marks them, and whether a video is one run of placeholders or
+one per frame. Nothing here names a model.
+
+    images   samples with several images of different grids, and one without        batch of 3, padded
+    video    clips of several frames                                                batch of 2
+    audio    clips of different lengths                                             batch of 2
+    sound    videos that bring their audio, both interleaved (models that take `use_audio_in_video`)
+    mixed    images, videos, audio and text only, each in samples of their own      what the model takes of it
+    packed   the samples of `mixed` in one row, with four rows of position ids: the text's, time, height, width
+
+Shapes: B samples, S tokens of the longest sample, P patches, F frames.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
+from patchgen.runtime.verify.media import AUDIO, IMAGE, SOUND, VIDEO, Item, MediaMaker, collate_items
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+# What upstream's classes raise on an input that they do not serve.
+REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
+TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
+"""The modality of a token in `mm_token_type_ids`; 0 is text."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How an item stands in the text."""
+
+    placeholder: int
+    start: int | None
+    end: int | None
+    per_frame: bool = False
+
+
+@dataclass(frozen=True)
+class MediaCases:
+    """The cases that upstream's class takes, and why it takes no others."""
+
+    cases: tuple[Case, ...] = ()
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row before padding: token ids, the modality of each, labels, and the items in order."""
+
+    ids: list[int]
+    types: list[int]
+    labels: list[int]
+    items: tuple[Item, ...]
+
+
+def takes_media(model_class: type) -> bool:
+    """Whether the forward of a class takes images, videos or audio."""
+    return bool(MediaMaker.modalities_of(model_class))
+
+
+def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
+    """The multimodal cases of a model.
+
+    Args:
+        model: upstream's head, built from the small config; it is asked, in evaluation mode and without gradients.
+        seed: of pixels, sounds and text.
+
+    Returns:
+        Cases with `input_ids`, `labels` and `attention_mask` int64 `[B, S]`, the media as the model wants them, and
+        `mm_token_type_ids` or `token_type_ids` where the forward takes them. An input that upstream itself refuses is
+        in `refused` with upstream's reason.
+    """
+    builder = SampleBuilder(model, seed=seed)
+    cases: list[Case] = []
+    refused = dict(builder.refused)
+    accepted: tuple[Sample, ...] = ()
+    for name, samples in builder.batches():
+        try:
+            case = builder.case(name, samples)
+            builder.ask(case.batch)
+        except REFUSALS as refusal:
+            refused[name] = _reason(refusal)
+            continue
+        cases.append(case)
+        accepted = samples
+    packed = builder.packed(cases[-1].batch, accepted) if cases else None
+    if packed is not None:
+        try:
+            builder.ask(packed.batch)
+            cases.append(packed)
+        except REFUSALS as refusal:
+            refused[packed.name] = _reason(refusal)
+    return MediaCases(tuple(cases), refused)
+
+
+class SampleBuilder:
+    """Samples for one model: what its config says, and what upstream answers where it does not.
+
+    Attributes:
+        layouts: how each modality that upstream takes stands in the text.
+        refused: why upstream takes no other.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, seed: int = 0) -> None:
+        self.model = model
+        self.config = model.config
+        self.known = set(inspect.signature(type(model).forward).parameters)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.maker = MediaMaker(model, self.generator)
+        self.drawable = torch.tensor(drawable_ids(model.config))
+        self.layouts: dict[str, Layout] = {}
+        self.refused: dict[str, str] = {}
+        for kind in MediaMaker.modalities_of(type(model)):
+            try:
+                self.layouts[kind] = self._layout(kind)
+            except REFUSALS as refusal:
+                self.refused[kind] = _reason(refusal)
+
+    def batches(self) -> Iterator[tuple[str, tuple[Sample, ...]]]:
+        """The batches by name, each of samples that differ."""
+        item = self.maker.item
+        if IMAGE in self.layouts:
+            yield (
+                "images",
+                (
+                    self.sample([5, item(IMAGE, 0), 3, item(IMAGE, 1), 4]),
+                    self.sample([item(IMAGE, 2), 6]),
+                    self.sample([12]),
+                ),
+            )
+        if VIDEO in self.layouts:
+            yield "video", (self.sample([4, item(VIDEO, 0), 5]), self.sample([2, item(VIDEO, 1), 3]))
+        if AUDIO in self.layouts:
+            yield (
+                "audio",
+                (
+                    self.sample([3, item(AUDIO, 0), 2, item(AUDIO, 1), 4]),
+                    self.sample([5, item(AUDIO, 2), 3]),
+                ),
+            )
+        if self.takes_sound:
+            yield (
+                "sound",
+                (
+                    self.sample([3, self.maker.sound(0), 4]),
+                    self.sample([2, item(IMAGE, 0), 1, self.maker.sound(1), 3]),
+                ),
+            )
+        if len(self.layouts) > 1:
+            together = [item(kind, 1) for kind in self.layouts]
+            alone = [self.sample([3, item(kind, 0), 4]) for kind in self.layouts]
+            row: list = [4]
+            for one in together:
+                row += [one, 3]
+            yield "mixed", (self.sample(row), *alone, self.sample([10]))
+
+    @property
+    def takes_sound(self) -> bool:
+        """Whether the model knows videos that bring their audio."""
+        return {IMAGE, VIDEO, AUDIO} <= self.layouts.keys() and "use_audio_in_video" in self.known
+
+    # ------------------------------------------------------------------------------------------- one sample
+
+    def sample(self, parts: Sequence[int | Item], layouts: Mapping[str, Layout] | None = None) -> Sample:
+        """A row of text (a number of tokens) and items, in order; placeholders carry no label."""
+        layouts = layouts or self.layouts
+        ids: list[int] = []
+        types: list[int] = []
+        items: list[Item] = []
+        for part in parts:
+            if isinstance(part, int):
+                drawn = torch.randint(len(self.drawable), (part,), generator=self.generator)
+                tokens = self.drawable[drawn].tolist()
+                ids, types = ids + tokens, types + [0] * part
+                continue
+            for token, kind in self._run(part, layouts):
+                ids.append(token)
+                types.append(kind)
+            items += part.parts or [part]
+        labels = [
+            token if kind == 0 and position > 1 else IGNORED
+            for position, (token, kind) in enumerate(zip(ids, types, strict=True))
+        ]
+        return Sample(ids, types, labels, tuple(items))
+
+    def _run(self, item: Item, layouts: Mapping[str, Layout]) -> Iterator[tuple[int, int]]:
+        """The tokens of an item with the modality of each."""
+        if item.kind == SOUND:
+            yield from self._interleaved(item, layouts)
+            return
+        layout = layouts[item.kind]
+        runs = item.frames if layout.per_frame else 1
+        count = self.maker.count(item) // runs
+        for frame in range(runs):
+            if frame:  # upstream's processors write a time stamp between frames
+                yield int(self.drawable[0]), 0
+            yield self._mark(layout.start), 0
+            yield from ((layout.placeholder, TYPE_OF[item.kind]) for _ in range(count))
+            yield self._mark(layout.end), 0
+
+    def _mark(self, token: int | None) -> int:
+        return int(self.drawable[1]) if token is None else token
+
+    def _interleaved(self, item: Item, layouts: Mapping[str, Layout]) -> Iterator[tuple[int, int]]:
+        """`<vision><audio> ... </audio></vision>`: the placeholders of both, in turn; no model reads their order here."""
+        video, audio = item.parts
+        outer, inner = layouts[VIDEO], layouts[AUDIO]
+        counts = {VIDEO: self.maker.count(video), AUDIO: self.maker.count(audio)}
+        yield self._mark(outer.start), 0
+        yield self._mark(inner.start), 0
+        yield from ((outer.placeholder, TYPE_OF[VIDEO]) for _ in range(counts[VIDEO] // 2))
+        yield from ((inner.placeholder, TYPE_OF[AUDIO]) for _ in range(counts[AUDIO]))
+        yield from ((outer.placeholder, TYPE_OF[VIDEO]) for _ in range(counts[VIDEO] - counts[VIDEO] // 2))
+        yield self._mark(inner.end), 0
+        yield self._mark(outer.end), 0
+
+    # -------------------------------------------------------------------------------------------- one batch
+
+    def case(self, name: str, samples: Sequence[Sample]) -> Case:
+        """Rows padded to the longest, with everything that the forward takes."""
+        length = max(len(sample.ids) for sample in samples)
+        pad = int(self.drawable[0])
+
+        def padded(rows: Iterable[list[int]], filler: int) -> Tensor:
+            return torch.tensor([row + [filler] * (length - len(row)) for row in rows])
+
+        types = padded((sample.types for sample in samples), 0)
+        batch: dict[str, Any] = {
+            "input_ids": padded((sample.ids for sample in samples), pad),
+            "labels": padded((sample.labels for sample in samples), IGNORED),
+            "attention_mask": padded(([1] * len(sample.ids) for sample in samples), 0),
+            "mm_token_type_ids": types,
+            "token_type_ids": types,
+            **collate_items(item for sample in samples for item in sample.items),
+        }
+        if any(item.inside for sample in samples for item in sample.items):
+            batch["use_audio_in_video"] = True
+        return Case(name, {key: value for key, value in batch.items() if key in self.known})
+
+    def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
+        """The samples of a batch in one row; None for models without multimodal positions."""
+        source = next((m for m in (self.model, *self.model.children()) if hasattr(m, "compute_3d_position_ids")), None)
+        if source is None or batch.get("use_audio_in_video"):
+            return None
+        wanted = set(inspect.signature(source.compute_3d_position_ids).parameters)
+        known = {"audio_feature_lengths": _lengths(batch), **batch}
+        arguments = {name: known.get(name) for name in wanted}
+        arguments |= {"inputs_embeds": self.model.get_input_embeddings()(batch["input_ids"]), "past_key_values": None}
+        positions = source.compute_3d_position_ids(**arguments)
+        source.rope_deltas = None
+        if positions is None:
+            return None
+        mask = batch["attention_mask"].bool()
+        rows = torch.cat([torch.arange(len(sample.ids)) for sample in samples])
+        packed_positions = torch.cat([rows[None].to(positions), positions[:, mask]])[:, None]
+        labels = batch["labels"].clone()
+        labels[:, 0] = IGNORED  # the first token of a document has no context
+        out = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
+        for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+            if name in out:
+                out[name] = out[name][mask][None]
+        return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": packed_positions})
+
+    # --------------------------------------------------------------------------------------- asking upstream
+
+    def ask(self, batch: Mapping[str, Any]) -> None:
+        """Runs upstream's forward on a batch; raises what upstream raises."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.model(**batch, use_cache=False)
+        finally:
+            self.model.train(training)
+
+    def _layout(self, kind: str) -> Layout:
+        """The first of the layouts that the config allows which upstream takes."""
+        item = self.maker.item(kind, 0)
+        self.maker.count(item)
+        refusal: Exception = ValueError(f"the config names no placeholder token for {kind}")
+        for layout in self._candidates(kind):
+            sample = self.sample([3, item, 3], {kind: layout})
+            try:
+                self.ask(self.case(kind, [sample]).batch)
+            except REFUSALS as error:
+                refusal = error
+                continue
+            return layout
+        raise refusal
+
+    def _candidates(self, kind: str) -> Iterator[Layout]:
+        names = [kind, IMAGE] if kind == VIDEO else [kind]  # some write video frames with the images' placeholder
+        for name in names:
+            placeholder = self._id(f"{name}_token_id", f"{name}_token_index")
+            if placeholder is None:
+                continue
+            prefixes = [
+                f"{kind}_",
+                "audio_" if kind == AUDIO else "vision_",
+                {IMAGE: "boi", AUDIO: "boa"}.get(kind, ""),
+            ]
+            start = self._id(*(f"{p}start_token_id" for p in prefixes), "boi_token_index")
+            end = self._id(*(f"{p}end_token_id" for p in prefixes), "eoi_token_index")
+            for per_frame in (False, True) if kind == VIDEO else (False,):
+                yield Layout(placeholder, start, end, per_frame)
+
+    def _id(self, *names: str) -> int | None:
+        for name in names:
+            found = getattr(self.config, name, None)
+            if type(found) is int:
+                return found
+        return None
+
+
+def _lengths(batch: Mapping[str, Any]) -> Tensor | None:
+    mask = batch.get("feature_attention_mask")
+    return None if mask is None else mask.sum(-1)
+
+
+def _reason(refusal: Exception) -> str:
+    return " ".join(f"{type(refusal).__name__}: {refusal}".split())[:200]

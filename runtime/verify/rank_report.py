@@ -1,0 +1,54 @@
+"""What a proof on ranks says: printed as it goes, and kept in `verify_ranks.json` beside the generated file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+from patchgen.runtime.verify.media_ranks import RankResult
+
+FILE_NAME = "verify_ranks.json"
+
+
+def layout_name(ranks: int, sp: int, fsdp: bool) -> str:
+    """How a layout is called in the record: `4 ranks, sp 2, FSDP`."""
+    return f"{ranks} ranks, sp {sp}, {'FSDP' if fsdp else 'whole parameters'}"
+
+
+def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
+    """A line for each batch: relative differences of the loss and of the worst gradient."""
+    print(f"{model} on {layout}")
+    for one in results:
+        figures = f"loss {one.loss:.1e}  worst gradient {one.gradient:.1e} ({one.parameter})"
+        print(f"  {'failed' if one.reason else 'ok':7} {one.case:21} {one.reason.strip() if one.reason else figures}")
+
+
+def write_results(file: Path, layout: str, results: Sequence[RankResult]) -> Path:
+    """Writes one layout into the record beside a generated file; other layouts of the same file stay."""
+    path = file.parent / FILE_NAME
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    layouts = before.get("layouts", {}) if before.get("sha256") == digest else {}
+    layouts[layout] = {
+        one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
+        | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
+        for one in results
+    }
+    record = {
+        "sha256": digest,
+        "transformers": transformers.__version__,
+        "torch": torch.__version__.partition("+")[0],
+        "layouts": dict(sorted(layouts.items())),
+    }
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _bound(difference: float) -> str:
+    """The order of magnitude: rounding differs from machine to machine."""
+    return f"{difference:.0e}" if difference else "0"
