@@ -1,11 +1,16 @@
-"""Data: from files to the batches of each rank.
+"""Data: from files to the batches of each rank. `docs/data.md` says what it guarantees.
 
-config.py     what to read and how to batch it       build.py      from a configuration to a loader
-sources.py    opens files.py, hub.py, builtin.py     records.py    one sample, not yet parsed
-text.py       plain text to tokens                   cache.py      tokens on disk, shared by all ranks
-order.py      shuffling, mixing by weight            packing.py    which samples share a batch
-plan.py       the batches of all ranks               planned.py    loader of cached samples
-collate.py    samples to a batch                     problems.py   bad samples: where, why, how many
+config.py      what to read and how to batch it        build.py       from a configuration to a loader
+sources.py     opens files.py, hub.py, builtin.py      records.py     one sample, not yet parsed
+text.py        plain text to tokens                    chat.py        conversations to tokens and labels
+cache.py       tokens on disk, shared by all ranks     documents.py   the samples of one cache
+multimodal.py  images, videos, sounds to samples       media.py       reads them
+processors.py  one way to call upstream's processors   prepare.py     records to samples, in the workers
+order.py       shuffling, mixing by weight             packing.py     which samples share a batch
+plan.py        the batches of all ranks                planned.py     loader of cached samples
+stream.py      each rank's share of the records        streamed.py    loader of streams and multimodal samples
+collate.py     samples to a batch                      problems.py    bad samples: where, why, how many
+agreement.py   what ranks ask each other               tokenizers.py  a tokenizer trained on the data
 """
 
 from patchgen.runtime.data.build import build_loader

@@ -17,7 +17,7 @@ from patchgen.runtime.data.prepare import Prepare, PrepareText
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.stream import MixedStream
 from patchgen.runtime.data.streamed import StreamedLoader
-from patchgen.runtime.data.text import tokenizer_fingerprint
+from patchgen.runtime.data.text import digest, tokenizer_fingerprint
 
 
 def build_loader(
@@ -82,8 +82,8 @@ def build_loader(
         share=(batch_index, num_batches),
     )
     settings = {
-        "sources": [source.fingerprint() for source in sources],
-        "encodings": encodings,
+        "sources": [digest(source.fingerprint()) for source in sources],
+        "encodings": digest(encodings),
         "weights": weights,
         "shuffled": shuffled,
         "seed": config.seed,

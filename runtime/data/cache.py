@@ -13,7 +13,6 @@ one that was killed half way leaves nothing that another would take for tokens.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -29,7 +28,7 @@ from filelock import FileLock
 
 from patchgen.runtime.data.problems import BadSample, Counters, DataError, refuse_bad
 from patchgen.runtime.data.records import Record, Source
-from patchgen.runtime.data.text import Encoder, Tokens
+from patchgen.runtime.data.text import Encoder, Tokens, digest
 
 VERSION = 1
 AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
@@ -84,7 +83,7 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
         "encoder": encoder.fingerprint(),
         "skip_bad": skip_bad,
     }
-    key = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:32]
+    key = digest(meaning)
     folder = root / key
     if not folder.exists():
         root.mkdir(parents=True, exist_ok=True)

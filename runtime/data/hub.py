@@ -64,7 +64,12 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     if Path(source.path).expanduser().is_dir():
         found = _open_saved(source)
     else:
-        found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+        try:
+            found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
+        except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+            raise DataError(
+                f"No data at {source.path}: it is no file or folder here, and the hub gives no dataset of that name: {error}"
+            ) from error
     if source.streaming:
         found = _undecoded(found)
         return HubStream(found if hasattr(found, "load_state_dict") else found.to_iterable_dataset(), name)

@@ -2,13 +2,15 @@
 
 Messages have the content of transformers' chat templates: text, or a list of parts `{"type": "text", "text": ...}`,
 `{"type": "image"}`, `{"type": "video"}`, `{"type": "audio"}`. A part brings its item (`{"type": "image", "image": PATH}`)
-or takes the next one of the record's list of images, videos or sounds.
+or takes the next one of the record's list of images, videos or sounds. A video that brings its sound says so, each for
+itself: `{"type": "video", "video": PATH, "audio": true}`, or with the sound in the place of `true`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,24 @@ from patchgen.runtime.parallel.batch import IGNORED
 
 KINDS = {"image": "images", "video": "videos", "audio": "audios"}
 NOT_FIELDS = ("attention_mask", "offset_mapping", "text_replacement_offsets", "video_metadata", "num_audio_tokens")
+
+
+@dataclass
+class Items:
+    """The media of a sample in their order; `of_videos` says of each sound which video brings it, None: it stands alone."""
+
+    images: list[Any] = field(default_factory=list)
+    videos: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    audios: list[Any] = field(default_factory=list)
+    of_videos: list[int | None] = field(default_factory=list)
+
+    def add_audio(self, sound: Any, *, of_video: int | None) -> None:
+        self.audios.append(sound)
+        self.of_videos.append(of_video)
+
+    def placed(self, kind: str) -> int:
+        """How many items of a kind have a place of their own in the messages."""
+        return {"image": len(self.images), "video": len(self.videos), "audio": self.of_videos.count(None)}[kind]
 
 
 class PrepareMultimodal:
@@ -79,11 +99,11 @@ class PrepareMultimodal:
 
     def _items(
         self, where: str, source: SourceConfig, fields: dict[str, Any], messages: list[dict[str, Any]]
-    ) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-        """The messages with bare parts, and the items of each kind in their order, loaded."""
+    ) -> tuple[list[dict[str, Any]], Items]:
+        """The messages with bare parts, and the items in their order, loaded."""
         names = {"image": source.images_field, "video": source.videos_field, "audio": source.audios_field}
         lists = {kind: iter(as_list(fields.get(name))) for kind, name in names.items()}
-        items: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        items = Items()
         out = []
         for message in messages:
             content = message.get("content")
@@ -92,7 +112,7 @@ class PrepareMultimodal:
                 for part in content:
                     kind = part.get("type") if isinstance(part, dict) else None
                     if kind in KINDS:
-                        items[kind].append(self._load(where, source, kind, len(items[kind]), part, lists[kind]))
+                        self._add(items, where, source, part, lists[kind])
                         part = {"type": kind}
                     parts.append(part)
                 message = {**message, "content": parts}
@@ -100,15 +120,16 @@ class PrepareMultimodal:
         for kind, rest in lists.items():
             left = len(list(rest))
             if left:
-                count = len(items[kind])
+                count = items.placed(kind)
                 raise BadSample(
                     where, f"{count + left} {KINDS[kind]} in {names[kind]!r}, places for {count} in the messages"
                 )
         return out, items
 
-    def _load(
-        self, where: str, source: SourceConfig, kind: str, number: int, part: dict[str, Any], rest: Iterator[Any]
-    ) -> Any:
+    def _add(self, items: Items, where: str, source: SourceConfig, part: dict[str, Any], rest: Iterator[Any]) -> None:
+        """Loads the item of a part, and the sound that a video brings."""
+        kind = part["type"]
+        number = items.placed(kind)
         value = next((part[name] for name in (kind, "path", "url") if part.get(name) is not None), None)
         if value is None:
             value = next(rest, None)
@@ -116,11 +137,20 @@ class PrepareMultimodal:
             raise BadSample(where, f"a place for {kind} {number} in the messages, and no {kind} for it")
         root = Path(source.media_root).expanduser() if source.media_root else folder_of(source.path)
         try:
+            if KINDS[kind] not in self.processor.modalities:
+                raise MediaError(f"{type(self.processor.processor).__name__} takes no {KINDS[kind]}")
             if kind == "image":
-                return load_image(value, root)
+                items.images.append(load_image(value, root))
+                return
             if kind == "audio":
-                return load_audio(value, root, sampling_rate=self.processor.sampling_rate)
-            return load_video(value, root, fps=self.config.video_fps, max_frames=self.config.max_frames)
+                items.add_audio(load_audio(value, root, sampling_rate=self.processor.sampling_rate), of_video=None)
+                return
+            video = load_video(value, root, fps=self.config.video_fps, max_frames=self.config.max_frames)
+            items.videos.append(video)
+            if part.get("audio"):
+                sound = value if part["audio"] is True else part["audio"]
+                found = load_audio(sound, root, sampling_rate=self.processor.sampling_rate)
+                items.add_audio(found, of_video=number)
         except MediaError as error:
             raise BadSample(where, f"{kind} {number}: {error}") from error
 
@@ -144,21 +174,23 @@ class PrepareMultimodal:
         return text, assistant_spans(render, messages, text, self.special)
 
     def _process(
-        self, where: str, text: str, spans: Sequence[tuple[int, int]], items: dict[str, list[Any]]
+        self, where: str, text: str, spans: Sequence[tuple[int, int]], items: Items
     ) -> tuple[dict[str, Tensor], Tensor]:
         """The sample, and which of its tokens `(n,)` stand for an item."""
         options: dict[str, Any] = {"text_kwargs": {"return_offsets_mapping": True, "add_special_tokens": False}}
-        if items["video"]:
+        if items.videos:
             options["videos_kwargs"] = {
-                "video_metadata": [metadata for _, metadata in items["video"]],
+                "video_metadata": [metadata for _, metadata in items.videos],
                 "do_sample_frames": False,
                 "fps": self.config.video_fps,
             }
+        if any(video is not None for video in items.of_videos):
+            options |= {"load_audio_from_video": True, "audio_from_video_indices": items.of_videos}
         found = self.processor(
             text,
-            images=items["image"],
-            videos=[frames for frames, _ in items["video"]],
-            audios=items["audio"],
+            images=items.images,
+            videos=[frames for frames, _ in items.videos],
+            audios=items.audios,
             return_text_replacement_offsets=True,
             **options,
         )
@@ -193,7 +225,9 @@ class PrepareMultimodal:
         if "video_second_per_grid" in found:
             known["second_per_grids"] = found["video_second_per_grid"]
         wanted = inspect.signature(self.position_function).parameters
-        positions = self.position_function(**{name: value for name, value in known.items() if name in wanted})
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values()):
+            known = {name: value for name, value in known.items() if name in wanted}
+        positions = self.position_function(**known)
         if isinstance(positions, dict):
             positions = positions["position_ids"]
         if isinstance(positions, tuple):

@@ -13,6 +13,11 @@ from typing import Any
 from patchgen.runtime.data.problems import DataError
 
 AUDIO_NAMES = ("audio", "audios")
+PARTS = {
+    "images": ("image_processor",),
+    "videos": ("video_processor",),
+    "audios": ("feature_extractor", "audio_processor"),
+}
 
 
 class ProcessorAdapter:
@@ -30,13 +35,17 @@ class ProcessorAdapter:
         parameters = inspect.signature(processor.__call__).parameters
         audio = next((name for name in AUDIO_NAMES if name in parameters), AUDIO_NAMES[0])
         self._names = {"images": "images", "videos": "videos", "audios": audio}
-        parts = {"images": "image_processor", "videos": "video_processor", "audios": "feature_extractor"}
-        self.modalities = tuple(name for name, part in parts.items() if getattr(processor, part, None) is not None)
+        self.modalities = tuple(name for name, parts in PARTS.items() if self._part(parts) is not None)
+
+    def _part(self, names: Sequence[str]) -> Any:
+        """The first of these parts that the processor has, or None."""
+        found = (getattr(self.processor, name, None) for name in names)
+        return next((part for part in found if part is not None), None)
 
     @property
     def sampling_rate(self) -> int:
         """The samples a second that the processor wants of sounds."""
-        return self.processor.feature_extractor.sampling_rate
+        return self._part(PARTS["audios"]).sampling_rate
 
     def __call__(
         self,

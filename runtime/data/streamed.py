@@ -9,6 +9,7 @@ A position holds the place of an earlier record, and which samples since then st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -107,6 +108,7 @@ class StreamedLoader(Loader):
                 batch_size=None,
                 collate_fn=_as_it_is,
                 num_workers=self._config.num_workers,
+                worker_init_fn=_one_thread,
             )
             self._prepared = iter(workers)
         while self._next < self._upto or (
@@ -183,3 +185,8 @@ class StreamedLoader(Loader):
 
 def _as_it_is(sample: Any) -> Any:
     return sample
+
+
+def _one_thread(worker: int) -> None:
+    """Tokenizers do not start threads in a worker: they cannot after a fork, and warn of it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -78,4 +78,9 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
         tokenizer.special_tokens_map,
         getattr(tokenizer, "chat_template", None),
     ]
-    return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()
+    return digest(parts)
+
+
+def digest(meaning: Any) -> str:
+    """A short name for a value of JSON types, the same in every process."""
+    return hashlib.sha256(json.dumps(meaning, default=str, sort_keys=True).encode()).hexdigest()[:32]

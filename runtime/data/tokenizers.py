@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import uuid
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ from filelock import FileLock
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.text import required
+from patchgen.runtime.data.text import digest, required
 
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -32,8 +30,7 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tupl
 
     sources = [open_source(source) for source in config.sources]
     meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
-    key = hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest()[:32]
-    path = config.cache_root / f"tokenizer-{key}.json"
+    path = config.cache_root / f"tokenizer-{digest(meaning)}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100
+from patchgen.runtime.parallel.fields import IGNORED, RULES
+
 GRIDS = ("image_grid_thw", "video_grid_thw")
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 TEXT_ROWS = 4  # of multimodal position ids that carry the text's in front: text, time, height, width
 
 
@@ -24,8 +24,9 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     before slicing, too: explicit `cu_seq_lens_q`, else position ids of the text that start again: `(B, S)`, or the first
     of four rows `(4, B, S)`. Three rows (time, height, width) say nothing about documents; hand `cu_seq_lens_q` with them.
 
-    Images, videos and audio stay whole, as do their grids and lengths: `runtime/parallel/media.py` divides them. The
-    types of the tokens stay whole, too: masks are made of them for the gathered sequence.
+    What is padded and sliced is said by the table of `fields.py`. Images, videos and audio stay whole, as do their grids
+    and lengths: `runtime/parallel/media.py` divides them. The types of the tokens stay whole, too: masks are made of them
+    for the gathered sequence.
 
     Args:
         batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
@@ -61,7 +62,7 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
 
     mask = out.pop("attention_mask", None)
     if mask is not None and not bool(mask.all()):
-        out["attention_mask"] = F.pad(mask, (0, padding), value=0)
+        out["attention_mask"] = mask
 
     if out.get("labels") is not None and out.get("shift_labels") is None:
         shifted = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -72,19 +73,14 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     starts = F.pad(starts, (0, padding), value=False)
     if padding and "attention_mask" not in out:
         starts[:, S] = True
-    for key, value in (("input_ids", pad_token_id), ("labels", IGNORED), ("shift_labels", IGNORED)):
-        if out.get(key) is not None:
-            out[key] = F.pad(out[key], (0, padding), value=value)
-    for key in TOKEN_TYPES:
-        if out.get(key) is not None:
-            out[key] = F.pad(out[key], (0, padding))
-    if out.get("inputs_embeds") is not None:
-        out["inputs_embeds"] = F.pad(out["inputs_embeds"], (0, 0, 0, padding))
-    out["position_ids"] = torch.cat([positions, torch.arange(padding).expand(*positions.shape[:-1], padding)], dim=-1)
-
     if bool(starts[:, 1:].any()):
         out.update(document_lengths(starts))
-    return _slice(out, (S + padding) // sp, sp_rank)
+    out["position_ids"] = positions
+    for name, rule in RULES.items():
+        if out.get(name) is not None:
+            fill = pad_token_id if name == "input_ids" else rule.pad_value
+            out[name] = rule.part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
+    return out
 
 
 def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | None) -> Tensor:
@@ -98,7 +94,6 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
                 "Hand over the lengths of the whole batch, not of a slice."
             )
         inner = cu_seq_lens[1:-1].long()
-        inner = inner[inner < B * S]  # a last document without tokens
         starts.view(-1)[inner] = True
         return starts
     text = text_positions(position_ids, B)
@@ -124,12 +119,3 @@ def document_lengths(starts: Tensor) -> dict[str, Any]:
     bounds = F.pad(first, (0, 1), value=starts.numel()).to(torch.int32)
     longest = int(bounds.diff().max())
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-
-
-def _slice(batch: dict[str, Any], s: int, sp_rank: int) -> dict[str, Any]:
-    window = slice(sp_rank * s, (sp_rank + 1) * s)
-    for key in ("input_ids", "labels", "shift_labels", "attention_mask", "inputs_embeds"):
-        if batch.get(key) is not None:
-            batch[key] = batch[key][:, window].contiguous()
-    batch["position_ids"] = batch["position_ids"][..., window].contiguous()
-    return batch

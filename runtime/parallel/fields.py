@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime.parallel.batch import IGNORED
+IGNORED = -100
+COUNTING = "counting"
+"""Padding that counts from 0, as the positions of a document do."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +33,33 @@ class FieldRule:
     Attributes:
         pack_dim: samples are put together along this dimension.
         sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
-        pad_value: fills up; None: never padded.
+        pad_value: fills up; COUNTING: 0, 1, 2 ...
         pad_scale: padded to a multiple of this times the size of the group; 0: as it is.
     """
 
     pack_dim: int
     sliced: bool = False
-    pad_value: int | None = 0
+    pad_value: int | str = 0
     pad_scale: int = 0
+
+    def part(self, value: Tensor, *, sp: int, sp_rank: int, fill: int | str) -> Tensor:
+        """What rank `sp_rank` of `sp` holds of a whole value; `fill` in the place of `pad_value`."""
+        if not self.pad_scale:
+            return value
+        dim = self.pack_dim % value.ndim
+        padding = -value.shape[dim] % (self.pad_scale * sp)
+        if padding:
+            shape = [*value.shape[:dim], padding, *value.shape[dim + 1 :]]
+            if fill == COUNTING:
+                counts = torch.arange(padding, dtype=value.dtype, device=value.device)
+                tail = counts.view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
+            else:
+                tail = value.new_full(shape, fill)
+            value = torch.cat([value, tail], dim=dim)
+        if not self.sliced:
+            return value
+        length = value.shape[dim] // sp
+        return value.narrow(dim, sp_rank * length, length).contiguous()
 
 
 TOKENS = FieldRule(-1, sliced=True, pad_scale=1)
@@ -51,7 +72,8 @@ RULES: dict[str, FieldRule] = {
     "labels": TARGETS,
     "shift_labels": TARGETS,
     "attention_mask": TOKENS,
-    "position_ids": TOKENS,
+    "position_ids": FieldRule(-1, sliced=True, pad_value=COUNTING, pad_scale=1),
+    "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
     "mm_token_type_ids": WHOLE_TOKENS,
     "token_type_ids": WHOLE_TOKENS,
     "pixel_values": ITEMS,

@@ -72,27 +72,81 @@ def byte_tokenizer(chat_template: str, extra: dict[str, str]) -> Any:
 
 def omni_processor(*, marked: bool = True, mel_bins: int = 32, patch_size: int = 14, n_window: int = 50) -> Any:
     """Images, videos and sounds; needs torchvision."""
-    from transformers import (
-        Qwen2VLImageProcessor,
-        Qwen2VLVideoProcessor,
-        Qwen3OmniMoeProcessor,
-        WhisperFeatureExtractor,
-    )
+    from transformers import Qwen3OmniMoeProcessor
+
+    processor = Qwen3OmniMoeProcessor(**_omni_parts(marked, mel_bins, patch_size))
+    processor.n_window = n_window
+    processor.videos_kwargs = {"size": _size(patch_size)}
+    return processor
+
+
+def older_omni_processor(*, marked: bool = True) -> Any:
+    """As `omni_processor`, of the generation before."""
+    from transformers import Qwen2_5OmniProcessor
+
+    processor = Qwen2_5OmniProcessor(**_omni_parts(marked, 32, 14))
+    processor.videos_kwargs = {"size": _size(14)}
+    return processor
+
+
+def _size(patch_size: int) -> dict[str, int]:
+    side = 2 * patch_size
+    return {"shortest_edge": side**2, "longest_edge": side**2 * 16}
+
+
+def _omni_parts(marked: bool, mel_bins: int, patch_size: int) -> dict[str, Any]:
+    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor, WhisperFeatureExtractor
 
     vision, sound = "<|vision_start|>{}<|vision_end|>", "<|audio_start|><|audio_pad|><|audio_end|>"
     text = template(vision.format("<|image_pad|>"), vision.format("<|video_pad|>"), sound, marked=marked)
-    side = 2 * patch_size
-    size = {"shortest_edge": side**2, "longest_edge": side**2 * 16}
-    processor = Qwen3OmniMoeProcessor(
-        Qwen2VLImageProcessor(size=size, patch_size=patch_size),
-        Qwen2VLVideoProcessor(size=size, patch_size=patch_size, cap_pixels_per_frame=False),
-        WhisperFeatureExtractor(feature_size=mel_bins),
-        byte_tokenizer(text, MARKS),
+    size = _size(patch_size)
+    return {
+        "image_processor": Qwen2VLImageProcessor(size=size, patch_size=patch_size),
+        "video_processor": Qwen2VLVideoProcessor(size=size, patch_size=patch_size, cap_pixels_per_frame=False),
+        "feature_extractor": WhisperFeatureExtractor(feature_size=mel_bins, chunk_length=2),
+        "tokenizer": byte_tokenizer(text, MARKS),
+        "chat_template": text,
+    }
+
+
+def vision_processor(name: str, *, marked: bool = True) -> Any:
+    """Images and videos: `Qwen2VL`, `Qwen2_5_VL`, `Qwen3VL`, `Glm4v`; needs torchvision."""
+    import transformers
+
+    vision = "<|vision_start|>{}<|vision_end|>"
+    image, video = vision.format("<|image_pad|>"), vision.format("<|video_pad|>")
+    if name == "Qwen3VL":
+        video = "<|video_pad|>"  # its processor puts the marks around each frame
+    text = template(image, video, marked=marked)
+    size = _size(14)
+    if name == "Glm4v":
+        size = {"shortest_edge": 112 * 112, "longest_edge": 28**2 * 64}
+        image_class, video_class = transformers.Glm4vImageProcessor, transformers.Glm4vVideoProcessor
+    else:
+        image_class = transformers.Qwen2VLImageProcessor
+        video_class = transformers.Qwen3VLVideoProcessor if name == "Qwen3VL" else transformers.Qwen2VLVideoProcessor
+    options = {"cap_pixels_per_frame": False} if video_class is transformers.Qwen2VLVideoProcessor else {}
+    marks = {**MARKS, "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}
+    return getattr(transformers, f"{name}Processor")(
+        image_processor=image_class(size=size, patch_size=14),
+        tokenizer=byte_tokenizer(text, marks),
+        video_processor=video_class(size=size, patch_size=14, **options),
         chat_template=text,
     )
-    processor.n_window = n_window
-    processor.videos_kwargs = {"size": size}
-    return processor
+
+
+def gemma_processor(*, marked: bool = True) -> Any:
+    """Images only, another mark in the text than where its features go; needs torchvision."""
+    from transformers import Gemma3ImageProcessor, Gemma3Processor
+
+    text = template("<start_of_image>", marked=marked)
+    marks = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    return Gemma3Processor(
+        image_processor=Gemma3ImageProcessor(size={"height": 28, "width": 28}),
+        tokenizer=byte_tokenizer(text, marks),
+        chat_template=text,
+        image_seq_length=4,
+    )
 
 
 def image_processor() -> Any:

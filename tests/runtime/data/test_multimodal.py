@@ -94,6 +94,10 @@ BROKEN = {
     "no such image": (sample("gone.png"), "image 0: no file .*gone.png"),
     "an image too few": (sample(), "a place for image 0 in the messages, and no image for it"),
     "an image too many": (sample("data:,", "x.png", places=0), "2 images in 'images', places for 0"),
+    "a sound for a processor of images": (
+        json.dumps({"messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]}),
+        "audio 0: LlavaProcessor takes no audios",
+    ),
     "no assistant": ('{"messages": [{"role": "user", "content": "Hi"}]}', "no assistant turn to learn from"),
 }
 

@@ -1,4 +1,4 @@
-"""The omni processor: samples against the processor called by hand, and on two ranks to the loss."""
+"""Video and omni processors: samples against the processors called by hand, and on two ranks to the loss."""
 
 from __future__ import annotations
 
@@ -32,9 +32,11 @@ def run(script: str, timeout: float) -> list[dict]:
 
 @needs_torchvision
 def test_samples_are_what_the_processor_makes():
-    (compared,) = run("omni_samples.py", timeout=120)
-    assert compared["samples"] == 10
-    assert compared["pixel_values"] == compared["pixel_values_videos"] == compared["input_features"] == 4
+    rows = {row["processor"]: row for row in run("processor_samples.py", timeout=120)}
+    assert len(rows) == 7
+    assert all(row["samples"] == 10 and row["pixel_values"] == 4 for row in rows.values())
+    assert sum("pixel_values_videos" in row for row in rows.values()) == 6
+    assert sum("input_features" in row for row in rows.values()) == 2
 
 
 @pytest.mark.skipif(not hasattr(ops, "tower_rows"), reason="the towers of this version do not divide their rows")

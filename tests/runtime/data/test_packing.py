@@ -86,6 +86,20 @@ def test_sources_are_mixed_at_their_shares(sizes, data, seed, weighted):
     assert list(order.after([counts[source] for source in range(len(sizes))])) == entries[cut:]
 
 
+def test_every_epoch_and_lap_has_an_order_of_its_own():
+    def numbers(epoch: int) -> list[int]:
+        return [
+            number
+            for source, _, number in MixedOrder([50, 500], [1, 1], seed=0, epoch=epoch).after([0, 0])
+            if source == 0
+        ]
+
+    first, second = numbers(0), numbers(1)
+    assert first == numbers(0)
+    assert first[:50] != second[:50]
+    assert first[:50] != first[50:100]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

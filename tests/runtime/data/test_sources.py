@@ -43,6 +43,7 @@ CASES = {
     "saved": {},
     "splits": {},
     "saved streamed": {"streaming": True},
+    "parquet as a streamed dataset": {"streaming": True, "format": "datasets"},
 }
 
 

@@ -67,17 +67,29 @@ def test_the_next_batch_after_resuming_is_the_very_one(corpus, stop, num_batches
         assert torch.equal(expected["cu_seq_lens_q"], found["cu_seq_lens_q"])
 
 
-def test_workers_change_nothing(corpus):
-    alone, helped = (
-        make_loaders(corpus, 2, streaming=True, tokens_per_batch=64, num_workers=workers)[1] for workers in (0, 2)
-    )
-    state = None
-    for number, (expected, found) in enumerate(zip(alone, helped, strict=True)):
-        assert torch.equal(expected["input_ids"], found["input_ids"])
-        if number == 1:
-            assert alone.state_dict() == helped.state_dict()
-            state = helped.state_dict()
-    assert state is not None
+@settings(max_examples=6, deadline=None)
+@given(
+    num_batches=st.integers(1, 3),
+    workers=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    stop=st.integers(0, 5),
+    tokens=st.integers(16, 100),
+)
+def test_workers_change_nothing(corpus, num_batches, workers, stop, tokens):
+    """Neither what comes nor where a run can be resumed, with other workers too."""
+    changes = {"tokens_per_batch": tokens, "streaming": True, "epochs": 2}
+    seen = Counter()
+    for rank in range(num_batches):
+        alone = make_loaders(corpus, num_batches, **changes)[rank]
+        helped, resumed = (make_loaders(corpus, num_batches, num_workers=count, **changes)[rank] for count in workers)
+        for _, expected, found in zip(range(stop), alone, helped, strict=False):
+            assert torch.equal(expected["input_ids"], found["input_ids"])
+            seen.update(documents_of(found))
+        assert alone.state_dict() == helped.state_dict()
+        resumed.load_state_dict(helped.state_dict())
+        for expected, found in zip(alone, resumed, strict=True):
+            assert torch.equal(expected["input_ids"], found["input_ids"])
+            seen.update(documents_of(found))
+    assert seen == Counter({document: 2 * count for document, count in everything_in(corpus, tokens).items()})
 
 
 def test_weights_set_the_shares_and_no_source_is_left_out(corpus):

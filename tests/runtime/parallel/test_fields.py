@@ -1,0 +1,75 @@
+"""The table of fields: packing loses nothing, and slices of all ranks joined are the padded whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
+from patchgen.runtime.parallel.fields import COUNTING, RULES, pack, rule_of
+
+PAD = 9
+
+
+def value_of(name: str, size: int) -> torch.Tensor:
+    """A value whose entries tell places apart, `size` long in the dimension that is packed."""
+    rule = RULES[name]
+    if name == "inputs_embeds":
+        return torch.arange(size * 3.0).view(1, size, 3) + 1
+    if rule.pack_dim == -1:
+        return torch.arange(size).view(1, size) + 1
+    return torch.arange(size * 6).view(size, 2, 3) + 1
+
+
+@settings(max_examples=80, deadline=None)
+@given(name=st.sampled_from(sorted(RULES)), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_packed_values_come_apart_again(name, sizes):
+    values = [value_of(name, size) for size in sizes]
+    packed = pack(name, values)
+    assert [torch.equal(*pair) for pair in zip(packed.split(sizes, dim=RULES[name].pack_dim), values, strict=True)]
+    assert packed.shape[RULES[name].pack_dim] == sum(sizes)
+
+
+def test_sounds_of_different_lengths_are_filled_up():
+    packed = pack("input_features", [torch.ones(1, 4, 3), torch.ones(2, 4, 5)])
+    assert packed.shape == (3, 4, 5)
+    assert packed[0, :, 3:].sum() == 0
+    assert packed.sum() == 12 + 40
+
+
+@settings(max_examples=80, deadline=None)
+@given(name=st.sampled_from(sorted(set(RULES) - {"attention_mask"})), size=st.integers(1, 9), sp=st.integers(1, 4))
+def test_slice_batch_does_what_the_table_says(name, size, sp):
+    rule = RULES[name]
+    batch = {"input_ids": value_of("input_ids", size), "position_ids": torch.arange(size)[None]}
+    if not rule.pad_scale:
+        batch[name] = value_of(name, 4)
+    elif name != "position_ids":
+        batch[name] = value_of(name, size)
+    parts = [slice_batch(dict(batch), sp=sp, sp_rank=rank, pad_token_id=PAD)[name] for rank in range(sp)]
+    if not rule.pad_scale:
+        assert all(torch.equal(part, batch[name]) for part in parts)
+        return
+    if not rule.sliced:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+    whole = torch.cat(parts, dim=rule.pack_dim) if rule.sliced else parts[0]
+    assert whole.shape[rule.pack_dim] == size + -size % sp
+    assert torch.equal(whole.narrow(rule.pack_dim, 0, size), batch[name])
+    tail = whole.narrow(rule.pack_dim, size, -size % sp)
+    fill = PAD if name == "input_ids" else rule.pad_value
+    expected = torch.arange(-size % sp)[None] if fill == COUNTING else torch.full_like(tail, fill)
+    assert torch.equal(tail, expected)
+
+
+def test_a_mask_is_padded_and_sliced_and_labels_are_ignored_where_it_ends():
+    batch = {"input_ids": torch.ones(1, 3), "labels": torch.ones(1, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
+    parts = [slice_batch(dict(batch), sp=2, sp_rank=rank) for rank in range(2)]
+    assert torch.cat([part["attention_mask"] for part in parts], dim=1).tolist() == [[1, 1, 0, 0]]
+    assert parts[1]["labels"][0, 1] == IGNORED
+
+
+def test_a_field_without_a_rule_is_refused():
+    with pytest.raises(KeyError, match="No rule says how the field 'pixels'"):
+        rule_of("pixels")
