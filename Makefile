@@ -12,7 +12,7 @@ TORCHVISION ?= torchvision==0.28.0
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints lint \
 	bench-generate bench-moe bench-data train clean
 
 help:  ## list the targets
@@ -76,6 +76,9 @@ test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks
 train: $(VENV)/.setup-train  ## train the toy recipe on two CPU ranks that share the experts (minutes), load the export
 	@OMP_NUM_THREADS=1 $(PATCHGEN) train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2 --fresh $(ARGS)
 	@$(BIN)/python -m patchgen.runtime.train.check_run runs/qwen3_moe_toy --below 0.6
+
+test-checkpoints: $(VENV)/.setup-test  ## checkpoints of every model over ranks, runs killed thirty times (minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/checkpoint tests/distributed/test_checkpoints.py -m "not gpu" $(ARGS)
 
 bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 	@$(BIN)/python benchmarks/bench_generate.py $(ARGS)

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
-from patchgen.runtime.checkpoint.model_files import config_files, copy_side_files
+from patchgen.runtime.checkpoint.model_files import config_files, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import box_of_rank, intersection, local_tensor, within, world
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
@@ -56,27 +55,17 @@ def export_pretrained(
         CheckpointError: on every rank, naming file and key; files that were there before are as they were.
     """
     directory = Path(directory)
+    others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
     tensors = saved_tensors(model)
     leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
     written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
     files = plan(outputs(model, written, dtype), max_file=max_file)
     writer = FolderWriter(directory, files)
     gatherer = _Gatherer(tensors)
-    rank, _ = world()
     for round_ in _rounds([(file.writer, output) for file in files for output in file.outputs]):
         for output, tensor in gatherer.gather(round_):
             writer.write(output, tensor)
-    failed = ""
-    if rank == 0 and source is not None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            copy_side_files(Path(source), directory)
-        except (CheckpointError, OSError) as error:
-            failed = str(error)
-    others = config_files(model, dtype)
-    if source is not None and (Path(source) / "generation_config.json").is_file():
-        others.pop("generation_config.json", None)
-    writer.close(others, failed=failed)
+    writer.close(others)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

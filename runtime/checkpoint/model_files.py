@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,15 +46,15 @@ def common_dtype(model: nn.Module) -> torch.dtype | None:
     return max(sizes, key=sizes.get) if sizes else None
 
 
-def copy_side_files(source: Path, directory: Path) -> list[str]:
-    """Copies tokenizer, processor, chat template and generation config; returns their names."""
+def side_files(source: Path) -> dict[str, Path]:
+    """Tokenizer, processor, chat template and generation config of a release: name -> file.
+
+    Raises:
+        CheckpointError: the folder does not exist.
+    """
     if not source.is_dir():
         raise CheckpointError(f"{source}, whose tokenizer and generation config are to be copied, is not a folder.")
-    names = sorted({path.name for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file()})
-    for name in names:
-        if (source / name).resolve() != (directory / name).resolve():
-            shutil.copyfile(source / name, directory / name)
-    return names
+    return {path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()}
 
 
 def read_config(directory: Path) -> dict:

@@ -31,7 +31,7 @@ from patchgen.runtime.checkpoint.load import (
     tied_groups,
     unexpected_by_upstream,
 )
-from patchgen.runtime.checkpoint.model_files import config_files, copy_side_files, empty_models
+from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
@@ -71,9 +71,7 @@ def convert(
     written = disassemble(model, parameters, layout=layout, origin=None)
     made = outputs(model, written, dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
-    if (source / "generation_config.json").is_file():
-        files.pop("generation_config.json", None)
-    _write(directory, made, files, source, max_file)
+    _write(directory, made, files | side_files(source), max_file)
     return made
 
 
@@ -115,13 +113,9 @@ def export_run(
     beside = Path(source) if source is not None else None
     if beside is None and origin is not None and Path(origin.directory).is_dir():
         beside = Path(origin.directory)
-    if (folder / "generation_config.json").is_file() and not (
-        beside and (beside / "generation_config.json").is_file()
-    ):
-        files["generation_config.json"] = (folder / "generation_config.json").read_text()
-    elif beside is not None:
-        files.pop("generation_config.json", None)
-    _write(Path(directory), made, files, beside, max_file)
+    files |= {GENERATION_CONFIG: folder / GENERATION_CONFIG} if (folder / GENERATION_CONFIG).is_file() else {}
+    files |= side_files(beside) if beside is not None else {}
+    _write(Path(directory), made, files, max_file)
     return folder
 
 
@@ -171,20 +165,19 @@ def _open(source: Path) -> tuple[PreTrainedModel, Assembly]:
     return model, assembly
 
 
-def _write(directory: Path, made: list[Output], files: Mapping[str, str], source: Path | None, max_file: int) -> None:
+def _write(directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int) -> None:
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
     failed = ""
     with FileReader() as reader:
         try:
-            for file in planned:
-                for output in file.outputs:
-                    out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
-                    _fill(reader, output.moved, whole(out.shape), out)
-                    writer.write(output, out)
-            if source is not None:
-                copy_side_files(source, directory)
-        except (CheckpointError, OSError) as error:
+            for output in (output for file in planned for output in file.outputs):
+                if writer.has_failed:
+                    break
+                out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
+                _fill(reader, output.moved, whole(out.shape), out)
+                writer.write(output, out)
+        except CheckpointError as error:
             failed = str(error)
     writer.close(files, failed=failed)
 

@@ -155,6 +155,11 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether an asynchronous save is still being written."""
+        return self._pending is not None and not self._pending.done()
+
     def _before_step(self) -> None:
         staged, self._staged = self._staged, None
         if staged is not None:
@@ -179,7 +184,8 @@ class Checkpointer:
         self._agree(write_small, manifest.step)
 
         def write_tensors() -> None:
-            writer = FileSystemWriter(partial, sync_files=True, thread_count=2)
+            # With more than one thread, DCP loses what goes wrong in the others.
+            writer = FileSystemWriter(partial, sync_files=True, thread_count=1)
             dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
         self._agree(write_tensors, manifest.step)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,11 +72,16 @@ def plan(outputs: Iterable[Output], *, max_file: int = MAX_FILE) -> list[Planned
     return [PlannedFile(names[i], tuple(group), i % ranks) for i, group in enumerate(groups)]
 
 
+def _partial(file: Path) -> Path:
+    """The name of a file that is not complete."""
+    return file.with_name(f".{file.name}.partial")
+
+
 class FileWriter:
     """Writes one safetensors file, tensor by tensor in the order of its header, under a temporary name."""
 
     def __init__(self, file: Path, outputs: Iterable[Output]) -> None:
-        self.file, self._temporary = file, file.with_name(f".{file.name}.partial")
+        self.file, self._temporary = file, _partial(file)
         header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
         end = 0
         for output in outputs:
@@ -155,44 +161,65 @@ class FolderWriter:
         except (CheckpointError, OSError) as error:
             self._error = str(error)
 
-    def close(self, others: Mapping[str, str], *, failed: str = "") -> None:
-        """Puts all files in place, removes what an earlier checkpoint left there, and writes the index; every rank.
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank could not write something: the others need not know yet."""
+        return bool(self._error)
+
+    def close(self, others: Mapping[str, str | Path], *, failed: str = "") -> None:
+        """Writes index and further files, then puts all in place, and removes what an earlier checkpoint left there.
+
+        Every rank calls it.
 
         Args:
-            others: further files, name -> text, written by rank 0.
+            others: further files, name -> text or the file to copy; rank 0 writes them.
             failed: what else went wrong on this rank.
 
         Raises:
             CheckpointError: on every rank, if a file could not be written on any: then none is replaced.
         """
+        rank, _ = world()
+        prepared: list[Path] = []
+        if rank == 0 and not failed:
+            self._keep(lambda: self._prepare(others, prepared))
         try:
-            self._agree(failed or self._error)
-            self._error = ""
-            self._keep(lambda: [writer.place() for writer in self._finished])
-            self._agree(self._error)
+            self._agree(self._error or failed)
         except CheckpointError:
             for writer in [*self._finished, *([self._open] if self._open else [])]:
                 writer.abandon()
+            for file in prepared:
+                _partial(file).unlink(missing_ok=True)
             raise
-        rank, _ = world()
+        self._keep(lambda: [writer.place() for writer in self._finished])
+        self._keep(lambda: [_partial(file).replace(file) for file in prepared])
+        self._agree(self._error)
         if rank == 0:
-            self._keep(lambda: self._complete(others))
+            self._keep(self._remove_stale)
         self._agree(self._error)
 
-    def _complete(self, others: Mapping[str, str]) -> None:
+    def _prepare(self, others: Mapping[str, str | Path], prepared: list[Path]) -> None:
+        """Writes all but the weights under temporary names."""
+        files = dict(others)
+        if len(self._files) > 1:
+            sizes = [output.num_bytes for file in self._files for output in file.outputs]
+            weight_map = {output.name: file.name for file in self._files for output in file.outputs}
+            files[INDEX] = json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2)
+        for name, content in files.items():
+            file = self.directory / name
+            prepared.append(file)
+            if isinstance(content, Path):
+                shutil.copyfile(content, _partial(file))
+            else:
+                _partial(file).write_text(content)
+
+    def _remove_stale(self) -> None:
+        """Weights of an earlier checkpoint, which would be read with these."""
         names = {file.name for file in self._files}
         for stale in self.directory.glob("model*.safetensors"):
             if stale.name not in names:
                 stale.unlink()
-        index = self.directory / INDEX
         if len(names) == 1:
-            index.unlink(missing_ok=True)
-        else:
-            sizes = [output.num_bytes for file in self._files for output in file.outputs]
-            weight_map = {output.name: file.name for file in self._files for output in file.outputs}
-            index.write_text(json.dumps({"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}, indent=2))
-        for name, text in others.items():
-            (self.directory / name).write_text(text)
+            (self.directory / INDEX).unlink(missing_ok=True)
 
     def _agree(self, error: str) -> None:
         errors = all_gather(error)

@@ -94,6 +94,7 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
                 "Hand over the lengths of the whole batch, not of a slice."
             )
         inner = cu_seq_lens[1:-1].long()
+        inner = inner[inner < B * S]  # a last document without tokens
         starts.view(-1)[inner] = True
         return starts
     text = text_positions(position_ids, B)

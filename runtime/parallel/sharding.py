@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -166,7 +167,14 @@ def find_layers(model: nn.Module, layer_classes: Iterable[str] | None) -> list[n
         )
     # What is not split over devices includes embeddings of some models, which may be tied to the head in the root.
     repeated = [path for path in found if path.rpartition(".")[2].isdigit()]
-    return [model.get_submodule(path) for path in repeated or found]
+    return [module for path in repeated or found if _shares_nothing(module := model.get_submodule(path), model)]
+
+
+def _shares_nothing(layer: nn.Module, model: nn.Module) -> bool:
+    """Whether all parameters of a layer are its own. FSDP2 would part those that it shares with another group."""
+    inside = Counter(id(parameter) for _, parameter in layer.named_parameters(remove_duplicate=False))
+    everywhere = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return all(everywhere[parameter] == count for parameter, count in inside.items())
 
 
 # ------------------------------------------------------------------------------------- kept in fp32
@@ -322,8 +330,7 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
         device: what layers compute on. With `cpu_offload` parameters are kept in host memory nonetheless.
 
     Raises:
-        ValueError: such a buffer that upstream's initialisation leaves as it was: it would hold what happened to be in
-            memory.
+        ValueError: such a buffer that upstream's initialisation leaves as it was.
     """
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -339,20 +346,57 @@ def materialise(model: nn.Module, device: torch.device | str) -> None:
     for (first, first_name), *others in shared.values():
         for module, name in others:
             module._parameters[name] = first._parameters[first_name]
-    untouched = []
+    compute_buffers(model)
+
+
+@torch.no_grad()
+def compute_buffers(model: nn.Module) -> None:
+    """Gives buffers that no checkpoint holds their values, by upstream's initialisation of their module.
+
+    Raises:
+        ValueError: neither the module nor one around it computes them.
+    """
+    pending: dict[str, list[tuple[nn.Module, str]]] = {}
     for path, module in model.named_modules():
-        own = [name for name in module._non_persistent_buffers_set if module._buffers.get(name) is not None]
-        marked = [name for name in own if module._buffers[name].is_floating_point()]
-        for name in marked:
-            module._buffers[name].fill_(float("nan"))
-        if own:
-            initialiser_of(model, path)(module)
-        untouched += [f"{path}.{name}" for name in marked if bool(module._buffers[name].isnan().any())]
+        for name in module._non_persistent_buffers_set:
+            if module._buffers.get(name) is not None:
+                pending.setdefault(path, []).append((module, name))
+    for buffers in pending.values():
+        for module, name in buffers:
+            if module._buffers[name].is_floating_point():
+                module._buffers[name].fill_(float("nan"))  # to see what is left as it was
+    for path in list(pending):
+        _run_initialiser(model, path)
+    untouched = []
+    for path, buffers in pending.items():
+        around = path
+        while around and _unset(buffers):
+            around = around.rpartition(".")[0]
+            _run_initialiser(model, around)
+        untouched += [f"{path}.{name}" for name in _unset(buffers)]
     if untouched:
         raise ValueError(
             f"{type(model).__name__} does not initialise its buffers {untouched[:6]}, which no checkpoint holds. Build "
             "it on the CPU instead of the meta device."
         )
+
+
+def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
+    values = ((name, module._buffers[name]) for module, name in buffers)
+    return [name for name, value in values if value.is_floating_point() and bool(value.isnan().any())]
+
+
+def _run_initialiser(model: nn.Module, path: str) -> None:
+    """Initialises one module. What upstream writes into its parameters goes nowhere: they come from a checkpoint."""
+    module = model.get_submodule(path)
+    parameters = dict(module._parameters)
+    try:
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.empty(parameter.shape, device="meta"))
+        initialiser_of(model, path)(module)
+    finally:
+        module._parameters.update(parameters)
 
 
 def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:

@@ -1,0 +1,223 @@
+"""Loading weights from disk: speed beside plain reading of the same files, and peak memory beside the model's own share.
+
+    python benchmarks/bench_checkpoints.py --directory /scratch --layers 6             # whole, on one rank
+    python benchmarks/bench_checkpoints.py --directory /scratch --layers 15 --ranks 4 --ep 4
+
+Makes files in the shape of Qwen3-30B-A3B (48 layers there, `--layers` here) with one key per expert, in bf16, and removes
+them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it. With
+`--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its own share and talks to nobody.
+Appends to benchmarks/results_checkpoints.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results_checkpoints.csv")
+COLUMNS = (
+    "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
+    "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
+)  # fmt: skip
+BLOCK = 16 << 20
+GIB = 1 << 30
+
+
+def config(layers: int):
+    """Qwen3-30B-A3B with fewer layers."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
+        norm_topk_prob=True, dtype="bfloat16", architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+
+
+def empty_model(layers: int):
+    import torch
+
+    from patchgen.runtime import registry
+
+    cls = registry.find_model("qwen3_moe").load().Qwen3MoeForCausalLM
+    with torch.device("meta"):
+        return cls._from_config(config(layers), dtype=torch.bfloat16, attn_implementation="eager")
+
+
+def make(directory: Path, layers: int) -> None:
+    """Writes the files, tensor by tensor, with values that no disk can leave out."""
+    import torch
+
+    from patchgen.runtime.checkpoint.layout import disassemble
+    from patchgen.runtime.checkpoint.moves import leaf
+    from patchgen.runtime.checkpoint.writing import FolderWriter, Output, plan
+
+    model = empty_model(layers)
+    leaves = {name: leaf(name, t.shape, t.dtype, name) for name, t in model.state_dict().items()}
+    written = disassemble(model, leaves, layout=None, origin=None)
+    files = plan([Output(name, moved, torch.bfloat16) for name, moved in written.items()], max_file=4_000_000_000)
+    writer = FolderWriter(directory, files)
+    noise = (torch.randn(8 << 20, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    place = 0
+    for file in files:
+        for output in file.outputs:
+            size = output.moved.numel()
+            place = (place + 4099) % (1 << 20)
+            repeats = -(-(size + place) // noise.numel())
+            values = noise.repeat(repeats) if repeats > 1 else noise
+            writer.write(output, values[place : place + size])
+    writer.close({"config.json": config(layers).to_json_string()})
+
+
+def drop(directory: Path) -> None:
+    """Removes the files from the page cache."""
+    for file in directory.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_sequentially(directory: Path) -> dict[str, float]:
+    """Every byte of every file into one buffer."""
+    buffer = bytearray(BLOCK)
+    total, started = 0, time.perf_counter()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as stream:
+            while count := stream.readinto(buffer):
+                total += count
+    return {"gb": total / 1e9, "seconds": time.perf_counter() - started}
+
+
+def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
+    """Rank 0's load."""
+    import torch
+
+    from patchgen.runtime.checkpoint import load_pretrained
+    from patchgen.runtime.checkpoint.placement import local_tensor
+    from patchgen.runtime.parallel import ParallelConfig, sharding
+    from patchgen.runtime.parallel.state import ParallelState
+
+    model = empty_model(layers)
+    if ranks > 1:
+        import torch.distributed as dist
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), "cpu"))
+        dist.all_gather_object = lambda target, value, group=None: target.__setitem__(0, value)  # nobody answers
+    sharding.materialise(model, "cpu")
+    report = load_pretrained(model, directory)
+    share = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
+    if ranks == 1:
+        check(model, directory)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "share_gib": share / GIB,
+        "peak_above_share_gib": (peak - share) / GIB,
+        "read_gb": report.num_bytes / 1e9,
+        "seconds": report.seconds,
+        "torch": torch.__version__,
+    }
+
+
+def check(model, directory: Path) -> None:
+    """What was timed did load: some tensors against the safetensors library."""
+    import torch
+    from safetensors import safe_open
+
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    for expert, half in ((0, 0), (77, 1), (127, 0)):
+        key = f"model.layers.0.mlp.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"
+        with safe_open(directory / index[key], "pt") as file:
+            mine = model.model.layers[0].mlp.experts.gate_up_proj[expert].chunk(2)[half]
+            assert torch.equal(mine, file.get_tensor(key)), key
+
+
+def in_a_process(*arguments: str) -> dict:
+    """The JSON that this script prints in a process of its own."""
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
+    """The median of a few rounds of reading and loading in turn."""
+    import transformers
+
+    shape = ["--directory", str(directory), "--layers", str(options.layers)]
+    loads, reads = [], []
+    for _ in range(options.repeat):
+        drop(directory)
+        reads.append(in_a_process(*shape, "--part", "read"))
+        drop(directory)
+        loads.append(in_a_process(*shape, "--part", "load", "--ranks", str(options.ranks), "--ep", str(options.ep)))
+        print(f"read {reads[-1]}\nload {loads[-1]}", flush=True)
+    sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
+    speed = statistics.median(one["read_gb"] / one["seconds"] for one in loads)
+    ratios = [(a["read_gb"] / a["seconds"]) / (b["gb"] / b["seconds"]) for a, b in zip(loads, reads, strict=True)]
+    row = {
+        "date": datetime.date.today().isoformat(),
+        "torch": loads[0]["torch"],
+        "transformers": transformers.__version__,
+        "cpu_threads": os.cpu_count(),
+        "model": f"Qwen3-30B-A3B, {options.layers} of 48 layers, bf16, per expert",
+        "files_gb": round(reads[0]["gb"], 2),
+        "ranks": options.ranks,
+        "ep": options.ep,
+        "share_gib": round(loads[0]["share_gib"], 2),
+        "peak_above_share_gib": round(max(one["peak_above_share_gib"] for one in loads), 2),
+        "read_gb": round(loads[0]["read_gb"], 2),
+        "load_s": round(statistics.median(one["seconds"] for one in loads), 1),
+        "load_gb_s": round(speed, 2),
+        "sequential_gb_s": round(sequential, 2),
+        "speed_ratio": round(statistics.median(ratios), 2),
+    }
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--directory", type=Path, required=True, help="where the files are made")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
+    parser.add_argument("--part", choices=("read", "load"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part == "read":
+        print(json.dumps(read_sequentially(options.directory)))
+        return
+    if options.part == "load":
+        print(json.dumps(load(options.directory, options.layers, options.ranks, options.ep)))
+        return
+    directory = options.directory / f"qwen3-30b-a3b-{options.layers}-layers"
+    try:
+        if not (directory / "config.json").is_file():
+            make(directory, options.layers)
+        row = measure(directory, options)
+    finally:
+        if not options.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            table.writeheader()
+        table.writerow(row)
+    print(f"{platform.machine()}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()

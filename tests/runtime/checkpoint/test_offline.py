@@ -1,0 +1,310 @@
+"""convert, export and fingerprint from disk to disk, by the commands; damaged files and full disks."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from typer.testing import CliRunner
+
+from patchgen import cli
+from patchgen.errors import ConfigError
+from patchgen.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    convert,
+    export_pretrained,
+    export_run,
+    fingerprint,
+    load_pretrained,
+    offline,
+    writing,
+)
+
+
+@pytest.fixture(scope="module")
+def original():
+    """Upstream's model with weights of its own."""
+    from transformers import Qwen3MoeForCausalLM
+
+    return small_models.build(Qwen3MoeForCausalLM, small_models.moe_config())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(original, tmp_path_factory):
+    """As upstream saves it, with a tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("upstream")
+    original.save_pretrained(folder, max_shard_size="10KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("of the original")
+    return folder
+
+
+def run(*arguments: object):
+    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+
+
+def require_loads(original, folder: Path) -> None:
+    """Plain transformers loads a folder, and it is the original."""
+    loaded, info = type(original).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    wanted = original.state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_there_and_back(original, checkpoint, tmp_path):
+    done = run("convert", checkpoint, tmp_path / "stacked", "--layout", "stacked")
+    assert done.exit_code == 0 and "25 tensors" in done.output, done.output
+    stacked = small_models.tensors(tmp_path / "stacked")
+    expected = small_models.stacked(small_models.tensors(checkpoint))
+    assert stacked.keys() == expected.keys()
+    assert all(torch.equal(stacked[name], tensor) for name, tensor in expected.items())
+    assert (tmp_path / "stacked" / "tokenizer.json").is_file()
+    require_loads(original, tmp_path / "stacked")
+    assert run("convert", tmp_path / "stacked", tmp_path / "back", "--layout", "per-expert").exit_code == 0
+    back, first = small_models.tensors(tmp_path / "back"), small_models.tensors(checkpoint)
+    assert back.keys() == first.keys() and all(torch.equal(back[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("layout", small_models.LAYOUTS)
+def test_fingerprints_are_equal_in_every_layout(layout, checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
+    assert fingerprint(folder) == fingerprint(checkpoint)
+
+
+def test_fingerprints_see_one_bit_the_dtype_and_the_place(checkpoint, tmp_path, monkeypatch):
+    first = fingerprint(checkpoint)
+    name = "model.layers.1.mlp.experts.down_proj"
+
+    def flip(found):
+        found["model.layers.1.mlp.experts.3.down_proj.weight"].view(torch.int32)[-1, -1] ^= 1
+        return found
+
+    changed = fingerprint(small_models.rewrite(checkpoint, tmp_path / "flip", flip))
+    assert {key for key in first if first[key] != changed[key]} == {name}
+
+    def exchange(found):
+        keys = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in (0, 1)]
+        found[keys[0]], found[keys[1]] = found[keys[1]], found[keys[0]]
+        return found
+
+    assert fingerprint(small_models.rewrite(checkpoint, tmp_path / "exchange", exchange))[name] != first[name]
+    convert(checkpoint, tmp_path / "half", dtype=torch.bfloat16)
+    assert not set(fingerprint(tmp_path / "half").values()) & set(first.values())
+    monkeypatch.setattr(offline, "CHUNK", 100)
+    assert fingerprint(checkpoint) == first
+
+
+def test_fingerprint_prints_a_line_per_tensor_and_one_of_all(checkpoint, tmp_path):
+    done = run("fingerprint", checkpoint)
+    lines = done.output.splitlines()
+    assert len(lines) == 26 and lines[-1].endswith("all 25 tensors")
+    convert(checkpoint, tmp_path / "stacked", layout="stacked")
+    assert run("fingerprint", tmp_path / "stacked").output == done.output
+
+
+def test_a_run_is_exported_in_the_layout_of_its_original(original, checkpoint, tmp_path):
+    """Loaded from stacks that lay transposed, in bf16: exported the same way, with the original's tokenizer."""
+    folder = small_models.rewrite(checkpoint, tmp_path / "transposed", small_models.transposed)
+    (folder / "tokenizer.json").write_text("{}")
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(), device="meta")
+    load_pretrained(model, folder)
+    checkpointer = Checkpointer(tmp_path / "run" / "checkpoints")
+    checkpointer.save(1, model=model, asynchronous=False)
+    with torch.no_grad():
+        model.model.norm.weight.add_(1)
+    checkpointer.save(2, model=model, asynchronous=False)
+    done = run("export", tmp_path / "run", "--output", tmp_path / "first", "--step", "1")
+    assert done.exit_code == 0 and "step-00000001 ->" in done.output
+    got, expected = small_models.tensors(tmp_path / "first"), small_models.tensors(folder)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    assert (tmp_path / "first" / "tokenizer.json").is_file()
+    assert run("export", tmp_path / "run", "--output", tmp_path / "second").exit_code == 0
+    assert torch.equal(
+        small_models.tensors(tmp_path / "second")["model.norm.weight"], expected["model.norm.weight"] + 1
+    )
+    assert (
+        run(
+            "export", tmp_path / "run", "--output", tmp_path / "one", "--layout", "per-expert", "--step", "1"
+        ).exit_code
+        == 0
+    )
+    require_loads(original, tmp_path / "one")
+    fingerprints = [fingerprint(path) for path in (checkpoint, tmp_path / "run" / "checkpoints" / "step-00000001")]
+    assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.parametrize("layout", small_models.LAYOUTS)
+def test_export_of_a_model_follows_its_original(layout, original, checkpoint, tmp_path):
+    """Each layout comes out as it went in, but for merged experts: those nobody loads."""
+    folder = small_models.rewrite(checkpoint, tmp_path / "in", small_models.LAYOUTS[layout])
+    model = small_models.build(small_models.generated_class(), small_models.moe_config(), device="meta")
+    load_pretrained(model, folder)
+    export_pretrained(model, tmp_path / "out", max_file=20_000)
+    got = small_models.tensors(tmp_path / "out")
+    expected = small_models.tensors(checkpoint if "merged" in layout or layout == "mixed" else folder)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+def test_dtype_of_an_export(original, checkpoint, tmp_path):
+    export_pretrained(original, tmp_path, dtype=torch.bfloat16, source=checkpoint)
+    first = small_models.tensors(checkpoint)
+    assert all(torch.equal(t, first[name].bfloat16()) for name, t in small_models.tensors(tmp_path).items())
+    from transformers import AutoConfig
+
+    assert AutoConfig.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert AutoConfig.from_pretrained(tmp_path).architectures == ["Qwen3MoeForCausalLM"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+def test_an_earlier_export_is_replaced_whole(original, tmp_path):
+    export_pretrained(original, tmp_path, max_file=10_000)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    export_pretrained(original, tmp_path)
+    assert [path.name for path in tmp_path.glob("*safetensors*")] == ["model.safetensors"]
+    require_loads(original, tmp_path)
+
+
+def test_memory_holds_one_tensor_at_a_time(original, tmp_path, monkeypatch):
+    """What exists beside the model while a folder is written is less than twice its largest tensor."""
+
+    def held() -> int:
+        gc.collect()
+        found = {}
+        for one in gc.get_objects():
+            if type(one) in (torch.Tensor, torch.nn.Parameter) and one.device.type == "cpu":
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+        return sum(found.values())
+
+    largest = max(parameter.numel() * 4 for parameter in original.parameters())
+    before, most = held(), []
+    write = writing.FolderWriter.write
+
+    def measured(self, output, tensor):
+        if output.num_bytes * 2 > largest:
+            most.append(held() - before)
+        write(self, output, tensor)
+
+    monkeypatch.setattr(writing.FolderWriter, "write", measured)
+    export_pretrained(original, tmp_path, layout="stacked")
+    assert len(most) >= 2 and 0 < max(most) < 2 * largest
+
+
+def test_layouts_that_do_not_exist(checkpoint, tmp_path):
+    with pytest.raises(CheckpointError, match="There is no layout 'sideways'. Layouts: per-expert, stacked"):
+        convert(checkpoint, tmp_path / "out", layout="sideways")
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **small_models.SMALL, num_local_experts=4, num_experts_per_tok=2, sliding_window=4,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    model = small_models.build(GptOssForCausalLM, config)
+    with pytest.raises(CheckpointError, match="GptOssForCausalLM has no layout with one key per expert"):
+        export_pretrained(model, tmp_path / "oss", layout="per-expert")
+    assert not (tmp_path / "oss").exists() and not (tmp_path / "out").exists()
+
+
+def test_errors_of_commands_are_for_their_reader(checkpoint, tmp_path):
+    for arguments, text in (
+        (("fingerprint", tmp_path / "nowhere"), "nowhere holds no whole checkpoint"),
+        (("convert", checkpoint, checkpoint), "would be read and written at once"),
+        (("export", checkpoint, "--output", tmp_path / "x"), "holds no whole checkpoint"),
+        (("convert", checkpoint, tmp_path / "x", "--dtype", "int4"), "There is no dtype 'int4'"),
+    ):
+        done = run(*arguments)
+        assert isinstance(done.exception, ConfigError) and text in str(done.exception), (arguments, done.exception)
+
+
+def test_damage_is_found_before_anything_is_written(checkpoint, tmp_path):
+    folder = small_models.rewrite(checkpoint, tmp_path / "in", lambda found: found)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"in model.safetensors ends at byte"):
+        convert(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    nan = small_models.rewrite(
+        checkpoint, tmp_path / "nan", lambda f: f | {"lm_head.weight": f["lm_head.weight"] * float("nan")}
+    )
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "model.safetensors").write_bytes(b"an earlier one")
+    with pytest.raises(CheckpointError, match="lm_head.weight in .*model.safetensors holds NaN"):
+        convert(nan, tmp_path / "kept")
+    assert [p.name for p in (tmp_path / "kept").iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "kept" / "model.safetensors").read_bytes() == b"an earlier one"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB, and a way to leave so many bytes of it free; skipped where none can be mounted."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder]).returncode:
+        pytest.skip("a small tmpfs cannot be mounted here")
+
+    def leave(free: int) -> None:
+        (folder / "ballast").unlink(missing_ok=True)
+        (folder / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - free))
+
+    yield folder, leave
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk(small_disk, original, checkpoint):
+    disk, leave = small_disk
+    leave(24 << 10)
+    for write in (lambda: convert(checkpoint, disk), lambda: export_pretrained(original, disk, max_file=10_000)):
+        with pytest.raises(CheckpointError) as caught:
+            write()
+        assert "No space left on device" in str(caught.value)
+        assert f"{disk}/model" in str(caught.value)
+        assert [path.name for path in disk.iterdir()] == ["ballast"]
+    leave(100 << 10)
+    checkpointer = Checkpointer(disk)
+    checkpointer.save(1, model=torch.nn.Linear(3, 3), asynchronous=False)
+    leave(36 << 10)
+    with pytest.raises(CheckpointError, match="Step 2 could not be saved .* GB free there"):
+        checkpointer.save(2, model=original, asynchronous=False)
+    assert checkpointer.complete() == [1]
+
+
+def test_an_export_stops_at_a_limit_too(checkpoint, tmp_path):
+    """A limit on the size of files, where no disk can be mounted: the earlier export stays."""
+    script = (
+        "import resource, signal, sys\n"
+        "from patchgen.runtime.checkpoint import CheckpointError, convert\n"
+        "convert(sys.argv[1], sys.argv[2])\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
+        "try:\n    convert(sys.argv[1], sys.argv[2], layout='stacked')\n"
+        "except CheckpointError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", script, str(checkpoint), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "cannot be written to" in done.stdout and "too large" in done.stdout, done.stdout + done.stderr
+    assert fingerprint(tmp_path) == fingerprint(checkpoint)
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in small_models.tensors(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_without_its_class_is_named(tmp_path, original):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=original, asynchronous=False)
+    small_models.change_config(tmp_path / "step-00000001", num_hidden_layers=1)
+    fields = (tmp_path / "step-00000001" / "checkpoint.json").read_text()
+    size = (tmp_path / "step-00000001" / "config.json").stat().st_size
+    manifest = json.loads(fields)
+    manifest["files"]["config.json"] = size
+    (tmp_path / "step-00000001" / "checkpoint.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="holds tensors that are not those of Qwen3MoeForCausalLM"):
+        export_run(tmp_path, tmp_path / "out")
