@@ -13,7 +13,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints \
-	test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data clean
+	test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -30,6 +30,11 @@ $(VENV)/.setup-test: $(VENV)/.setup
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
 	@$(PIP) install --constraint constraints.txt --editable '.[test]'
 	@$(PIP) install --no-deps --upgrade --target $(VENV)/torchvision-for-tests $(TORCHVISION)
+	@touch $@
+
+$(VENV)/.setup-train: $(VENV)/.setup-test
+	@echo "setting up $(VENV) (training)"
+	@$(PIP) install --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 setup: $(VENV)/.setup  ## install the generator into .venv
@@ -67,6 +72,10 @@ lint: $(VENV)/.setup-test  ## ruff, format included
 
 test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel -m "not gpu" $(ARGS)
+
+train: $(VENV)/.setup-train  ## train the toy recipe on two CPU ranks that share the experts (minutes), load the export
+	@OMP_NUM_THREADS=1 $(PATCHGEN) train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2 --fresh $(ARGS)
+	@$(BIN)/python -m patchgen.runtime.train.check_run runs/qwen3_moe_toy --below 0.6
 
 test-checkpoints: $(VENV)/.setup-test  ## checkpoints of every model over ranks, runs killed thirty times (minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/checkpoint tests/distributed/test_checkpoints.py -m "not gpu" $(ARGS)

@@ -214,6 +214,7 @@ def train(
         bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
     ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="show the recipe with all defaults")] = False,
+    script: Annotated[str | None, typer.Option("--script", help="print a start script: slurm or ssh")] = None,
 ) -> None:
     """Train a recipe: on this machine, on several, or as a rank of torchrun. A run that exists is continued.
 
@@ -231,6 +232,7 @@ def train(
             fresh=fresh,
             dry_run=dry_run,
             print_config=print_config,
+            script=script,
         )
     )
 

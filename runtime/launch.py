@@ -14,18 +14,19 @@ import contextlib
 import datetime
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 
 # A rank that was asked to stop finishes its step and saves; only then is it ended by force.
 SHUTDOWN_SECONDS = "900"
+STOPPED = 130  # the exit status of a run that was asked to stop, and has saved
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -41,7 +42,7 @@ def launch(
     rdzv_endpoint: str = "",
     fresh: bool = False,
 ) -> int:
-    """Runs a recipe to its end on all ranks of this machine; returns an exit status.
+    """Runs a recipe to its end on all ranks of this machine; returns an exit status: 0, or `STOPPED`.
 
     Args:
         processes: ranks on this machine.
@@ -58,8 +59,7 @@ def launch(
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if fresh:
             raise RecipeError("--fresh works where this command starts the ranks itself: name another log.directory.")
-        worker(to_dict(recipe))
-        return 0
+        return STOPPED if worker(to_dict(recipe)) == "stop" else 0
     least, _, most = nodes.partition(":")
     most = most or least
     if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
@@ -74,8 +74,7 @@ def launch(
             raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
         move_away(recipe.directory)
     if processes == 1 and int(most) == 1 and recipe.train.restarts == 0:
-        worker(to_dict(recipe))
-        return 0
+        return STOPPED if worker(to_dict(recipe)) == "stop" else 0
     return _run_agent(recipe, processes, int(least), int(most), rdzv_endpoint)
 
 
@@ -96,11 +95,13 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         monitor_interval=0.5,
     )
     try:
-        elastic_launch(config, worker)(to_dict(recipe))
+        reasons = elastic_launch(config, worker)(to_dict(recipe))
+    except SignalException:
+        return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
-    return 0
+    return STOPPED if "stop" in reasons.values() else 0
 
 
 def _reason(failure: Any) -> str:
@@ -113,14 +114,18 @@ def _reason(failure: Any) -> str:
 
 
 @record
-def worker(values: dict[str, Any]) -> None:
-    """One rank: process group, device, trainer. `values` is a recipe as a dict, for it crosses a process border."""
+def worker(values: dict[str, Any]) -> str:
+    """One rank: process group, device, trainer; returns why the run ended (`Summary.reason`).
+
+    Args:
+        values: a recipe as a dict, for it crosses a process border.
+    """
     recipe = from_dict(values)
     with process_group() as device:
         from patchgen.runtime.train import setup
         from patchgen.runtime.train.trainer import Trainer
 
-        Trainer(recipe, device, setup.listeners(recipe)).run()
+        return Trainer(recipe, device, setup.listeners(recipe)).run().reason
 
 
 @contextlib.contextmanager
@@ -138,9 +143,11 @@ def process_group():
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
     try:
         yield device
-    finally:
-        if sys.exc_info()[0] is None:
-            dist.destroy_process_group()  # after an error the others may never come to this
+    except BaseException:
+        if alone:  # other ranks may never come to this
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def move_away(directory: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from pathlib import Path
 
-from patchgen.errors import ConfigError
+from patchgen.errors import ConfigError, PatchgenError
+
+SCRIPTS = ("slurm", "ssh")
 
 
 def train(
@@ -18,6 +22,7 @@ def train(
     fresh: bool,
     dry_run: bool,
     print_config: bool,
+    script: str | None,
 ) -> int:
     """Trains a recipe; 0 when it ended as it should."""
     try:
@@ -29,6 +34,9 @@ def train(
         if print_config:
             print(recipes.to_yaml(recipe), end="")
             return 0
+        if script is not None:
+            print(start_script(script, path, recipe.name, assignments, processes, nodes), end="")
+            return 0
         if dry_run:
             from patchgen.runtime.train import plan
 
@@ -36,7 +44,33 @@ def train(
             print(plan.describe(recipe, world))
             return 0
         from patchgen.runtime import launch
+        from patchgen.runtime.checkpoint import CheckpointError
+        from patchgen.runtime.data import DataError
+        from patchgen.runtime.train.trainer import TrainingStopped
 
-        return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
+        try:
+            return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
+        except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
+            raise PatchgenError(str(error)) from error
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
+
+
+def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
+    """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    if kind not in SCRIPTS:
+        raise ConfigError(f"--script knows {', '.join(SCRIPTS)}, not '{kind}'.")
+    if not nodes.isdigit():
+        raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
+    environment = Environment(
+        loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
+    )
+    quoted = [shlex.quote(assignment) for assignment in assignments]
+    sets = "".join(f" \\\n  --set {assignment}" for assignment in quoted)
+    if kind == "ssh":  # one line, within double quotes
+        sets = "".join(" --set " + re.sub(r'(["$`\\])', r"\\\1", assignment) for assignment in quoted)
+    return environment.get_template(f"{kind}.jinja").render(
+        recipe=path, name=name, processes=processes, nodes=nodes, assignments=sets, port=29_500
+    )

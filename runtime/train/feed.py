@@ -20,6 +20,7 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.flops import ModelCost
+from patchgen.runtime.train.recipe import RecipeError
 
 
 class Loader(Protocol):
@@ -60,10 +61,10 @@ def micro_batches_per_step(batches_per_step: int, num_batches: int) -> int:
     """What each batch group accumulates.
 
     Raises:
-        ValueError: the batches of a step do not divide evenly.
+        RecipeError: the batches of a step do not divide evenly.
     """
     if batches_per_step % num_batches:
-        raise ValueError(
+        raise RecipeError(
             f"train.batches_per_step = {batches_per_step} does not divide over the {num_batches} batch groups of this "
             f"layout (dp_replicate * dp_shard). Make it a multiple of {num_batches}, or share sequences (parallel.sp)."
         )

@@ -176,7 +176,7 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     """Selects the kernels; returns those that the recipe names or chooses, by seam.
 
     Raises:
-        ValueError: an implementation that does not exist, or a seam that was named and that the model does not call.
+        RecipeError: an implementation that does not exist, or a seam that was named and that the model does not call.
     """
     used = report.seam_users(model)
     wanted = {name: getattr(recipe.kernels, name) for name in seams.names()}
@@ -184,8 +184,11 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
         if wanted[name] is None and name in used:
             wanted[name] = "auto"
     chosen = {name: implementation for name, implementation in wanted.items() if implementation is not None}
-    seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
-    report.check_seams(used, chosen)
+    try:
+        seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
+        report.check_seams(used, chosen)
+    except ValueError as error:
+        raise RecipeError(f"kernels: {error}") from error
     return chosen
 
 

@@ -408,6 +408,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
         siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
         elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
         near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
+        near = near or difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.5)
         there_are = f" There are: {', '.join(siblings)}." if not near else f" Did you mean {near[0]}?"
         return f"{where}: no such key.{there_are}"
     if problem["type"] in ("missing", "missing_argument"):

@@ -35,10 +35,9 @@ def data_parts(recipe: Recipe) -> DataParts:
     """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
     from transformers import CONFIG_MAPPING, AutoProcessor, AutoTokenizer
 
-    source = recipe.model.source
+    source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
-        vocab_size = models.read_config(recipe.model).get_text_config().vocab_size
-        return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=vocab_size))
+        return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
     tokenizer = AutoTokenizer.from_pretrained(source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)

@@ -24,7 +24,7 @@ from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, optimizers, setup
+from patchgen.runtime.train import flops, lora, optimizers, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, Loader, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, to_dict
@@ -59,6 +59,11 @@ class Trainer:
         self.parts = setup.data_parts(recipe)
         self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
         self.model = models.build_model(recipe, self.state, device)
+        self.adapted = (
+            lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
+            if recipe.lora is not None
+            else None
+        )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
         self.cost = flops.model_cost(self.model)
@@ -111,6 +116,8 @@ class Trainer:
                 part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
                 part.backward()
             share += part.detach()
+        if self.adapted is not None:
+            lora.reduce_gradients(self.model)
         return share
 
     def update(self) -> tuple[float, float]:
@@ -199,7 +206,11 @@ class Trainer:
         """Exports what was trained, unless the run was stopped before its end."""
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
-            folder = setup.export(self.recipe, self.model, self.parts)
+            if self.adapted is None:
+                folder = setup.export(self.recipe, self.model, self.parts)
+            else:
+                folder = self.recipe.directory / "adapter"
+                lora.save(self.adapted, folder)
         summary = Summary(
             steps=self.step,
             reason=reason,

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import torch
 
+from patchgen.runtime import parallel
 from patchgen.runtime.train import setup
-from patchgen.runtime.train.recipe import from_dict
-from patchgen.runtime.train.records import Listener, StepRecord, Summary
-from patchgen.runtime.train.trainer import Trainer
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.records import Evaluation, Listener, StepRecord, Summary
+from patchgen.runtime.train.trainer import Trainer, TrainingStopped
 
 
 class Kept(Listener):
@@ -17,9 +18,13 @@ class Kept(Listener):
 
     def __init__(self) -> None:
         self.steps: list[StepRecord] = []
+        self.evaluations: list[Evaluation] = []
 
     def on_step(self, record: StepRecord) -> None:
         self.steps.append(record)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self.evaluations.append(evaluation)
 
 
 def train(values: dict) -> tuple[list[float], list[float], Summary]:
@@ -28,6 +33,55 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
     summary = trainer.run()
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
+
+
+def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
+    """Losses and evaluations of a run."""
+    kept = Kept()
+    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    return [record.loss for record in kept.steps], kept.evaluations
+
+
+def learning_rates(values: dict) -> list[float]:
+    """The learning rates of the steps that a run takes."""
+    kept = Kept()
+    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    return [record.lr for record in kept.steps]
+
+
+def divergence(values: dict) -> str:
+    """What a run is stopped with."""
+    try:
+        train(values)
+    except TrainingStopped as error:
+        return str(error)
+    raise AssertionError("the run went on")
+
+
+PROBE = [5, 80, 33, 120, 7, 61, 250, 9]
+
+
+def train_adapters(values: dict) -> dict:
+    """A run with adapters: losses, names of what is trained, and logits of `PROBE` after it."""
+    kept = Kept()
+    trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
+    trainer.run()
+    with torch.no_grad(), parallel.using(trainer.state):
+        logits = trainer.model.eval()(input_ids=torch.tensor([PROBE]), use_cache=False).logits
+    return {
+        "losses": [record.loss for record in kept.steps],
+        "trained": [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad],
+        "logits": logits.clone(),
+    }
+
+
+def refusal(values: dict) -> str:
+    """What a recipe is refused with."""
+    try:
+        Trainer(from_dict(values), torch.device("cpu"))
+    except RecipeError as error:
+        return str(error)
+    raise AssertionError("the recipe was accepted")
 
 
 def global_rows(values: dict, count: int) -> list[dict]:

@@ -7,7 +7,6 @@ torch's AdamW and clipping, and a schedule written out again.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 
@@ -19,48 +18,10 @@ LAYOUTS = {
     "FSDP": {},
     "EP2": {"ep": 2},
     "SP2": {"sp": 2},
+    "EP2 x SP2": {"ep": 2, "sp": 2},
     "EP4 x SP2": {"ep": 4, "sp": 2},
     "replicas, EP2": {"dp_replicate": 2, "ep": 2},
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Weights and tokenizer as upstream saves them, and text: files of the standard library."""
-    import ast
-    import sysconfig
-
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    from patchgen.runtime.data import DataConfig, SourceConfig, train_tokenizer
-
-    place = tmp_path_factory.mktemp("trainer")
-    sources = [Path(sysconfig.get_path("stdlib")) / f"{name}.py" for name in ("ast", "bisect", "heapq", "shelve")]
-    with (place / "text.jsonl").open("w") as file:
-        for source in sources:
-            for node in ast.parse(text := source.read_text()).body:
-                file.write(json.dumps({"text": ast.get_source_segment(text, node)}) + "\n")
-    data = DataConfig(sources=(SourceConfig(str(place / "text.jsonl")),), cache_dir=str(place / "cache"))
-    train_tokenizer(data, vocab_size=300).save_pretrained(place / "start")
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=300,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        max_position_embeddings=64,
-        initializer_range=0.1,
-        use_cache=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(place / "start")
-    return place
 
 
 def plain_loop(folder: Path, steps: int, rows: list[dict]) -> list[float]:
@@ -119,11 +80,11 @@ def compare(found: dict[str, list[float]]) -> None:
         assert worst < 1e-4, (name, worst, losses, expected)
 
 
-def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
-    layouts = {name: LAYOUTS[name] for name in ("EP2", "EP4 x SP2")}
-    compare(curves(folder, tmp_path, 6, layouts, one_rank, four_ranks))
+def test_six_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):
+    layouts = {name: LAYOUTS[name] for name in ("EP2 x SP2", "EP4 x SP2")}
+    compare(curves(trainer_folder, tmp_path, 6, layouts, one_rank, four_ranks))
 
 
 @pytest.mark.slow
-def test_fifty_steps_on_one_rank_and_four_are_those_of_a_plain_loop(folder, tmp_path, one_rank, four_ranks):
-    compare(curves(folder, tmp_path, 50, LAYOUTS, one_rank, four_ranks))
+def test_fifty_steps_on_one_rank_and_four_are_those_of_a_plain_loop(trainer_folder, tmp_path, one_rank, four_ranks):
+    compare(curves(trainer_folder, tmp_path, 50, LAYOUTS, one_rank, four_ranks))

@@ -1,0 +1,64 @@
+"""Whether a run did what a first run should: its loss fell, and plain transformers loads what it exported.
+
+    python -m patchgen.runtime.train.check_run runs/qwen3_moe_toy --below 0.6
+
+Generated classes are not registered here: the model that is loaded is upstream's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from patchgen.runtime.train import run_log
+
+LAST = 5
+
+
+def check(directory: Path, below: float) -> str:
+    """One line on what was found.
+
+    Raises:
+        ValueError: the mean loss of the last steps is not below that share of the first, or the export does not load
+            whole.
+    """
+    losses = [entry["loss"] for entry in run_log.read(directory) if "loss" in entry]
+    if not losses:
+        raise ValueError(f"{directory} has no steps ({run_log.STEPS}).")
+    last = statistics.mean(losses[-LAST:])
+    if not last < below * losses[0]:
+        raise ValueError(
+            f"The loss of the last {LAST} of {len(losses)} steps is {last:.4f}, not below {below:.0%} of {losses[0]:.4f}."
+        )
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(directory / "export", output_loading_info=True)
+    wrong = {kind: sorted(names) for kind, names in report.items() if names}
+    if wrong:
+        raise ValueError(f"transformers does not load {directory / 'export'} whole: {wrong}")
+    origin = type(model).__module__
+    if not origin.startswith("transformers."):
+        raise ValueError(f"The export was loaded by {origin}, not by transformers' own class.")
+    return (
+        f"loss {losses[0]:.4f} -> {last:.4f} ({last / losses[0]:.0%}) in {len(losses)} steps; {origin} loads the export: "
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, none missing, none unexpected"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--below", type=float, default=1.0, help="share of the first loss")
+    arguments = parser.parse_args()
+    try:
+        print(check(arguments.directory, arguments.below))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

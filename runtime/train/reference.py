@@ -1,0 +1,116 @@
+"""The reference of recipes, from their types: `python -m patchgen.runtime.train.reference > docs/recipes.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import types
+import typing
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from patchgen.runtime.train.recipe import Recipe, section_type
+
+HEAD = """\
+# Recipes
+
+Every key of a recipe, generated from the types in `runtime/train/recipe.py` and `runtime/data/config.py` by
+`python -m patchgen.runtime.train.reference > docs/recipes.md`. A recipe is YAML with these sections;
+`--set section.key=value` changes one value, `--set data.sources.0.path=my.jsonl` one in a list; `--print-config` shows
+the whole with all defaults. Unknown keys are refused with the nearest that exists.
+"""
+
+
+def text() -> str:
+    """The page."""
+    parts = [HEAD]
+    hints = typing.get_type_hints(Recipe, include_extras=True)
+    about = descriptions(Recipe)
+    for name, kind in hints.items():
+        section = section_type(kind)
+        if section is None:
+            continue
+        parts += [f"## {name}\n", about[name][0].upper() + about[name][1:] + "\n", *tables(section)]
+    return "\n".join(parts)
+
+
+def tables(kind: type) -> list[str]:
+    """The table of a section, then those of the types that its lists hold."""
+    hints, about = typing.get_type_hints(kind, include_extras=True), descriptions(kind)
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    inner = []
+    for field in dataclasses.fields(kind):
+        shown = f"`{field.name}`", type_text(hints[field.name]), f"`{default_text(field)}`", about[field.name]
+        lines.append("| " + " | ".join(part.replace("|", "\\|") for part in shown) + " |")
+        section = section_type(hints[field.name])
+        if section is not None:
+            inner += [f"Each of `{field.name}`:\n", *tables(section)]
+    return ["\n".join(lines) + "\n", *inner]
+
+
+def descriptions(kind: type) -> dict[str, str]:
+    """What each field means: its own help, or the entry of the class's docstring."""
+    documented = inspect.getdoc(kind) or ""
+    entries = re.split(r"\n {4}(?=\w+: )", "\n" + documented.partition("Attributes:")[2].strip("\n"))
+    found = {}
+    for entry in entries:
+        name, _, meaning = entry.strip().partition(": ")
+        found[name] = " ".join(meaning.split())
+    for field in dataclasses.fields(kind):
+        if "help" in field.metadata:
+            found[field.name] = field.metadata["help"]
+        if not found.get(field.name):
+            raise ValueError(f"{kind.__name__}.{field.name} has no description.")
+    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
+
+
+def type_text(kind: Any) -> str:
+    """A type as people write it, with its range."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        limits = [limit for info in arguments[1:] for limit in getattr(info, "metadata", [])]
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        ranges = [f"{signs[name]} {value}" for limit in limits for name, value in vars_of(limit) if name in signs]
+        return f"{type_text(arguments[0])} {', '.join(ranges)}".strip()
+    if origin is typing.Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("null" if part is type(None) else type_text(part) for part in arguments)
+    if origin in (tuple, list):
+        several = arguments[-1] is Ellipsis or len(arguments) == 1
+        return f"list of {type_text(arguments[0])}" if several else f"{len(arguments)} x {type_text(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
+    return names.get(kind, "the keys below" if dataclasses.is_dataclass(kind) else str(kind))
+
+
+def vars_of(limit: Any) -> list[tuple[str, Any]]:
+    """The names and values of a limit of annotated-types (`Ge(ge=1)`)."""
+    return [(field.name, getattr(limit, field.name)) for field in dataclasses.fields(limit)]
+
+
+def default_text(field: dataclasses.Field) -> str:
+    """The default of a field as YAML has it."""
+    value = field.default
+    if isinstance(value, FieldInfo):
+        value = value.get_default(call_default_factory=True)
+    if value is dataclasses.MISSING and field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    if value is dataclasses.MISSING or repr(value) == "PydanticUndefined":
+        return "required"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        shown = [getattr(entry, "path", entry) for entry in value]
+        return "[" + ", ".join(map(str, shown)) + "]"
+    return str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

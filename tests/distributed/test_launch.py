@@ -1,0 +1,131 @@
+"""`patchgen train` as a command: stopped by Ctrl-C it saves and continues; a killed rank is restarted by the agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cases_trainer as cases
+import pytest
+import yaml
+
+from patchgen.commands import training
+from patchgen.errors import PatchgenError
+from patchgen.runtime import launch
+from patchgen.runtime.train import run_log
+
+STEPS = 40
+
+
+def command(folder: Path, place: Path, *more: str, **changes: dict) -> list[str]:
+    train = {"steps": STEPS, "batches_per_step": 4} | changes.pop("train", {})
+    values = cases.recipe_of(folder, log={"directory": str(place / "run")}, train=train, **changes)
+    (place / "mine.yaml").write_text(yaml.safe_dump(values))
+    return [sys.executable, "-m", "patchgen.cli", "train", str(place / "mine.yaml"), *more]
+
+
+def wait_for_step(process: subprocess.Popen, run: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max((entry["step"] for entry in run_log.read(run)), default=0) < step:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step was taken"
+        time.sleep(0.02)
+
+
+def losses(run: Path) -> list[float]:
+    entries = run_log.read(run)
+    assert [entry["step"] for entry in entries] == list(range(1, len(entries) + 1)), "each step once, in order"
+    return [entry["loss"] for entry in entries]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path):
+    (tmp_path / "whole").mkdir()
+    arguments = command(trainer_folder, tmp_path)
+    process = start(arguments)
+    wait_for_step(process, tmp_path / "run", 3)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == launch.STOPPED, text
+    taken = len(losses(tmp_path / "run"))
+    assert 3 <= taken < STEPS
+    assert f"step {taken}: stopped as asked" in text
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"continued after step {taken}" in done.stdout
+    assert (tmp_path / "run" / "index.html").is_file()
+
+    whole = subprocess.run(command(trainer_folder, tmp_path / "whole"), capture_output=True, text=True, timeout=120)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole" / "run"), "bit for bit, as if never stopped"
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_from_the_last_checkpoint(trainer_folder, tmp_path):
+    changes = {"train": {"restarts": 1}, "checkpoint": {"every": 5, "export": False}}
+    process = start(command(trainer_folder, tmp_path, "--nproc", "2", "--set", "parallel.ep=2", **changes))
+    wait_for_step(process, tmp_path / "run", 12)
+    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    found = losses(tmp_path / "run")
+    assert len(found) == STEPS
+    assert "continued after step" in text
+
+    (tmp_path / "whole").mkdir()
+    arguments = command(trainer_folder, tmp_path / "whole", "--nproc", "2", "--set", "parallel.ep=2", **changes)
+    whole = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert found == losses(tmp_path / "whole" / "run"), "bit for bit, as if never killed"
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
+    process = start(command(trainer_folder, tmp_path, "--nproc", "2"))
+    wait_for_step(process, tmp_path / "run", 3)
+    os.kill(process.pid, signal.SIGTERM)  # as a scheduler sends it: to the launcher alone
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == launch.STOPPED, text
+    assert "stopped as asked" in text
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes that the agent started, in the order of their ranks."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sorted(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("asked", "assignments", "told"),
+    [
+        ({"processes": 3}, [], "does not divide over the 3 batch groups"),
+        ({"processes": 2}, ["parallel.ep=4"], "ep=4 does not divide"),
+        ({"nodes": "2"}, [], "needs --rdzv-endpoint HOST:PORT"),
+        ({"nodes": "two"}, [], "--nnodes takes a number or min:max"),
+        ({}, ["train.ep=2"], "Did you mean parallel.ep?"),
+        ({}, ["model.attention=flash"], "model.attention = 'flash' is none of"),
+        ({}, ["model.source=nowhere/at-all"], "is no folder with a config.json"),
+        ({}, ["model.overrides.hiden_size=8"], "has no such field. Near: hidden_size"),
+        ({}, ["kernels.fused_moe=fast"], "has no implementation 'fast'. Available: eager"),
+        ({}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
+    ],
+)
+def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, trainer_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command(trainer_folder, tmp_path)
+    defaults = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False}
+    defaults |= {"dry_run": False, "print_config": False, "script": None}
+    with pytest.raises(PatchgenError) as refusal:
+        training.train(tmp_path / "mine.yaml", assignments, **defaults | asked)
+    assert told in str(refusal.value)
+    assert not (tmp_path / "run" / "steps.jsonl").exists()

@@ -1,0 +1,68 @@
+"""Adapters on one rank and on two: the same curve, and what is saved loads in plain PEFT on upstream's model."""
+
+from __future__ import annotations
+
+import cases_trainer as cases
+import torch
+
+
+def values_of(folder, place, lora, **parallel) -> dict:
+    return cases.recipe_of(
+        folder,
+        parallel=parallel,
+        lora=lora,
+        optim={"lr": 1e-2, "warmup_steps": 0},
+        train={"steps": 3, "batches_per_step": 2},
+        checkpoint={"export": True},
+        log={"directory": str(place)},
+    )
+
+
+def test_adapters_train_alike_on_two_ranks_and_load_in_plain_peft(trainer_folder, tmp_path, one_rank, two_ranks):
+    from peft import PeftModel
+    from transformers import Qwen3MoeForCausalLM
+
+    wanted = {"rank": 4, "alpha": 8.0}
+    alone = one_rank.run(cases.train_adapters, values_of(trainer_folder, tmp_path / "one", wanted))[0]
+    both = two_ranks.run(cases.train_adapters, values_of(trainer_folder, tmp_path / "two", wanted, ep=2))[0]
+    for expected, found in zip(alone["losses"], both["losses"], strict=True):
+        assert abs(expected - found) < 1e-5
+    assert alone["losses"][-1] < alone["losses"][0]
+    assert alone["trained"] == both["trained"] and all("lora_" in name for name in alone["trained"])
+
+    base = Qwen3MoeForCausalLM.from_pretrained(trainer_folder / "start", attn_implementation="eager").eval()
+    ids = torch.tensor([cases.PROBE])
+    with torch.no_grad():
+        before = base(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "two" / "adapter").eval()
+        after = adapted(input_ids=ids).logits
+    assert (after - before).abs().max() > 1e-3, "the adapter must do something, or equality says nothing"
+    torch.testing.assert_close(after, both["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_of_stacked_experts_on_one_rank(trainer_folder, tmp_path, one_rank):
+    from peft import PeftModel
+    from transformers import Qwen3MoeForCausalLM
+
+    wanted = {
+        "rank": 2,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    found = one_rank.run(cases.train_adapters, values_of(trainer_folder, tmp_path / "run", wanted))[0]
+    assert found["losses"][-1] < found["losses"][0]
+    assert any("experts" in name for name in found["trained"])
+    base = Qwen3MoeForCausalLM.from_pretrained(trainer_folder / "start", attn_implementation="eager").eval()
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(base, tmp_path / "run" / "adapter").eval()
+        logits = adapted(input_ids=torch.tensor([cases.PROBE])).logits
+    torch.testing.assert_close(logits, found["logits"], rtol=1e-5, atol=1e-5)
+
+
+def test_adapters_of_experts_on_several_ranks_are_refused(trainer_folder, tmp_path, two_ranks):
+    wanted = {"target_parameters": ["mlp.experts.gate_up_proj"]}
+    for told in two_ranks.run(cases.refusal, values_of(trainer_folder, tmp_path / "run", wanted)):
+        assert "PEFT replaces a stacked parameter" in told
+    wanted = {"target_modules": ["qqq_proj"]}
+    for told in two_ranks.run(cases.refusal, values_of(trainer_folder, tmp_path / "run", wanted)):
+        assert "lora.target_modules: qqq_proj match nothing" in told

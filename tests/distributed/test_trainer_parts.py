@@ -1,0 +1,119 @@
+"""What happens around the steps of a run: evaluation, resuming elsewhere, the end of the data, Muon, divergence."""
+
+from __future__ import annotations
+
+import shutil
+
+import cases_trainer as cases
+import pytest
+
+FOUR = {"ep": 2, "sp": 2}
+
+
+def close(found: list[float], expected: list[float], bar: float) -> None:
+    assert len(found) == len(expected)
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < bar, (found, expected)
+
+
+def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder, tmp_path, one_rank, four_ranks):
+    values = cases.recipe_of(trainer_folder, train={"steps": 4, "batches_per_step": 4}, log={"directory": "."})
+    plain = {**values, "log": {"directory": str(tmp_path / "plain")}}
+    expected = one_rank.run(cases.train, plain)[0][0]
+    evaluated = {**values, "eval_data": {**values["data"], "seed": 7, "epochs": 1}}
+    evaluated["train"] = {**values["train"], "eval_every": 2, "eval_batches": 4}
+    found = {}
+    for name, pool, layout in (("one", one_rank, {}), ("four", four_ranks, FOUR)):
+        run = {**evaluated, "parallel": layout, "log": {"directory": str(tmp_path / name)}}
+        losses, evaluations = pool.run(cases.train_and_evaluate, run)[0]
+        close(losses, expected, 1e-5)
+        assert [one.step for one in evaluations] == [2, 4]
+        assert evaluations[1].loss < evaluations[0].loss
+        found[name] = evaluations
+    close([one.loss for one in found["four"]], [one.loss for one in found["one"]], 1e-5)
+    assert [one.labels for one in found["four"]] == [one.labels for one in found["one"]]
+
+
+def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank, four_ranks):
+    values = cases.recipe_of(
+        trainer_folder,
+        parallel=FOUR,
+        train={"steps": 6, "batches_per_step": 4},
+        checkpoint={"every": 3, "export": False},
+        log={"directory": str(tmp_path / "run")},
+    )
+    losses, _, summary = four_ranks.run(cases.train, values)[0]
+    assert (summary.steps, summary.reason) == (6, "steps")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    rest, _, summary = one_rank.run(cases.train, {**values, "parallel": {}})[0]
+    assert summary.steps == 6
+    close(rest, losses[3:], 1e-5)
+
+
+def test_a_changed_learning_rate_counts_when_a_run_continues(trainer_folder, tmp_path, one_rank):
+    values = cases.recipe_of(
+        trainer_folder, optim={"warmup_steps": 0}, train={"steps": 2}, log={"directory": str(tmp_path / "run")}
+    )
+    one_rank.run(cases.train, values)
+    changed = {**values, "train": {**values["train"], "steps": 3}, "optim": {"lr": 0.5, "schedule": "constant"}}
+    assert one_rank.run(cases.learning_rates, changed)[0] == [0.5]
+
+
+def test_all_ranks_end_with_the_data(trainer_folder, tmp_path, four_ranks):
+    values = cases.recipe_of(
+        trainer_folder,
+        data={"epochs": 1, "tokens_per_batch": 512},
+        train={"steps": 1000, "batches_per_step": 4},
+        log={"directory": str(tmp_path / "run")},
+    )
+    summaries = [summary for _, _, summary in four_ranks.run(cases.train, values)]
+    assert {summary.reason for summary in summaries} == {"data"}
+    assert len({summary.steps for summary in summaries}) == 1 and 0 < summaries[0].steps < 1000
+
+
+def test_muon_has_the_same_curve_on_four_ranks(trainer_folder, tmp_path, one_rank, four_ranks):
+    """Its Newton-Schulz iteration computes in bfloat16, so curves part earlier than those of AdamW."""
+    optim = {"name": "muon", "lr": 3e-3, "muon_lr": 1e-2}
+    found = {}
+    for name, pool, layout in (("one", one_rank, {}), ("four", four_ranks, FOUR)):
+        values = cases.recipe_of(
+            trainer_folder, optim=optim, parallel=layout, train={"steps": 4}, log={"directory": str(tmp_path / name)}
+        )
+        found[name] = pool.run(cases.train, values)[0][0]
+    assert found["one"][-1] < found["one"][0] - 0.1
+    close(found["four"], found["one"], 2e-3)
+
+
+def test_a_run_that_diverges_is_stopped_by_name(trainer_folder, tmp_path, two_ranks):
+    values = cases.recipe_of(
+        trainer_folder,
+        optim={"lr": 1e30, "warmup_steps": 0, "max_skipped": 3},
+        train={"steps": 20, "batches_per_step": 2},
+        log={"directory": str(tmp_path / "run")},
+    )
+    for text in two_ranks.run(cases.divergence, values):
+        assert "3 steps in a row had gradients that are not finite, the last of them step 4" in text
+
+
+def test_the_profiler_writes_its_window(trainer_folder, tmp_path, one_rank):
+    values = cases.recipe_of(
+        trainer_folder,
+        train={"steps": 5, "profile_start": 3, "profile_steps": 1},
+        log={"directory": str(tmp_path / "run")},
+    )
+    one_rank.run(cases.train, values)
+    traces = list((tmp_path / "run" / "profile").glob("*.json"))
+    assert len(traces) == 1 and "aten::" in traces[0].read_text()
+
+
+@pytest.mark.parametrize(("mode", "bar"), [("full", 1e-6), ("selective", 1e-6)])
+def test_activation_checkpointing_changes_no_loss(mode, bar, trainer_folder, tmp_path, two_ranks):
+    found = []
+    for name in ("none", mode):
+        values = cases.recipe_of(
+            trainer_folder,
+            parallel={"ep": 2, "activation_checkpointing": name},
+            train={"steps": 3},
+            log={"directory": str(tmp_path / name)},
+        )
+        found.append(two_ranks.run(cases.train, values)[0][0])
+    close(found[1], found[0], bar)

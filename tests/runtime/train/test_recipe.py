@@ -1,0 +1,100 @@
+"""Recipes: what is refused and in which words, what --set does, and that a printed recipe is the same recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as some
+
+from patchgen.runtime.train import recipe as recipes
+
+RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    place = tmp_path / "mine.yaml"
+    place.write_text("model: {source: qwen3_moe}\ndata: {sources: [{path: 'builtin:stdlib'}]}\n")
+    return place
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
+    recipe = recipes.load(path)
+    assert recipe.name == path.stem
+    assert recipes.from_dict(yaml.safe_load(recipes.to_yaml(recipe))) == recipe
+    assert recipes.from_dict(recipes.to_dict(recipe)) == recipe
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("train.ep", "2", "train.ep: no such key. Did you mean parallel.ep?"),
+        ("data.path", "my.jsonl", "data.path: no such key. Did you mean data.sources.0.path?"),
+        ("train.stepz", "3", "train.stepz: no such key. Did you mean steps?"),
+        ("zebra", "1", "zebra: no such key. There are: model, data, parallel"),
+        ("optim.groups.0.patern", "x", "optim.groups.0.patern: no such key. Did you mean pattern?"),
+        ("data.sources.0.pth", "x", "data.sources.0.pth: no such key. Did you mean path?"),
+        ("train.steps", "0", "train.steps: input should be greater than or equal to 1, not 0."),
+        ("optim.lr", "fast", "optim.lr: input should be a valid number"),
+        ("optim.schedule", "cosin", "'constant', 'linear', 'cosine' or 'wsd', not 'cosin'"),
+        ("data.tokens_per_batch", "0", "data.tokens_per_batch must be at least 1, not 0"),
+        ("optim.warmup_steps", "5000", "are more than train.steps=1000"),
+        ("optim.decay_steps", "5", "is for schedule 'wsd'"),
+        ("train.eval_every", "5", "there is no section eval_data"),
+        ("data.sources.3.path", "x", "'3' is no place in a list of 1; 1 appends to it"),
+        ("train.steps.more", "x", "train.steps: input should be a valid integer, not {'more': 'x'}"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(path, key, value, told):
+    with pytest.raises(recipes.RecipeError) as refusal:
+        recipes.load(path, {key: value})
+    assert told in str(refusal.value)
+
+
+def test_all_problems_are_told_at_once(path):
+    with pytest.raises(recipes.RecipeError, match="2 problem") as refusal:
+        recipes.load(path, {"train.steps": "-1", "parallel.eq": "2"})
+    assert "train.steps" in str(refusal.value)
+    assert "Did you mean ep?" in str(refusal.value)
+
+
+def test_set_reads_values_as_yaml_and_makes_what_is_missing(path):
+    changes = {"parallel.ep": "2", "optim.lr": "1e-3", "lora": "{rank: 4}", "data.sources.1.path": "b.jsonl"}
+    recipe = recipes.load(
+        path, changes | {"model.attention": "null", "optim.groups.0": "{pattern: '*.gate.*', lr: 1}"}
+    )
+    assert (recipe.parallel.ep, recipe.optim.lr, recipe.lora.rank, recipe.model.attention) == (2, 1e-3, 4, None)
+    assert [source.path for source in recipe.data.sources] == ["builtin:stdlib", "b.jsonl"]
+    assert recipe.optim.groups[0].lr == 1.0
+
+
+def test_assignments_need_an_equals_sign():
+    assert recipes.parse_overrides(["a.b=c=d", "e="]) == {"a.b": "c=d", "e": ""}
+    with pytest.raises(recipes.RecipeError, match="not 'parallel.ep'"):
+        recipes.parse_overrides(["parallel.ep"])
+
+
+def test_a_missing_file_names_its_neighbours(path):
+    with pytest.raises(recipes.RecipeError, match=r"There is no recipe .*other.yaml. Beside it: .*mine.yaml"):
+        recipes.load(path.with_name("other.yaml"))
+
+
+@given(
+    steps=some.integers(1, 10**6),
+    lr=some.floats(1e-9, 1.0),
+    sizes=some.tuples(some.integers(1, 64), some.integers(1, 64)),
+    patterns=some.lists(some.text(min_size=1, max_size=8), max_size=3),
+)
+def test_any_recipe_survives_printing(steps, lr, sizes, patterns):
+    values = {
+        "model": {"source": "qwen3", "freeze": patterns},
+        "data": {"tokens_per_batch": sizes[0] * 64},
+        "optim": {"lr": lr, "schedule": "linear"},
+        "train": {"steps": steps, "batches_per_step": sizes[1]},
+    }
+    recipe = recipes.from_dict(values)
+    assert recipes.from_dict(yaml.safe_load(recipes.to_yaml(recipe))) == recipe

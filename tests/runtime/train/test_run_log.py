@@ -1,0 +1,127 @@
+"""What a run leaves behind and shows: the log, trackers, terminal lines, the page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from patchgen.runtime.train import page, run_log, view
+from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary
+
+START = RunStart(
+    name="mine", directory="runs/mine", steps=4, first_step=0, devices=2, device="cpu", parameters=3_000_000,
+    active_parameters=1_000_000, report="Qwen3 <on> ranks", recipe={"train": {"steps": 4}},
+)  # fmt: skip
+END = Summary(steps=4, reason="steps", directory="runs/mine", export="runs/mine/export", data="all samples used")
+
+
+def record(step: int, loss: float = 2.0, **more) -> StepRecord:
+    values = {"grad_norm": 0.5, "lr": 1e-3, "tokens": 640, "labels": 600, "seconds": 0.5, "tflops": 0.25}
+    return StepRecord(step=step, loss=loss, tokens_per_second_per_device=640.0, **values | more)
+
+
+def test_a_continued_run_drops_the_lines_of_steps_that_are_taken_again(tmp_path):
+    log = run_log.RunLog(tmp_path)
+    log.on_start(START)
+    for step in (1, 2, 3):
+        log.on_step(record(step, loss=float(step)))
+    with (tmp_path / "steps.jsonl").open("a") as file:
+        file.write('{"step": 4, "lo')  # a crash in the middle of a line
+    again = run_log.RunLog(tmp_path)
+    again.on_start(RunStart(**vars(START) | {"first_step": 2}))
+    again.on_step(record(3, loss=30.0))
+    again.on_evaluation(Evaluation(step=3, loss=1.5, labels=10, seconds=0.1))
+    again.on_end(END)
+    entries = run_log.read(tmp_path)
+    assert [(entry["step"], entry.get("loss")) for entry in entries] == [(1, 1.0), (2, 2.0), (3, 30.0), (3, None)]
+    assert entries[-1]["eval_loss"] == 1.5
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "steps"
+    assert "steps: 4" in (tmp_path / "recipe.yaml").read_text()
+
+
+def test_a_broken_line_inside_the_log_is_an_error(tmp_path):
+    (tmp_path / "steps.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n')
+    with pytest.raises(json.JSONDecodeError):
+        run_log.read(tmp_path)
+
+
+def test_tensorboard_gets_the_numbers(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = run_log.Tracker("tensorboard", "patchgen", tmp_path)
+    tracker.on_start(START)
+    tracker.on_step(record(1, loss=3.5, grad_norm=float("nan")))
+    tracker.on_end(END)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("train/loss")[0].value == 3.5
+    assert "train/grad_norm" not in events.Tags()["scalars"]
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ImportError, match="log.trackers names 'wandb', which is not installed"):
+        run_log.Tracker("wandb", "patchgen", tmp_path)
+
+
+def test_plain_lines_say_what_counts(capsys):
+    shown = view.PlainView(every=2)
+    shown.on_start(START)
+    for step in (1, 2, 3):
+        shown.on_step(record(step, mfu=0.417, peak_memory_gib=62.04, expert_load=1.5, skipped=step == 3))
+    shown.on_end(END)
+    text = capsys.readouterr().out
+    assert "mine: 3.0 M parameters, 1.0 M of them active per token, on 2 x cpu" in text
+    assert "step     1/4" not in text, "every second step"
+    assert "step     2/4   loss 2.0000   norm 0.500   lr 1.00e-03   tok/s/device 640" in text
+    assert "MFU 41.7%   peak 62.0 GiB   busiest expert 1.5x   left 0:00:01" in text
+    assert "norm 0.500 SKIPPED" in text, "a skipped step is always shown"
+    assert "step 4: all steps taken   run: runs/mine   export: runs/mine/export" in text
+
+
+def test_the_live_view_draws_on_a_terminal(monkeypatch):
+    import io
+
+    from rich.console import Console
+
+    screen = io.StringIO()
+    monkeypatch.setattr(view, "Console", lambda: Console(file=screen, force_terminal=True, width=100))
+    shown = view.LiveView()
+    shown.on_start(START)
+    for step in (1, 2, 3, 4):
+        shown.on_step(record(step, loss=5.0 - step))
+    shown.on_evaluation(Evaluation(step=4, loss=1.25, labels=10, seconds=0.1))
+    shown.on_end(END)
+    assert "Qwen3 <on> ranks" in screen.getvalue()
+    assert "1.0000" in screen.getvalue()
+
+
+def test_bars_show_the_shape():
+    assert view.bars([3, 2, 1, 0], 10) == "█▅▃ "
+    assert len(view.bars(list(range(1000)), 50)) == 50
+    assert view.bars([float("nan")], 10) == ""
+    assert view.bars([1.0, 1.0], 10) == "  "
+
+
+def test_the_page_is_one_file_with_plots_and_escapes_what_it_shows(tmp_path):
+    log = run_log.RunLog(tmp_path)
+    listener = page.RunPage(tmp_path)
+    for one in (log, listener):
+        one.on_start(START)
+    for step in (1, 2, 3, 4):
+        log.on_step(record(step, loss=5.0 - step if step != 2 else float("nan")))
+    for one in (log, listener):
+        one.on_end(END)
+    text = (tmp_path / "index.html").read_text()
+    assert text.count("<svg") == 4, "loss, tokens, norm and learning rate; no expert load"
+    assert "Qwen3 &lt;on&gt; ranks" in text
+    assert "src=" not in text and "href=" not in text, "nothing is fetched"
+    assert ("last loss", "1.0000") in page.figures(run_log.read(tmp_path))
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_picture_is_left_out_and_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert not page.write_png([{"step": 1, "loss": 1.0}], tmp_path / "report.png")
+    assert "matplotlib is not installed" in capsys.readouterr().out
