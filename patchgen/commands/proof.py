@@ -50,19 +50,22 @@ def verify_on_ranks(models: list[str], *, every: bool, head: str | None, ranks: 
 
     from patchgen.runtime import registry
     from patchgen.runtime.verify import media_ranks, rank_report
+    from patchgen.runtime.verify.ranks import RankPool
 
     layout = rank_report.layout_name(ranks, sp, fsdp)
     failed = []
+    pool = RankPool(ranks)
     for name in names:
         try:
             model = registry.find_model(name)
         except registry.UnknownModelError as error:
             raise UpstreamNotFound(str(error)) from error
-        results = media_ranks.verify_on_ranks(name, ranks=ranks, sp=sp, fsdp=fsdp, head=head)
+        results = media_ranks.verify_on_ranks(name, pool, sp=sp, fsdp=fsdp, head=head)
         rank_report.print_results(name, layout, results)
         rank_report.write_results(model.file, layout, results)
         if not results or any(one.reason for one in results):
             failed.append(name)
+    pool.close()
     return 1 if failed else 0
 
 

@@ -165,6 +165,19 @@ def _heads_divide(layers: nn.Module, size: int) -> bool:
     return known[size]
 
 
+def describe(model: nn.Module, size: int) -> dict[str, str]:
+    """How each tower of a model that has run is computed on `size` ranks that share a sequence: by path."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        if module in _DIVIDES and size in _DIVIDES[module]:
+            found[path] = "each rank a slice of the rows" if _DIVIDES[module][size] else "whole: heads do not divide"
+        elif path and holds_whole(module):
+            found[path] = "whole on every rank"
+    return found
+
+
 # -------------------------------------------------------------------------- features to the tokens of a rank
 
 

@@ -17,7 +17,7 @@ import importlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import attention, parallel, registry
-from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
+from patchgen.runtime.parallel import ParallelConfig, batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -54,6 +54,8 @@ class RankResult:
     parameter: str = ""
     seconds: float = 0.0
     reason: str = ""
+    towers: dict[str, str] = field(default_factory=dict)
+    """How each tower that ran was computed on the ranks that share a sequence."""
 
 
 _STATES: dict[tuple[int, int], ParallelState] = {}
@@ -188,9 +190,8 @@ def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: 
     if fsdp:
         sharding.shard_model(generated, state)
     got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training)
-    return {"case": name, "seconds": time.perf_counter() - started} | differences(
-        got_loss, got, expected_loss, expected
-    )
+    row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
+    return row | differences(got_loss, got, expected_loss, expected)
 
 
 def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
@@ -344,8 +345,8 @@ def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
 
 def verify_on_ranks(
     model: str,
+    pool: RankPool,
     *,
-    ranks: int,
     sp: int,
     fsdp: bool,
     head: str | None = None,
@@ -355,7 +356,7 @@ def verify_on_ranks(
     """Proves a generated multimodal model on gloo ranks; prints nothing.
 
     Args:
-        ranks: processes on this machine.
+        pool: processes on this machine.
         sp: how many of them share a sequence.
         fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
         head: the class to prove; default: the first head.
@@ -363,25 +364,21 @@ def verify_on_ranks(
         training: whether both are in training mode.
     """
     head = head or registry.find_model(model).heads[0]
-    pool = RankPool(ranks)
     results = []
-    try:
-        names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
-        if cases is None and ranks > sp:
-            names.append(MIXED_RANKS)
-        for name in names:
-            try:
-                if name == MIXED_RANKS:
-                    rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
-                    results.append(_together(name, rows))
-                    continue
-                options = {"sp": sp, "fsdp": fsdp, "training": training}
-                results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
-            except CaseFailed as failure:
-                if "NotApplicable" not in str(failure):
-                    results.append(RankResult(name, reason=str(failure)))
-    finally:
-        pool.close()
+    names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
+    if cases is None and pool.world > sp:
+        names.append(MIXED_RANKS)
+    for name in names:
+        try:
+            if name == MIXED_RANKS:
+                rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
+                results.append(_together(name, rows))
+                continue
+            options = {"sp": sp, "fsdp": fsdp, "training": training}
+            results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
+        except CaseFailed as failure:
+            if "NotApplicable" not in str(failure):
+                results.append(RankResult(name, reason=str(failure)))
     return results
 
 
