@@ -31,6 +31,7 @@ __all__ = [
     "ParallelPlan",
     "PositionIds",
     "absent_tower",
+    "attend_only",
     "attends_by_lengths",
     "causal_conv1d",
     "causal_lm_loss",
@@ -341,6 +342,16 @@ def hold_whole(*modules: object) -> None:
     from patchgen.runtime.parallel import media
 
     media.hold_whole(modules)
+
+
+def attend_only(model: object) -> None:
+    """Says that a language model is of another modeling file, where no pass acts: it may mix tokens by attention only.
+
+    A slice of the sequence handed to one that has convolutions along it is an error that names them.
+    """
+    from patchgen.runtime.parallel import media
+
+    media.attend_only(model)
 
 
 def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
