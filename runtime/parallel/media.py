@@ -17,7 +17,7 @@ language model. Any other is computed whole on every rank (`hold_whole`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,17 +224,21 @@ def _own_spans(mask: Tensor, num_rows: int, state: ParallelState) -> list[tuple[
         tokens.sum(dim=1)[None], state.sp_group, dim=0, operation="count the placeholders of each rank"
     )
     by_row = counts.t().tolist()  # [B][n]
-    total = sum(map(sum, by_row))
+    total, spans = sum(map(sum, by_row)), spans_of(by_row, state.sp_rank)
     if total != num_rows:
         raise ValueError(
             f"{num_rows} feature rows for {total} placeholder tokens in the whole sequence of {state.sp} ranks. Every "
             "rank of an SP group must be handed the same images, videos and audio, whole, with its slice of the tokens."
         )
-    ends = list(itertools.accumulate(itertools.chain.from_iterable(by_row), initial=0))
-    places = [row * state.sp + state.sp_rank for row in range(len(by_row))]
-    spans = [(ends[place], ends[place + 1]) for place in places]
     _SPANS[mask] = (num_rows, spans)
     return spans
+
+
+def spans_of(by_row: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]]:
+    """The spans of feature rows of one rank, from the placeholders of each rank in each row of the batch."""
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(by_row), initial=0))
+    places = [place + rank for place in range(0, len(ends) - 1, len(by_row[0]))]
+    return [(ends[place], ends[place + 1]) for place in places]
 
 
 def own_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:
