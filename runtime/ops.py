@@ -16,7 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
-from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
+from patchgen.runtime.checkpoint_mapping import (
+    initialize_as_upstream,
+    register_checkpoint_mapping,
+    register_stacked_experts,
+)
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel import towers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
@@ -39,6 +43,7 @@ __all__ = [
     "fused_moe",
     "hold_whole",
     "is_sliced",
+    "initialize_as_upstream",
     "joint_vision",
     "max_seqlen",
     "mrope_position_ids",

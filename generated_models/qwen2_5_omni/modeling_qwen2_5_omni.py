@@ -2254,6 +2254,7 @@ ops.register_checkpoint_mapping(
     "Qwen2_5OmniThinkerModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen2_5OmniPreTrainedModel)
 
 
 __all__ = [

@@ -1994,6 +1994,7 @@ ops.register_checkpoint_mapping(
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3_5PreTrainedModel)
 
 
 __all__ = [

@@ -2476,6 +2476,7 @@ ops.register_checkpoint_mapping(
     "Qwen3OmniMoeThinkerModel",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3OmniMoePreTrainedModel)
 
 
 __all__ = [
