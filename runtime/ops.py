@@ -39,6 +39,7 @@ __all__ = [
     "attends_by_lengths",
     "causal_conv1d",
     "causal_lm_loss",
+    "chunk_rows",
     "delta_rule",
     "fused_moe",
     "hold_whole",
@@ -377,6 +378,13 @@ def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> Towe
     from patchgen.runtime.parallel import media
 
     return media.tower_rows(layers, hidden_states, group, parallel.current())
+
+
+def chunk_rows(chunks: Tensor) -> TowerRows:
+    """How chunks `[N, ...]` that a tower convolves one by one are divided over the ranks that share a sequence."""
+    from patchgen.runtime.parallel import media
+
+    return media.chunk_rows(chunks, parallel.current())
 
 
 def attends_by_lengths(config: object) -> bool:

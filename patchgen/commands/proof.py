@@ -69,6 +69,7 @@ def verify_on_ranks(models: list[str], *, every: bool, head: str | None, ranks: 
         if not results or any(one.reason for one in results):
             failed.append(name)
     pool.close()
+    write_models_page()
     return 1 if failed else 0
 
 

@@ -170,6 +170,11 @@ def tower_rows(layers: nn.Module, hidden_states: Tensor, group: int, state: Para
     return TowerRows(state if divides else None, total, group)
 
 
+def chunk_rows(chunks: Tensor, state: ParallelState | None) -> TowerRows:
+    """How chunks that are computed one by one are divided; see `ops.chunk_rows`."""
+    return TowerRows(state if state is not None and state.sp > 1 else None, chunks.shape[0], 1)
+
+
 _DIVIDES = WeakIdKeyDictionary()  # layers -> {number of ranks: whether their heads divide}
 
 
