@@ -54,8 +54,14 @@ verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstrea
 	@test -n "$(MODEL)" || { echo "Name a model: make verify MODEL=qwen3_moe"; exit 2; }
 	@$(PATCHGEN) verify $(MODEL)
 
-verify-all: $(VENV)/.setup-test  ## prove every committed model
+verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process and on ranks (an hour)
 	@$(PATCHGEN) verify --all
+	@$(PATCHGEN) verify --all --ranks 2 --sp 2
+	@$(PATCHGEN) verify --all --ranks 2 --sp 2 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --sp 4
+	@$(PATCHGEN) verify --all --ranks 4 --sp 4 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --sp 2 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --fsdp
 
 sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
 	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)
