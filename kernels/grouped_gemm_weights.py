@@ -94,6 +94,8 @@ def _grouped_gemm_weights(
     num_a: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
     num_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     per_expert: tl.constexpr = num_a * num_b
+    # The second half of an expert's last tile may be unwritten; see `moe_gate_backward`.
+    tl.static_assert(TILE_ROWS // 2 % BLOCK_R == 0)
     for index in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = index // per_expert
         within = index % per_expert
