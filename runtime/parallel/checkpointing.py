@@ -121,10 +121,12 @@ class _Both(contextlib.AbstractContextManager):
         self.outer.__exit__(*error)
 
 
-def _in_host_memory(layer: Callable, *args):
+def _in_host_memory(layer: partial, *args):
     """Runs a layer whose activations wait for the backward in host memory; parameters stay where FSDP2 has them."""
     pinned = torch.cuda.is_available()
-    module = layer.func.__self__ if isinstance(layer, partial) else layer
+    # transformers hands over a bound function: `partial(forward, self, ...)`, in older releases `partial(self.__call__)`.
+    owners = (getattr(layer.func, "__self__", None), *layer.args)
+    module = next(owner for owner in owners if isinstance(owner, nn.Module))
 
     def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
         if not tensor.is_cuda or _memory(tensor) in {_memory(parameter) for parameter in module.parameters()}:
