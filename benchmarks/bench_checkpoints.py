@@ -6,6 +6,9 @@
 Makes files in the shape of Qwen3-30B-A3B (48 layers there, `--layers` here) with one key per expert, in bf16, and removes
 them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it. With
 `--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its own share and talks to nobody.
+
+speed_ratio        beside reading into one buffer that is used again
+speed_ratio_kept   beside reading into memory of its own, which the kernel must find and clear, as for weights
 Appends to benchmarks/results_checkpoints.csv.
 """
 
@@ -15,6 +18,7 @@ import argparse
 import csv
 import datetime
 import json
+import mmap
 import os
 import platform
 import resource
@@ -28,7 +32,8 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results_checkpoints.csv")
 COLUMNS = (
     "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
-    "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio", "cpus_busy",
+    "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
+    "speed_ratio_kept", "load_average",
 )  # fmt: skip
 BLOCK = 16 << 20
 GIB = 1 << 30
@@ -88,14 +93,19 @@ def drop(directory: Path) -> None:
         os.close(descriptor)
 
 
-def read_sequentially(directory: Path) -> dict[str, float]:
-    """Every byte of every file into one buffer."""
+def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
+    """Every byte of every file, into one buffer, or, with `keep`, into memory of its own, as weights need it."""
     buffer = bytearray(BLOCK)
-    total, started, cpu = 0, time.perf_counter(), time.process_time()
+    total, kept = 0, []
+    started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
+        if keep:
+            kept.append(mmap.mmap(-1, file.stat().st_size))
         with file.open("rb", buffering=0) as stream:
-            while count := stream.readinto(buffer):
-                total += count
+            place = 0
+            while count := stream.readinto(memoryview(kept[-1])[place : place + BLOCK] if keep else buffer):
+                place += count
+            total += place
     return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
 
 
@@ -154,21 +164,29 @@ def in_a_process(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def speed_of(measured: dict, size: str) -> float:
+    """GB/s."""
+    return measured[size] / measured["seconds"]
+
+
 def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     """The median of a few rounds of reading and loading in turn."""
     import transformers
 
     shape = ["--directory", str(directory), "--layers", str(options.layers)]
-    loads, reads = [], []
+    loads, reads, keeps = [], [], []
     for _ in range(options.repeat):
         drop(directory)
         reads.append(in_a_process(*shape, "--part", "read"))
         drop(directory)
+        keeps.append(in_a_process(*shape, "--part", "keep"))
+        drop(directory)
         loads.append(in_a_process(*shape, "--part", "load", "--ranks", str(options.ranks), "--ep", str(options.ep)))
-        print(f"read {reads[-1]}\nload {loads[-1]}", flush=True)
+        print(f"read {reads[-1]}\nkeep {keeps[-1]}\nload {loads[-1]}", flush=True)
     sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
     speed = statistics.median(one["read_gb"] / one["seconds"] for one in loads)
-    ratios = [(a["read_gb"] / a["seconds"]) / (b["gb"] / b["seconds"]) for a, b in zip(loads, reads, strict=True)]
+    ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, reads, strict=True)]
+    kept_ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, keeps, strict=True)]
     row = {
         "date": datetime.date.today().isoformat(),
         "torch": loads[0]["torch"],
@@ -185,7 +203,8 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "load_gb_s": round(speed, 2),
         "sequential_gb_s": round(sequential, 2),
         "speed_ratio": round(statistics.median(ratios), 2),
-        "cpus_busy": round(os.getloadavg()[0], 1),
+        "speed_ratio_kept": round(statistics.median(kept_ratios), 2),
+        "load_average": round(os.getloadavg()[0], 1),
     }
     return row
 
@@ -198,10 +217,10 @@ def main() -> None:
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
-    parser.add_argument("--part", choices=("read", "load"), help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=("read", "keep", "load"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.part == "read":
-        print(json.dumps(read_sequentially(options.directory)))
+    if options.part in ("read", "keep"):
+        print(json.dumps(read_sequentially(options.directory, keep=options.part == "keep")))
         return
     if options.part == "load":
         print(json.dumps(load(options.directory, options.layers, options.ranks, options.ep)))

@@ -20,6 +20,7 @@ from patchgen.commands import sweeping
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
+COMMANDS += ("export", "convert", "fingerprint")
 MODEL = "qwen3"
 
 
