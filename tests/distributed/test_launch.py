@@ -121,7 +121,7 @@ def ranks_of(pid: int) -> list[int]:
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, trainer_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     command(trainer_folder, tmp_path)
     defaults = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False}
     defaults |= {"dry_run": False, "print_config": False, "script": None}
