@@ -102,7 +102,9 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
 def ranks_of(pid: int) -> list[int]:
     """The processes that the agent started, in the order of their ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sorted(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return sorted(
+        int(child) for child in children if b"patchgen.runtime.launch" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(
