@@ -12,8 +12,8 @@ TORCHVISION ?= torchvision==0.28.0
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints lint \
-	bench-generate bench-moe bench-data train clean
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints \
+	test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -54,8 +54,14 @@ verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstrea
 	@test -n "$(MODEL)" || { echo "Name a model: make verify MODEL=qwen3_moe"; exit 2; }
 	@$(PATCHGEN) verify $(MODEL)
 
-verify-all: $(VENV)/.setup-test  ## prove every committed model
+verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process and on ranks (an hour)
 	@$(PATCHGEN) verify --all
+	@$(PATCHGEN) verify --all --ranks 2 --sp 2
+	@$(PATCHGEN) verify --all --ranks 2 --sp 2 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --sp 4
+	@$(PATCHGEN) verify --all --ranks 4 --sp 4 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --sp 2 --fsdp
+	@$(PATCHGEN) verify --all --ranks 4 --fsdp
 
 sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
 	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)
@@ -85,6 +91,15 @@ bench-generate: $(VENV)/.setup-test  ## time generation as a whole process
 
 bench-moe:  ## check and time the experts' kernels; runs with the python that has CUDA: PYTHON=python3
 	@PYTHONPATH=. $(PYTHON) benchmarks/bench_moe.py $(ARGS)
+
+bench-loss:  ## check and time the language-model losses; with the python that has CUDA
+	@PYTHONPATH=. $(PYTHON) benchmarks/bench_loss.py $(ARGS)
+
+bench-elementwise:  ## check and time norm, rotary and SwiGLU; with the python that has CUDA
+	@PYTHONPATH=. $(PYTHON) benchmarks/bench_elementwise.py $(ARGS)
+
+test-kernels:  ## the kernels' tests alone; on a GPU with the python that has CUDA, else in the interpreter
+	@PYTHONPATH=. $(PYTHON) -m pytest tests/kernels $(ARGS)
 
 bench-data: $(VENV)/.setup-test  ## how full batches are, and how fast the loader feeds them
 	@PYTHONPATH=. $(BIN)/python benchmarks/bench_data.py $(ARGS)

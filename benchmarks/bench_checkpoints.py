@@ -28,7 +28,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results_checkpoints.csv")
 COLUMNS = (
     "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
-    "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
+    "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio", "cpus_busy",
 )  # fmt: skip
 BLOCK = 16 << 20
 GIB = 1 << 30
@@ -91,12 +91,12 @@ def drop(directory: Path) -> None:
 def read_sequentially(directory: Path) -> dict[str, float]:
     """Every byte of every file into one buffer."""
     buffer = bytearray(BLOCK)
-    total, started = 0, time.perf_counter()
+    total, started, cpu = 0, time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
         with file.open("rb", buffering=0) as stream:
             while count := stream.readinto(buffer):
                 total += count
-    return {"gb": total / 1e9, "seconds": time.perf_counter() - started}
+    return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
 
 
 def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
@@ -117,7 +117,9 @@ def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
         sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), "cpu"))
         dist.all_gather_object = lambda target, value, group=None: target.__setitem__(0, value)  # nobody answers
     sharding.materialise(model, "cpu")
+    cpu = time.process_time()
     report = load_pretrained(model, directory)
+    cpu = time.process_time() - cpu
     share = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
     if ranks == 1:
         check(model, directory)
@@ -127,6 +129,7 @@ def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
         "peak_above_share_gib": (peak - share) / GIB,
         "read_gb": report.num_bytes / 1e9,
         "seconds": report.seconds,
+        "cpu_s": cpu,
         "torch": torch.__version__,
     }
 
@@ -182,6 +185,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "load_gb_s": round(speed, 2),
         "sequential_gb_s": round(sequential, 2),
         "speed_ratio": round(statistics.median(ratios), 2),
+        "cpus_busy": round(os.getloadavg()[0], 1),
     }
     return row
 

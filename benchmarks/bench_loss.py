@@ -59,10 +59,19 @@ def liger(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
     return liger_fused_linear_cross_entropy(hidden.reshape(-1, HIDDEN_SIZE), head.weight, shifted)
 
 
+def quack(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
+    return chunked_linear_cross_entropy(hidden.reshape(-1, HIDDEN_SIZE), head.weight, shifted)
+
+
 def options() -> dict[str, Callable]:
     found = {"upstream": upstream, "upstream compiled": torch.compile(upstream), "chunked": chunked, "linear": linear}
     if importlib.util.find_spec("liger_kernel"):
         found["liger"] = liger
+    if importlib.util.find_spec("quack"):
+        found["quack"] = quack
     return found
 
 

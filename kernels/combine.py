@@ -1,10 +1,10 @@
 """The sum over a token's rows, read where they lie: no atomics, a fixed order, fp32.
 
-    out[t] = sum_k weight[t, k] * rows[row_of_slot[t, k]]
+    out[t] = sum_k weight[t, k] * rows[padded_of_slot[t, k]]
 
 Floor: R * H read and T * H written, at the speed of memory.
 
-    T tokens   K slots per token   H hidden size   R = T * K rows   E experts
+    T tokens   K slots per token   H hidden size   R = T * K slots   P padded rows
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from patchgen.kernels.moe_plan import Plan
 
 
 def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Tensor:
-    """`[T, H]` from `rows [R, H]` and the routing weights `[T, K]` (None: all ones), in the dtype of `rows`."""
-    num_rows, hidden_size = rows.shape
+    """`[T, H]` from `rows [P, H]`, padded, and the routing weights `[T, K]` (None: all ones), in the dtype of `rows`."""
+    num_rows, hidden_size = plan.num_rows, rows.shape[1]
     out = torch.empty(num_rows // top_k, hidden_size, dtype=rows.dtype, device=rows.device)
     block = min(triton.next_power_of_2(hidden_size), 1024)
     _combine[(num_rows // top_k, triton.cdiv(hidden_size, block))](
         rows,
         weights,
-        plan.row_of_slot,
-        plan.row_start,
+        plan.padded_of_slot,
         out,
-        plan.num_experts,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK_H=block,
@@ -41,10 +39,8 @@ def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Ten
 def _combine(
     rows,
     weights,
-    row_of_slot,
-    row_start,
+    padded_of_slot,
     out,
-    num_experts,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -52,17 +48,13 @@ def _combine(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     inside = column < H
-    num_valid = tl.load(row_start + num_experts)
     total = tl.zeros([BLOCK_H], dtype=tl.float32)
     for k in tl.static_range(TOP_K):
-        row = tl.load(row_of_slot + token * TOP_K + k)
-        # What is left out lies past the last valid row, where nothing was written.
-        value = tl.load(rows + row.to(tl.int64) * H + column, mask=inside & (row < num_valid), other=0.0).to(
-            tl.float32
-        )
+        row = tl.load(padded_of_slot + token * TOP_K + k)
+        value = tl.load(rows + row.to(tl.int64) * H + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
         if weights is not None:
             weight = tl.load(weights + token * TOP_K + k).to(tl.float32)
-            value *= tl.where(row < num_valid, weight, 0.0)
+            value *= tl.where(row >= 0, weight, 0.0)
         total += value
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=inside)
 
@@ -79,26 +71,24 @@ def router_gradient(
     """The gradient of the routing weights `[T, K]`, summed in fp32.
 
     Args:
-        partial: `[N, R]` fp32: for each row the products of output gradient and unweighted output, by column tile.
+        partial: `[N, P]` fp32: for each padded row the products of output gradient and unweighted output, by column tile.
         grad_out, top_k_index, down_bias: `[T, H]`, `[T, K]`, `[E, H]`: with a bias the row's own product with it is
             added; all None without one.
     """
-    num_rows = partial.shape[1]
+    num_rows = plan.num_rows
     out = torch.empty(num_rows // top_k, top_k, dtype=dtype, device=partial.device)
     hidden_size = 1 if grad_out is None else grad_out.shape[1]
     block = 256
     per_program = block if down_bias is None else 1
     _router_gradient[(triton.cdiv(num_rows, per_program),)](
         partial,
-        plan.row_of_slot,
-        plan.row_start,
+        plan.padded_of_slot,
         grad_out,
         top_k_index,
         down_bias,
         out,
         num_rows,
-        partial.shape[0],
-        plan.num_experts,
+        *partial.shape,
         H=hidden_size,
         TOP_K=top_k,
         BLOCK=block,
@@ -111,25 +101,23 @@ def router_gradient(
 @triton.jit
 def _router_gradient(
     partial,
-    row_of_slot,
-    row_start,
+    padded_of_slot,
     grad_out,
     top_k_index,
     down_bias,
     out,
     num_rows,
     num_partial,
-    num_experts,
+    num_padded,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    num_valid = tl.load(row_start + num_experts)
     if HAS_BIAS:  # one slot per program, over the columns of its bias
         slot = tl.program_id(0)
-        row = tl.load(row_of_slot + slot)
-        valid = row < num_valid
+        row = tl.load(padded_of_slot + slot)
+        valid = row >= 0
         expert = tl.where(valid, tl.load(top_k_index + slot), 0).to(tl.int64)
         token = (slot // TOP_K).to(tl.int64)
         sums = tl.zeros([BLOCK], dtype=tl.float32)
@@ -140,13 +128,13 @@ def _router_gradient(
             sums += gradient * tl.load(down_bias + expert * H + column, mask=inside, other=0.0).to(tl.float32)
         total = tl.sum(sums, 0)
         for n in range(num_partial):
-            total += tl.load(partial + n * num_rows + row, mask=valid, other=0.0)
+            total += tl.load(partial + n * num_padded + row, mask=valid, other=0.0)
         tl.store(out + slot, total.to(out.dtype.element_ty))
     else:
         slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        rows = tl.load(row_of_slot + slots, mask=slots < num_rows, other=0)
-        inside = (slots < num_rows) & (rows < num_valid)
+        rows = tl.load(padded_of_slot + slots, mask=slots < num_rows, other=-1)
+        inside = rows >= 0
         totals = tl.zeros([BLOCK], dtype=tl.float32)
         for n in range(num_partial):
-            totals += tl.load(partial + n * num_rows + rows, mask=inside, other=0.0)
+            totals += tl.load(partial + n * num_padded + rows, mask=inside, other=0.0)
         tl.store(out + slots, totals.to(out.dtype.element_ty), mask=slots < num_rows)

@@ -1,9 +1,9 @@
 """Grouped product with a variable number of rows per expert: `out[r] = rows[r] @ weight[e] (+ bias[e])`.
 
 Serves the second half of the forward (`a @ down^T`) and the gradient of the gathered rows (`dh @ gate_up`). Rows and
-weights both come by TMA.
+weights come by TMA and the padded output leaves by it, under the loads of the next tile: one loop over tiles and depth.
 
-    R rows   E experts   K inner size   N output size
+    R rows   P padded rows   E experts   K inner size   N output size
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs
 def grouped_gemm(
     rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, k_is_last: bool, is_padded: bool
 ) -> Tensor:
-    """`[R, N]`, compact; rows that are left out are not written.
+    """`[P, N]`, padded; the rows without a pair hold anything, unused tiles are not written.
 
     Args:
-        rows: `[R, K]`, or `[M * BLOCK_M, K]` if `is_padded` (see `moe_plan`).
+        rows: `[R, K]`, or `[P, K]` if `is_padded` (see `moe_plan`).
         weight: `[E, N, K]` if `k_is_last`, else `[E, K, N]`.
         bias: `[E, N]` or None.
     """
     weight = weight.contiguous()
     inner = rows.shape[1]
     out_size = weight.shape[1 if k_is_last else 2]
-    out = torch.empty(plan.row_of_slot.numel(), out_size, dtype=rows.dtype, device=rows.device)
+    out = torch.empty(plan.num_padded, out_size, dtype=rows.dtype, device=rows.device)
     blocks = ROWS
     _grouped_gemm[(num_programs(rows, blocks.per_sm),)](
         TensorDescriptor.from_tensor(rows, [BLOCK_M, blocks.k]),
         TensorDescriptor.from_tensor(weight, [1, blocks.n, blocks.k] if k_is_last else [1, blocks.k, blocks.n]),
         bias,
-        out,
+        TensorDescriptor.from_tensor(out, [BLOCK_M, blocks.n]),
         plan.tile_start,
         plan.tiles,
         plan.num_experts,
@@ -50,7 +50,6 @@ def grouped_gemm(
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -76,12 +75,11 @@ def _grouped_gemm(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m, n, expert, first, end = describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP)
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+        m, n, expert, first, _ = describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP)
         source = m * BLOCK_M if IS_PADDED else first
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
@@ -92,10 +90,7 @@ def _grouped_gemm(
             else:
                 b = weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
                 acc = multiply(a, b, acc)
-        row = first + tl.arange(0, BLOCK_M)
-        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = column < N
         if bias is not None:
-            acc += tl.load(bias + expert * N + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-        mask = (row < end)[:, None] & inside[None, :]
-        tl.store(out + row.to(tl.int64)[:, None] * N + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            acc += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        out.store([m * BLOCK_M, n * BLOCK_N], acc.to(out.dtype))

@@ -4,7 +4,7 @@ One side is a padded tensor that comes by TMA. The other is gathered from the to
 the permuted input nor the permuted output gradient exists in memory; where a copy of it in row order is repaid
 (`moe_schedule.copy_repays`), it comes by TMA too. The padding rows of the first side hold zeros; the gathered side
 repeats a row of the same expert there, so that a token of one expert cannot reach the gradient of another, whatever it
-holds. Experts without rows get zeros.
+holds. Experts without rows get zeros. The result leaves by TMA: three stages and a tile of it fill the shared memory.
 
     T tokens   P = M * BLOCK_M padded rows   E experts   A, B columns of the gathered and of the padded side
 """
@@ -18,21 +18,21 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
-from patchgen.kernels.moe_schedule import WEIGHTS, copy_repays, multiply, num_programs
-from patchgen.kernels.pad_rows import pad_rows
+from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
 
 _BLOCK_A = 128
 
 
 def grouped_gemm_weights(
-    tokens: Tensor, padded: Tensor, plan: Plan, top_k_index: Tensor, tokens_first: bool
+    tokens: Tensor, copied: Tensor | None, padded: Tensor, plan: Plan, top_k: int, tokens_first: bool
 ) -> Tensor:
     """The gradient of a stacked weight, in the dtype of its factors, summed in fp32.
 
     Args:
         tokens: `[T, A]`, gathered by row.
+        copied: `[P, A]`, the same in the order of the padded rows, read by TMA instead; or None.
         padded: `[P, B]`.
-        top_k_index: `[T, K]`.
+        top_k: K.
         tokens_first: `[E, A, B]` is wanted; else `[E, B, A]`.
     """
     num_experts = plan.num_experts
@@ -40,14 +40,14 @@ def grouped_gemm_weights(
     shape = (gathered_size, padded_size) if tokens_first else (padded_size, gathered_size)
     out = torch.empty(num_experts, *shape, dtype=tokens.dtype, device=tokens.device)
     blocks = WEIGHTS
-    is_copied = copy_repays(plan.row_of_slot.numel(), num_experts, padded_size)
+    box = [1, _BLOCK_A, blocks.n] if tokens_first else [1, blocks.n, _BLOCK_A]
     source = tokens
-    if is_copied:
-        source = TensorDescriptor.from_tensor(pad_rows(tokens, top_k_index, plan), [blocks.k, _BLOCK_A])
+    if copied is not None:
+        source = TensorDescriptor.from_tensor(copied, [blocks.k, _BLOCK_A])
     _grouped_gemm_weights[(num_programs(tokens, blocks.per_sm),)](
         source,
         TensorDescriptor.from_tensor(padded, [blocks.k, blocks.n]),
-        out,
+        TensorDescriptor.from_tensor(out, box),
         plan.slot_of_padded,
         plan.row_start,
         plan.tile_start,
@@ -55,15 +55,14 @@ def grouped_gemm_weights(
         plan.num_padded,
         A=gathered_size,
         B=padded_size,
-        TOP_K=top_k_index.shape[1],
-        IS_COPIED=is_copied,
+        TOP_K=top_k,
+        IS_COPIED=copied is not None,
         TOKENS_FIRST=tokens_first,
         TILE_ROWS=BLOCK_M,
         BLOCK_A=_BLOCK_A,
         BLOCK_B=blocks.n,
         BLOCK_R=blocks.k,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -91,12 +90,13 @@ def _grouped_gemm_weights(
     BLOCK_B: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
 ):
     num_a: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
     num_b: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B
     per_expert: tl.constexpr = num_a * num_b
-    for index in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0), flatten=FLATTEN):
+    # The second half of an expert's last tile may be unwritten; see `moe_gate_backward`.
+    tl.static_assert(TILE_ROWS // 2 % BLOCK_R == 0)
+    for index in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = index // per_expert
         within = index % per_expert
         group = within // (GROUP * num_b)
@@ -130,11 +130,8 @@ def _grouped_gemm_weights(
                 right = padded.load([source + start, b_tile * BLOCK_B])
                 acc = multiply(left.T, right, acc)
 
-        b_column = b_tile * BLOCK_B + tl.arange(0, BLOCK_B)
-        base = out + expert.to(tl.int64) * A * B
+        result = acc.to(out.dtype)
         if TOKENS_FIRST:
-            mask = (a_column < A)[:, None] & (b_column < B)[None, :]
-            tl.store(base + a_column[:, None] * B + b_column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+            out.store([expert, a_tile * BLOCK_A, b_tile * BLOCK_B], result.reshape(1, BLOCK_A, BLOCK_B))
         else:
-            mask = (b_column < B)[:, None] & (a_column < A)[None, :]
-            tl.store(base + b_column[:, None] * A + a_column[None, :], acc.T.to(out.dtype.element_ty), mask=mask)
+            out.store([expert, b_tile * BLOCK_B, a_tile * BLOCK_A], result.T.reshape(1, BLOCK_B, BLOCK_A))

@@ -271,6 +271,10 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`gradient * factor`, rounded once to `dtype`, with no product in fp32 in memory and no wait for the factor."""
     if gradient.requires_grad and torch.is_grad_enabled():
         return (gradient * factor).to(dtype)  # `create_graph`: the second backward meets the error above
+    if gradient.is_cuda and gradient.dtype != torch.float64:
+        from patchgen.kernels.scaled import scaled  # loads Triton
+
+        return scaled(gradient, factor, dtype)
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 

@@ -18,8 +18,12 @@ The figures of torch at 4096 for qwen3 and gpt_oss are of a later process, in wh
 limit of recompilations; its other figures at 4096 and 32768 suffer from that limit and are up to a third too high.
 At T = 4096 the gpt_oss row is a tie (5.40 and 5.43 in that process).
 
-Zipf routing keeps the order on every row. sonic-moe 0.1.2.post1, in one process with triton at qwen3 and T = 16384,
-took 7.0 where triton took 7.2: it is not chosen unasked, because it tunes itself on first use, for more than 100 s at
+The kernels of later that day, T = 16384, triton against torch in one process: qwen3 7.2 and 9.3, gpt_oss 17.1 and 18.5,
+dsv3_slice 55.8 and 63.3, mixtral 55.1 and 58.6; T = 4096, triton alone: qwen3 2.4, gpt_oss 5.1.
+
+Zipf routing kept the order on every row of the table. sonic-moe 0.1.2.post1, in one process with the earlier triton at qwen3
+and T = 16384, took 7.0 (79.1 % of cuBLAS) where triton took 7.2 (76.9 %; 79.0 to 79.8 % since, in other processes): it is not
+chosen unasked, because it tunes itself on first use, for more than 100 s at
 the gpt_oss shape, in the middle of a training step.
 """
 

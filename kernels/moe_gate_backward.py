@@ -5,7 +5,8 @@
     dh[r] = w[r] * g[r] * gate'(h[r])                  gradient of the first projection, padded
     s[r]  = w[r] * a[r]                                what the gradient of `down` is multiplied with, padded
 
-`a` is recomputed from `h`. The unweighted output is not needed, because `<grad, down a> = <down^T grad, a>`.
+`g` is rounded to the dtype of the tokens, as a product's output would be: half the registers, which lets sixteen warps
+share the epilogue. `a` is recomputed from `h`. The unweighted output is not needed, because `<grad, down a> = <down^T grad, a>`.
 
     R rows   P padded rows   H hidden size   I expert intermediate size   E experts   W = 2I with a gate, I without
 """
@@ -26,6 +27,7 @@ from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward
 
 def gate_backward_gemm(
     grad_out: Tensor,
+    copied: Tensor | None,
     down_proj: Tensor,
     kept: Tensor,
     top_k_weights: Tensor,
@@ -34,10 +36,11 @@ def gate_backward_gemm(
     is_transposed: bool,
     is_interleaved: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dh [P, W], s [P, I], dw [N, R])`; dw in fp32, to be summed over its N column tiles.
+    """`(dh [P, W], s [P, I], dw [N, P])`; dw in fp32, to be summed over its N column tiles.
 
     Args:
-        grad_out: `[T, H]`.
+        grad_out: `[T, H]`, gathered by row.
+        copied: `[P, H]`, the same in the order of the padded rows, read by TMA instead; or None.
         down_proj: `[E, H, I]`, or `[E, I, H]` if `is_transposed`.
         kept: `[R, W]`, the first projection of the forward.
         top_k_weights: `[T, K]`.
@@ -50,10 +53,17 @@ def gate_backward_gemm(
     weighted = torch.empty(padded, inner, **new)
     blocks = GATE_BACKWARD
     num_tiles = triton.cdiv(inner, blocks.n)
-    partial = torch.empty(num_tiles, kept.shape[0], dtype=torch.float32, device=grad_out.device)
+    partial = torch.empty(num_tiles, padded, dtype=torch.float32, device=grad_out.device)
     block_shape = [1, blocks.n, blocks.k] if is_transposed else [1, blocks.k, blocks.n]
+    source = whole = half = None
+    if copied is None:
+        source = grad_out
+    else:
+        whole, half = (TensorDescriptor.from_tensor(copied, [rows, blocks.k]) for rows in (BLOCK_M, BLOCK_M // 2))
     _gate_backward_gemm[(num_programs(grad_out, blocks.per_sm),)](
-        grad_out,
+        source,
+        whole,
+        half,
         TensorDescriptor.from_tensor(down_proj, block_shape),
         kept,
         top_k_weights,
@@ -63,7 +73,7 @@ def gate_backward_gemm(
         plan.slot_of_padded,
         plan.tile_start,
         plan.tiles,
-        kept.shape[0],
+        padded,
         plan.num_experts,
         plan.tiles.shape[1],
         H=hidden_size,
@@ -78,7 +88,6 @@ def gate_backward_gemm(
         BLOCK_K=blocks.k,
         PIECES=blocks.pieces,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -90,6 +99,8 @@ def gate_backward_gemm(
 @triton.jit
 def _gate_backward_gemm(
     grad_out,
+    copied,
+    copied_half,
     weight,
     kept,
     top_k_weights,
@@ -99,7 +110,7 @@ def _gate_backward_gemm(
     slot_of_padded,
     tile_start,
     tiles,
-    num_rows,
+    num_padded,
     num_experts,
     num_tiles,
     H: tl.constexpr,
@@ -114,7 +125,6 @@ def _gate_backward_gemm(
     BLOCK_K: tl.constexpr,
     PIECES: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
     GATE_KIND: tl.constexpr,
     GATE_ALPHA: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
@@ -123,86 +133,146 @@ def _gate_backward_gemm(
 ):
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
+    HALF: tl.constexpr = BLOCK_M // 2
     start = tl.program_id(0)
     m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
-    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    slot_of_half = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, HALF))
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
         # The next tile's numbers travel while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
         )
         next_slot = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, BLOCK_M))
-        row = first + tl.arange(0, BLOCK_M)
-        pointers = grad_out + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, H, BLOCK_K):
-            if H % BLOCK_K == 0:
-                rows = tl.load(pointers + k)
-            else:
-                rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)
-            if IS_TRANSPOSED:
-                acc = multiply(rows, weight.load([expert, n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T, acc)
-            else:
-                acc = multiply(rows, weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+        next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
+        if end - first > HALF:
+            _gate_backward_tile(
+                grad_out, copied, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                slot, num_padded, m * BLOCK_M, n, expert, first, end,
+                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K, PIECES,
+                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+            )  # fmt: skip
+        else:  # what it leaves unwritten nobody reads: the weight gradients take rows in blocks of HALF
+            _gate_backward_tile(
+                grad_out, copied_half, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                slot_of_half, num_padded, m * BLOCK_M, n, expert, first, end,
+                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, HALF, BLOCK_N, BLOCK_K, PIECES,
+                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+            )  # fmt: skip
+        m, n, expert, first, end = next_m, next_n, next_expert, next_first, next_end
+        slot, slot_of_half = next_slot, next_slot_of_half
 
-        valid = row < end
-        # A weight of zero makes the padding rows zero in everything that is stored.
-        routing = tl.where(valid, tl.load(top_k_weights + slot).to(tl.float32), 0.0)[:, None]
-        target_row = (m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-        source = kept + row.to(tl.int64)[:, None] * WIDTH
-        sums = tl.zeros([BLOCK_M], dtype=tl.float32)
-        # The epilogue holds four values per column: in pieces they stay in registers. The next piece is read before
-        # the last one is stored, because loads do not pass stores.
-        SPAN: tl.constexpr = BLOCK_N // PIECES
-        pieces = _halves(acc, BLOCK_M, BLOCK_N)
-        if PIECES >= 4:
-            pieces = _halves(pieces[0], BLOCK_M, BLOCK_N // 2) + _halves(pieces[1], BLOCK_M, BLOCK_N // 2)
-        if PIECES == 8:
-            left = _halves(pieces[0], BLOCK_M, BLOCK_N // 4) + _halves(pieces[1], BLOCK_M, BLOCK_N // 4)
-            right = _halves(pieces[2], BLOCK_M, BLOCK_N // 4) + _halves(pieces[3], BLOCK_M, BLOCK_N // 4)
-            pieces = left + right
-        read = _read_kept(source, valid, n * BLOCK_N, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
-        for piece in tl.static_range(PIECES):
-            first_column = n * BLOCK_N + piece * SPAN
-            gate, up = read
-            if piece + 1 < PIECES:
-                read = _read_kept(source, valid, first_column + SPAN, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
-            grad = pieces[piece]
-            if IS_GATED:
-                value, by_gate, by_up = gate_backward(
-                    gate.to(tl.float32),
-                    up.to(tl.float32),
-                    GATE_KIND,
-                    GATE_ALPHA,
-                    GATE_LIMIT,
-                    GATE_SHIFT,
-                    GATE_LIMIT_AFTER,
-                )
-            else:
-                value, by_gate = activate_with_derivative(gate.to(tl.float32), GATE_KIND, GATE_ALPHA)
-                by_up = value
-            column = first_column + tl.arange(0, SPAN)
-            inside = (column < INNER)[None, :]
-            _store_gradient(
-                grad_kept + target_row * WIDTH,
-                routing * grad * by_gate,
-                routing * grad * by_up,
-                first_column,
-                INNER,
-                WIDTH,
-                IS_GATED,
-                IS_INTERLEAVED,
-                BLOCK_M,
-                SPAN,
+
+@triton.jit
+def _gate_backward_tile(
+    grad_out,
+    copied,
+    weight,
+    kept,
+    top_k_weights,
+    grad_kept,
+    weighted,
+    partial,
+    slot,
+    num_padded,
+    first_padded,
+    n,
+    expert,
+    first,
+    end,
+    H: tl.constexpr,
+    INNER: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PIECES: tl.constexpr,
+    GATE_KIND: tl.constexpr,
+    GATE_ALPHA: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    GATE_SHIFT: tl.constexpr,
+    GATE_LIMIT_AFTER: tl.constexpr,
+):
+    """One tile of `ROWS` rows; an expert's last one may have half as many."""
+    row = first + tl.arange(0, ROWS)
+    if copied is None:
+        pointers = grad_out + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for k in range(0, H, BLOCK_K):
+        if copied is not None:
+            rows = copied.load([first_padded, k])
+        elif H % BLOCK_K == 0:
+            rows = tl.load(pointers + k)
+        else:
+            rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)
+        if IS_TRANSPOSED:
+            acc = multiply(rows, weight.load([expert, n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T, acc)
+        else:
+            acc = multiply(rows, weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+
+    valid = row < end
+    # A weight of zero makes the padding rows zero in everything that is stored.
+    routing = tl.where(valid, tl.load(top_k_weights + slot).to(tl.float32), 0.0)[:, None]
+    padded_row = first_padded + tl.arange(0, ROWS)
+    target_row = padded_row.to(tl.int64)[:, None]
+    source = kept + row.to(tl.int64)[:, None] * WIDTH
+    sums = tl.zeros([ROWS], dtype=tl.float32)
+    # The epilogue holds four values per column: in pieces they stay in registers. The next piece is read before
+    # the last one is stored, because loads do not pass stores.
+    SPAN: tl.constexpr = BLOCK_N // PIECES
+    pieces = _halves(acc.to(kept.dtype.element_ty), ROWS, BLOCK_N)
+    if PIECES >= 4:
+        pieces = _halves(pieces[0], ROWS, BLOCK_N // 2) + _halves(pieces[1], ROWS, BLOCK_N // 2)
+    if PIECES == 8:
+        left = _halves(pieces[0], ROWS, BLOCK_N // 4) + _halves(pieces[1], ROWS, BLOCK_N // 4)
+        right = _halves(pieces[2], ROWS, BLOCK_N // 4) + _halves(pieces[3], ROWS, BLOCK_N // 4)
+        pieces = left + right
+    read = _read_kept(source, valid, n * BLOCK_N, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
+    for piece in tl.static_range(PIECES):
+        first_column = n * BLOCK_N + piece * SPAN
+        gate, up = read
+        if piece + 1 < PIECES:
+            read = _read_kept(source, valid, first_column + SPAN, INNER, WIDTH, IS_GATED, IS_INTERLEAVED, SPAN)
+        grad = pieces[piece].to(tl.float32)
+        if IS_GATED:
+            value, by_gate, by_up = gate_backward(
+                gate.to(tl.float32),
+                up.to(tl.float32),
+                GATE_KIND,
+                GATE_ALPHA,
+                GATE_LIMIT,
+                GATE_SHIFT,
+                GATE_LIMIT_AFTER,
             )
-            tl.store(
-                weighted + target_row * INNER + column[None, :],
-                (routing * value).to(kept.dtype.element_ty),
-                mask=inside,
-            )
-            sums += tl.sum(tl.where(inside, grad * value, 0.0), 1)
-        tl.store(partial + n * num_rows + row, sums, mask=valid)
-        m, n, expert, first, end, slot = next_m, next_n, next_expert, next_first, next_end, next_slot
+        else:
+            value, by_gate = activate_with_derivative(gate.to(tl.float32), GATE_KIND, GATE_ALPHA)
+            by_up = value
+        # Columns past the end have a gradient of zero: their weights were read as zeros.
+        sums += tl.sum(grad * value, 1)
+        grad *= routing
+        column = first_column + tl.arange(0, SPAN)
+        _store_gradient(
+            grad_kept + target_row * WIDTH,
+            grad * by_gate,
+            grad * by_up,
+            first_column,
+            INNER,
+            WIDTH,
+            IS_GATED,
+            IS_INTERLEAVED,
+            ROWS,
+            SPAN,
+        )
+        tl.store(
+            weighted + target_row * INNER + column[None, :],
+            (routing * value).to(kept.dtype.element_ty),
+            mask=(column < INNER)[None, :],
+        )
+    tl.store(partial + n * num_padded + padded_row, sums)
 
 
 @triton.jit

@@ -42,7 +42,7 @@ def gate_up(
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
     """
-    num_rows, hidden_size = plan.row_of_slot.numel(), hidden_states.shape[1]
+    num_rows, hidden_size = plan.num_rows, hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
     inner = width // 2 if activation.is_gated else width
     new = {"dtype": hidden_states.dtype, "device": hidden_states.device}
@@ -73,7 +73,6 @@ def gate_up(
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         GROUP=blocks.group,
-        FLATTEN=blocks.flatten,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,
@@ -118,89 +117,133 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr,
     GATE_KIND: tl.constexpr,
     GATE_ALPHA: tl.constexpr,
     GATE_LIMIT: tl.constexpr,
     GATE_SHIFT: tl.constexpr,
     GATE_LIMIT_AFTER: tl.constexpr,
 ):
-    SPAN: tl.constexpr = BLOCK_N // HALVES  # columns of the weight that follow each other in a tile
     num_m = tl.load(tile_start + num_experts)
-    num_n: tl.constexpr = (WIDTH // HALVES + SPAN - 1) // SPAN
+    num_n: tl.constexpr = (WIDTH // HALVES + BLOCK_N // HALVES - 1) // (BLOCK_N // HALVES)
+    HALF: tl.constexpr = BLOCK_M // 2
     start = tl.program_id(0)
     m, n, expert, first, end = describe_tile(start, num_m, num_n, tiles, num_tiles, GROUP)
     slot = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, BLOCK_M))
-    for index in tl.range(start, num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+    slot_of_half = tl.load(slot_of_padded + m * BLOCK_M + tl.arange(0, HALF))
+    for index in tl.range(start, num_m * num_n, tl.num_programs(0)):
         # The next tile's numbers travel while this tile is computed.
         next_m, next_n, next_expert, next_first, next_end = describe_tile(
             index + tl.num_programs(0), num_m, num_n, tiles, num_tiles, GROUP
         )
         next_slot = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, BLOCK_M))
-        row = first + tl.arange(0, BLOCK_M)
-        # Rows past the end repeat the last one: they are computed and not stored.
-        pointers = x + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-        for k in range(0, H, BLOCK_K):
-            if H % BLOCK_K == 0:
-                rows = tl.load(pointers + k)
-            else:
-                rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)
-            if IS_TRANSPOSED:
-                columns = weight.load([expert, k, 0, n * SPAN]).reshape(BLOCK_K, BLOCK_N)
-                acc = multiply(rows, columns, acc)
-            else:
-                columns = weight.load([expert * HALVES, n * SPAN, k]).reshape(BLOCK_N, BLOCK_K)
-                acc = multiply(rows, columns.T, acc)
-
-        valid = (row < end)[:, None]
-        wide_row = row.to(tl.int64)[:, None]
-        if HALVES == 2:
-            gate, up = acc.reshape(BLOCK_M, 2, SPAN).permute(0, 2, 1).split()
-            column = n * SPAN + tl.arange(0, SPAN)
-            inside = column < WIDTH // 2
-            if bias is not None:
-                gate += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-                up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=inside, other=0.0).to(tl.float32)[
-                    None, :
-                ]
-            mask = valid & inside[None, :]
-            gate = gate.to(x.dtype.element_ty)
-            up = up.to(x.dtype.element_ty)
-            if KEEP:
-                tl.store(kept + wide_row * WIDTH + column[None, :], gate, mask=mask)
-                tl.store(kept + wide_row * WIDTH + WIDTH // 2 + column[None, :], up, mask=mask)
-            out = gate_forward(
-                gate.to(tl.float32), up.to(tl.float32), GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER
-            )
-            tl.store(gated + wide_row * (WIDTH // 2) + column[None, :], out.to(x.dtype.element_ty), mask=mask)
+        next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
+        if end - first > HALF:
+            _gate_up_tile(
+                x, weight, bias, kept, gated, slot, n, expert, first, end,
+                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, BLOCK_M, BLOCK_N, BLOCK_K,
+                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+            )  # fmt: skip
         else:
-            column = n * BLOCK_N + tl.arange(0, BLOCK_N)
-            inside = column < WIDTH
-            if bias is not None:
-                acc += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-            projected = acc.to(x.dtype.element_ty)
-            if KEEP:
-                tl.store(kept + wide_row * WIDTH + column[None, :], projected, mask=valid & inside[None, :])
-            if IS_GATED:
-                gate, up = projected.reshape(BLOCK_M, BLOCK_N // 2, 2).split()
-                half = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-                out = gate_forward(
-                    gate.to(tl.float32),
-                    up.to(tl.float32),
-                    GATE_KIND,
-                    GATE_ALPHA,
-                    GATE_LIMIT,
-                    GATE_SHIFT,
-                    GATE_LIMIT_AFTER,
-                )
-                mask = valid & (half < WIDTH // 2)[None, :]
-                tl.store(gated + wide_row * (WIDTH // 2) + half[None, :], out.to(x.dtype.element_ty), mask=mask)
-            else:
-                out = activate(projected.to(tl.float32), GATE_KIND, GATE_ALPHA)
-                tl.store(
-                    gated + wide_row * WIDTH + column[None, :],
-                    out.to(x.dtype.element_ty),
-                    mask=valid & inside[None, :],
-                )
-        m, n, expert, first, end, slot = next_m, next_n, next_expert, next_first, next_end, next_slot
+            _gate_up_tile(
+                x, weight, bias, kept, gated, slot_of_half, n, expert, first, end,
+                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, HALF, BLOCK_N, BLOCK_K,
+                GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
+            )  # fmt: skip
+        m, n, expert, first, end = next_m, next_n, next_expert, next_first, next_end
+        slot, slot_of_half = next_slot, next_slot_of_half
+
+
+@triton.jit
+def _gate_up_tile(
+    x,
+    weight,
+    bias,
+    kept,
+    gated,
+    slot,
+    n,
+    expert,
+    first,
+    end,
+    H: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    HALVES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    KEEP: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATE_KIND: tl.constexpr,
+    GATE_ALPHA: tl.constexpr,
+    GATE_LIMIT: tl.constexpr,
+    GATE_SHIFT: tl.constexpr,
+    GATE_LIMIT_AFTER: tl.constexpr,
+):
+    """One tile of `ROWS` rows; an expert's last one may have half as many."""
+    SPAN: tl.constexpr = BLOCK_N // HALVES  # columns of the weight that follow each other in a tile
+    row = first + tl.arange(0, ROWS)
+    # Rows past the end repeat the last one: they are computed and not stored.
+    pointers = x + (slot // TOP_K).to(tl.int64)[:, None] * H + tl.arange(0, BLOCK_K)[None, :]
+    acc = tl.zeros([ROWS, BLOCK_N], dtype=tl.float32)
+    for k in range(0, H, BLOCK_K):
+        if H % BLOCK_K == 0:
+            rows = tl.load(pointers + k)
+        else:
+            rows = tl.load(pointers + k, mask=(k + tl.arange(0, BLOCK_K) < H)[None, :], other=0.0)
+        if IS_TRANSPOSED:
+            columns = weight.load([expert, k, 0, n * SPAN]).reshape(BLOCK_K, BLOCK_N)
+            acc = multiply(rows, columns, acc)
+        else:
+            columns = weight.load([expert * HALVES, n * SPAN, k]).reshape(BLOCK_N, BLOCK_K)
+            acc = multiply(rows, columns.T, acc)
+
+    valid = (row < end)[:, None]
+    wide_row = row.to(tl.int64)[:, None]
+    if HALVES == 2:
+        gate, up = acc.reshape(ROWS, 2, SPAN).permute(0, 2, 1).split()
+        column = n * SPAN + tl.arange(0, SPAN)
+        inside = column < WIDTH // 2
+        if bias is not None:
+            gate += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(bias + expert * WIDTH + WIDTH // 2 + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        mask = valid & inside[None, :]
+        gate = gate.to(x.dtype.element_ty)
+        up = up.to(x.dtype.element_ty)
+        if KEEP:
+            tl.store(kept + wide_row * WIDTH + column[None, :], gate, mask=mask)
+            tl.store(kept + wide_row * WIDTH + WIDTH // 2 + column[None, :], up, mask=mask)
+        out = gate_forward(
+            gate.to(tl.float32), up.to(tl.float32), GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER
+        )
+        tl.store(gated + wide_row * (WIDTH // 2) + column[None, :], out.to(x.dtype.element_ty), mask=mask)
+    else:
+        column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = column < WIDTH
+        if bias is not None:
+            acc += tl.load(bias + expert * WIDTH + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+        projected = acc.to(x.dtype.element_ty)
+        if KEEP:
+            tl.store(kept + wide_row * WIDTH + column[None, :], projected, mask=valid & inside[None, :])
+        if IS_GATED:
+            gate, up = projected.reshape(ROWS, BLOCK_N // 2, 2).split()
+            half = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+            out = gate_forward(
+                gate.to(tl.float32),
+                up.to(tl.float32),
+                GATE_KIND,
+                GATE_ALPHA,
+                GATE_LIMIT,
+                GATE_SHIFT,
+                GATE_LIMIT_AFTER,
+            )
+            mask = valid & (half < WIDTH // 2)[None, :]
+            tl.store(gated + wide_row * (WIDTH // 2) + half[None, :], out.to(x.dtype.element_ty), mask=mask)
+        else:
+            out = activate(projected.to(tl.float32), GATE_KIND, GATE_ALPHA)
+            tl.store(
+                gated + wide_row * WIDTH + column[None, :],
+                out.to(x.dtype.element_ty),
+                mask=valid & inside[None, :],
+            )

@@ -7,9 +7,11 @@ rows of one expert:
     tiles     | 0: 128 | 1: 128 | 2: 44     | 3: 20        |             | 4: 128 | 5: 2        |
     padded    | 0..127 | 128..  | 256..383  | 384..511     |             | 512..  | 640..767    |
 
+The kernels with an epilogue compute an expert's last tile with half the rows where those hold what is left.
+
 A tensor over rows is *compact* (row after row) or *padded* (each tile has `BLOCK_M` rows of its own, so tile `i`
-starts at `i * BLOCK_M`; the rows without a pair hold zeros). Padded tensors let the weight gradients run over whole
-blocks of rows without masks.
+starts at `i * BLOCK_M`). Whole tiles are written by TMA, without masks; what is kept for the backward is compact. Where
+the rows without a pair hold zeros, the weight gradients run over whole blocks of rows.
 
     T tokens   K slots per token   R = T * K rows   E experts   M tiles, at most R / BLOCK_M + E
 """
@@ -33,14 +35,14 @@ class Plan(NamedTuple):
     """The routing of one call, all int32, all on the device.
 
     Attributes:
-        row_of_slot: `[R]`, the compact row of each slot `token * K + k`. Rows at or past `row_start[E]` are left out.
+        padded_of_slot: `[R]`, the padded row of each slot `token * K + k`; -1 for one that is left out.
         slot_of_padded: `[M * BLOCK_M]`, the slot of each padded row; padding rows repeat the last row of their expert.
         row_start: `[E + 1]`, the first compact row of each expert.
         tile_start: `[E + 1]`, the first tile of each expert; the last entry is the number of tiles.
         tiles: `[3, M]`, for each tile its expert, its first compact row and the end of its expert's rows.
     """
 
-    row_of_slot: Tensor
+    padded_of_slot: Tensor
     slot_of_padded: Tensor
     row_start: Tensor
     tile_start: Tensor
@@ -49,6 +51,11 @@ class Plan(NamedTuple):
     @property
     def num_experts(self) -> int:
         return self.row_start.numel() - 1
+
+    @property
+    def num_rows(self) -> int:
+        """Slots, those that are left out included."""
+        return self.padded_of_slot.numel()
 
     @property
     def num_padded(self) -> int:
@@ -73,7 +80,7 @@ def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     plan = Plan(
-        row_of_slot=numbers(num_rows),
+        padded_of_slot=numbers(num_rows),
         slot_of_padded=numbers(num_tiles * BLOCK_M),
         row_start=numbers(num_experts + 1),
         tile_start=numbers(num_experts + 1),
@@ -140,7 +147,7 @@ def _first_row_not_below(sorted_keys, key, num_rows, STEPS: tl.constexpr):
 @triton.jit
 def _plan_rows(
     order,
-    row_of_slot,
+    padded_of_slot,
     slot_of_padded,
     row_start,
     tile_start,
@@ -152,12 +159,13 @@ def _plan_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    # Compact rows, of which there are no more than padded ones.
+    # There are no more compact rows than padded ones, so one range of numbers serves both.
     index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    slot = tl.load(order + index, mask=index < num_rows, other=0).to(tl.int32)
-    tl.store(row_of_slot + slot, index, mask=index < num_rows)
+    left_out = (index < num_rows) & (index >= tl.load(row_start + num_experts))
+    slot = tl.load(order + index, mask=left_out, other=0).to(tl.int32)
+    tl.store(padded_of_slot + slot, -1, mask=left_out)
 
-    # Padded rows: the expert of a tile is the last one that starts at or before it.
+    # The expert of a tile is the last one that starts at or before it.
     tile = index // BLOCK_M
     low = tl.zeros_like(tile)
     high = low + num_experts
@@ -174,6 +182,7 @@ def _plan_rows(
     )
     slot = tl.load(order + tl.minimum(row, end - 1), mask=used, other=0).to(tl.int32)
     tl.store(slot_of_padded + index, slot, mask=tile < num_tiles)
+    tl.store(padded_of_slot + slot, index, mask=used & (row < end))
     first = used & (index % BLOCK_M == 0)
     tl.store(tiles + tile, low, mask=first)
     tl.store(tiles + num_tiles + tile, row, mask=first)

@@ -26,6 +26,8 @@ from patchgen.kernels.moe_gate_backward import gate_backward_gemm
 from patchgen.kernels.moe_gate_up import gate_up
 from patchgen.kernels.moe_options import MoeOptions
 from patchgen.kernels.moe_plan import BLOCK_M, Plan, make_plan, max_tiles
+from patchgen.kernels.moe_schedule import copy_repays
+from patchgen.kernels.pad_rows import pad_rows
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _MAX_EXPERTS = 2**14
@@ -195,7 +197,7 @@ def _moe_backward(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     kept: Tensor,
-    row_of_slot: Tensor,
+    padded_of_slot: Tensor,
     slot_of_padded: Tensor,
     row_start: Tensor,
     tile_start: Tensor,
@@ -212,7 +214,7 @@ def _moe_backward(
 ) -> list[Tensor]:
     """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
-    plan = Plan(row_of_slot, slot_of_padded, row_start, tile_start, tiles)
+    plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
     want_x, want_weights, want_gate_up, want_down, want_gate_up_bias, want_down_bias = wanted
     # An operator's outputs may not share memory, so what is not wanted is an empty tensor each.
@@ -220,24 +222,32 @@ def _moe_backward(
         hidden_states.new_empty(0) for _ in wanted
     )
 
+    num_experts, inner, width = plan.num_experts, down_proj.shape[1 if is_transposed else 2], kept.shape[1]
+    # Made for the gradient of `down`, the copy serves the product before it too.
+    copied = None
+    if want_down and copy_repays(plan.num_rows, num_experts, inner):
+        copied = pad_rows(grad_out, top_k, plan)
     grad_kept, weighted, partial = gate_backward_gemm(
-        grad_out, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved
+        grad_out, copied, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved
     )
     if want_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
     if want_down:
-        grad_down = grouped_gemm_weights(grad_out, weighted, plan, top_k_index, tokens_first=not is_transposed)
-    del weighted
+        grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
+    del copied, weighted
     if want_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
-    if want_gate_up:
-        grad_gate_up = grouped_gemm_weights(hidden_states, grad_kept, plan, top_k_index, tokens_first=is_transposed)
-    if want_gate_up_bias:
-        grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
-    if want_x:
+    if want_x:  # before the largest gradient is allocated: its rows are freed again
         rows = grouped_gemm(grad_kept, gate_up_proj, None, plan, k_is_last=is_transposed, is_padded=True)
         grad_x = combine(rows, None, plan, top_k)
+        del rows
+    if want_gate_up:
+        copied = pad_rows(hidden_states, top_k, plan) if copy_repays(plan.num_rows, num_experts, width) else None
+        grad_gate_up = grouped_gemm_weights(hidden_states, copied, grad_kept, plan, top_k, tokens_first=is_transposed)
+        del copied
+    if want_gate_up_bias:
+        grad_gate_up_bias = sum_padded_rows(grad_kept, plan, gate_up_bias.dtype)
     return [grad_x, grad_weights, grad_gate_up, grad_down, grad_gate_up_bias, grad_down_bias]
 
 
@@ -252,7 +262,7 @@ def _(
     gate_up_bias,
     down_bias,
     kept,
-    row_of_slot,
+    padded_of_slot,
     slot_of_padded,
     row_start,
     tile_start,

@@ -15,7 +15,7 @@ from torch import Tensor
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
 
 
-def pad_rows(tokens: Tensor, top_k_index: Tensor, plan: Plan) -> Tensor:
+def pad_rows(tokens: Tensor, top_k: int, plan: Plan) -> Tensor:
     """`[P, H]` from `tokens [T, H]`: each expert's rows, zeros in the padding; unused tiles are not written."""
     num_tokens, hidden_size = tokens.shape
     out = torch.empty(plan.num_padded, hidden_size, dtype=tokens.dtype, device=tokens.device)
@@ -23,9 +23,7 @@ def pad_rows(tokens: Tensor, top_k_index: Tensor, plan: Plan) -> Tensor:
     num_tiles = plan.tiles.shape[1]
     _pad_rows[(num_tokens + num_tiles, triton.cdiv(hidden_size, block))](
         tokens,
-        top_k_index,
-        plan.row_of_slot,
-        plan.row_start,
+        plan.padded_of_slot,
         plan.tile_start,
         plan.tiles,
         out,
@@ -33,7 +31,7 @@ def pad_rows(tokens: Tensor, top_k_index: Tensor, plan: Plan) -> Tensor:
         num_tiles,
         plan.num_experts,
         H=hidden_size,
-        TOP_K=top_k_index.shape[1],
+        TOP_K=top_k,
         TILE_ROWS=BLOCK_M,
         BLOCK_H=block,
         num_warps=max(1, block // 256),
@@ -44,9 +42,7 @@ def pad_rows(tokens: Tensor, top_k_index: Tensor, plan: Plan) -> Tensor:
 @triton.jit
 def _pad_rows(
     tokens,
-    top_k_index,
-    row_of_slot,
-    row_start,
+    padded_of_slot,
     tile_start,
     tiles,
     out,
@@ -64,11 +60,8 @@ def _pad_rows(
     if program < num_tokens:
         value = tl.load(tokens + program.to(tl.int64) * H + column, mask=inside, other=0.0)
         for k in tl.static_range(TOP_K):
-            slot = program * TOP_K + k
-            expert = tl.load(top_k_index + slot)
-            if expert < num_experts:
-                row = tl.load(row_of_slot + slot) - tl.load(row_start + expert)
-                row += tl.load(tile_start + expert) * TILE_ROWS
+            row = tl.load(padded_of_slot + program * TOP_K + k)
+            if row >= 0:
                 tl.store(out + row.to(tl.int64) * H + column, value, mask=inside)
     else:
         tile = program - num_tokens

@@ -144,6 +144,8 @@ def embeddings_above(function: cst.FunctionDef, before: Sequence[cst.BaseStateme
 
 
 def _assigns(node: cst.BaseStatement, name: str) -> bool:
+    if name not in code_of(node):  # printing is much faster than matching
+        return False
     return bool(m.findall(node, m.AssignTarget(target=m.Name(name)) | m.AnnAssign(target=m.Name(name))))
 
 

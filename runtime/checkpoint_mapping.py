@@ -11,6 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -33,6 +35,22 @@ def register_checkpoint_mapping(*names: str) -> None:
         mapping = get_checkpoint_conversion_mapping(name)
         if mapping is not None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
+
+
+def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
+    """Makes transformers initialise these classes, and those below them, as it does its own.
+
+    Of a class outside of `transformers.*` it does not call `_init_weights` for modules whose own parameters are all
+    initialised, which modules without any are. Where such a module initialises its children's (a mixture of experts its
+    experts'), they would keep what was in memory. Weights that were loaded are left alone in either case.
+    """
+    for one in classes:
+        one._initialize_weights = _initialize_weights
+
+
+def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
+    del is_custom_code
+    PreTrainedModel._initialize_weights(self, module)
 
 
 def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str, str, str]]) -> None:

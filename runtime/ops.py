@@ -16,7 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
-from patchgen.runtime.checkpoint_mapping import register_checkpoint_mapping, register_stacked_experts
+from patchgen.runtime.checkpoint_mapping import (
+    initialize_as_upstream,
+    register_checkpoint_mapping,
+    register_stacked_experts,
+)
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.parallel import towers
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
@@ -31,13 +35,16 @@ __all__ = [
     "ParallelPlan",
     "PositionIds",
     "absent_tower",
+    "attend_only",
     "attends_by_lengths",
     "beside_experts",
     "causal_conv1d",
     "causal_lm_loss",
+    "chunk_rows",
     "delta_rule",
     "fused_moe",
     "hold_whole",
+    "initialize_as_upstream",
     "is_sliced",
     "joint_vision",
     "max_seqlen",
@@ -366,6 +373,16 @@ def hold_whole(*modules: object) -> None:
     media.hold_whole(modules)
 
 
+def attend_only(model: object) -> None:
+    """Says that a language model is of another modeling file, where no pass acts: it may mix tokens by attention only.
+
+    A slice of the sequence handed to one that has convolutions along it is an error that names them.
+    """
+    from patchgen.runtime.parallel import media
+
+    media.attend_only(model)
+
+
 def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
     """How the rows of a tower are divided over the ranks that share a sequence; all methods of it change nothing in one
     process, and where the heads of the layers do not divide by the ranks: the tower is then computed whole.
@@ -384,6 +401,13 @@ def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> Towe
     from patchgen.runtime.parallel import media
 
     return media.tower_rows(layers, hidden_states, group, parallel.current())
+
+
+def chunk_rows(chunks: Tensor) -> TowerRows:
+    """How chunks `[N, ...]` that a tower convolves one by one are divided over the ranks that share a sequence."""
+    from patchgen.runtime.parallel import media
+
+    return media.chunk_rows(chunks, parallel.current())
 
 
 def attends_by_lengths(config: object) -> bool:

@@ -773,6 +773,7 @@ class DeepseekV3ForCausalLM(DeepseekV3PreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("deepseek_v3", "DeepseekV3PreTrainedModel", "DeepseekV3Model", "DeepseekV3ForCausalLM")
+ops.initialize_as_upstream(DeepseekV3PreTrainedModel)
 
 
 __all__ = [

@@ -1055,6 +1055,7 @@ ops.register_checkpoint_mapping(
     "Gemma3Model",
     "Gemma3ForConditionalGeneration",
 )
+ops.initialize_as_upstream(Gemma3PreTrainedModel)
 
 
 __all__ = [

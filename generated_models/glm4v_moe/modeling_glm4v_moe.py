@@ -1823,6 +1823,7 @@ ops.register_checkpoint_mapping(
     "Glm4vMoeModel",
     "Glm4vMoeForConditionalGeneration",
 )
+ops.initialize_as_upstream(Glm4vMoePreTrainedModel)
 
 
 __all__ = [

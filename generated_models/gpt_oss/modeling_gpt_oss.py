@@ -720,6 +720,7 @@ class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("gpt_oss", "GptOssPreTrainedModel", "GptOssModel", "GptOssForCausalLM")
+ops.initialize_as_upstream(GptOssPreTrainedModel)
 
 
 __all__ = [

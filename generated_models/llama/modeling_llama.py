@@ -530,6 +530,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("llama", "LlamaPreTrainedModel", "LlamaModel", "LlamaForCausalLM")
+ops.initialize_as_upstream(LlamaPreTrainedModel)
 
 
 __all__ = [

@@ -700,6 +700,7 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("mixtral", "MixtralPreTrainedModel", "MixtralModel", "MixtralForCausalLM")
+ops.initialize_as_upstream(MixtralPreTrainedModel)
 
 
 __all__ = [

@@ -893,11 +893,17 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
             .unsqueeze(1)
             .long()
         )
+        # patchgen: audio_sp
+        chunks = ops.chunk_rows(padded_mask)
+        padded_mask = chunks.own(padded_mask)
+        padded_feature = chunks.own(padded_feature)
         padded_embed = nn.functional.gelu(self.conv1(padded_feature)) * padded_mask
         padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)
         padded_embed = padded_embed + self.positional_embedding.positional_embedding[
             : padded_embed.shape[1], :
         ].unsqueeze(0).to(padded_embed.dtype)
+        # patchgen: audio_sp
+        padded_embed = chunks.all(padded_embed)
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
@@ -2255,6 +2261,7 @@ ops.register_checkpoint_mapping(
     "Qwen2_5OmniThinkerModel",
     "Qwen2_5OmniThinkerForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen2_5OmniPreTrainedModel)
 
 
 __all__ = [

@@ -1534,6 +1534,7 @@ ops.register_checkpoint_mapping(
     "Qwen2_5_VLModel",
     "Qwen2_5_VLForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen2_5_VLPreTrainedModel)
 
 
 __all__ = [

@@ -1473,6 +1473,7 @@ ops.register_checkpoint_mapping(
     "Qwen2VLModel",
     "Qwen2VLForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen2VLPreTrainedModel)
 
 
 __all__ = ["Qwen2VLForConditionalGeneration", "Qwen2VLModel", "Qwen2VLPreTrainedModel", "Qwen2VLTextModel"]

@@ -540,6 +540,7 @@ class Qwen3ForCausalLM(Qwen3PreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("qwen3", "Qwen3PreTrainedModel", "Qwen3Model", "Qwen3ForCausalLM")
+ops.initialize_as_upstream(Qwen3PreTrainedModel)
 
 
 __all__ = [

@@ -1995,6 +1995,7 @@ ops.register_checkpoint_mapping(
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3_5PreTrainedModel)
 
 
 __all__ = [

@@ -2228,6 +2228,7 @@ ops.register_checkpoint_mapping(
     "Qwen3_5MoeForCausalLM",
     "Qwen3_5MoeForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3_5MoePreTrainedModel)
 
 
 __all__ = [

@@ -730,6 +730,7 @@ class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("qwen3_moe", "Qwen3MoePreTrainedModel", "Qwen3MoeModel", "Qwen3MoeForCausalLM")
+ops.initialize_as_upstream(Qwen3MoePreTrainedModel)
 
 
 __all__ = [

@@ -1282,6 +1282,7 @@ class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
 
 # patchgen: checkpoint_mapping
 ops.register_checkpoint_mapping("qwen3_next", "Qwen3NextPreTrainedModel", "Qwen3NextModel", "Qwen3NextForCausalLM")
+ops.initialize_as_upstream(Qwen3NextPreTrainedModel)
 
 
 __all__ = [

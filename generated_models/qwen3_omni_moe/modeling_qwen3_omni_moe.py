@@ -840,6 +840,9 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         padded_feature = padded_feature.unsqueeze(1).to(dtype=self.conv2d1.weight.dtype)
         # Split to chunk to avoid OOM during convolution
         padded_embeds = []
+        # patchgen: audio_sp
+        chunks = ops.chunk_rows(padded_feature)
+        padded_feature = chunks.own(padded_feature)
         for chunk in padded_feature.split(self.conv_chunksize, dim=0):
             padded_embed = F.gelu(self.conv2d1(chunk))
             padded_embed = F.gelu(self.conv2d2(padded_embed))
@@ -856,6 +859,8 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
             .to(padded_embed.dtype)
         )
         padded_embed = padded_embed + positional_embedding
+        # patchgen: audio_sp
+        padded_embed = chunks.all(padded_embed)
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
@@ -2477,6 +2482,7 @@ ops.register_checkpoint_mapping(
     "Qwen3OmniMoeThinkerModel",
     "Qwen3OmniMoeThinkerForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3OmniMoePreTrainedModel)
 
 
 __all__ = [

@@ -1509,6 +1509,7 @@ ops.register_checkpoint_mapping(
     "Qwen3VLModel",
     "Qwen3VLForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3VLPreTrainedModel)
 
 
 __all__ = [

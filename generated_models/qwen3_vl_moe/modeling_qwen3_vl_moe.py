@@ -1727,6 +1727,7 @@ ops.register_checkpoint_mapping(
     "Qwen3VLMoeModel",
     "Qwen3VLMoeForConditionalGeneration",
 )
+ops.initialize_as_upstream(Qwen3VLMoePreTrainedModel)
 
 
 __all__ = [

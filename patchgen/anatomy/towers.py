@@ -44,6 +44,22 @@ class LayerLoop:
     attentions: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ChunkedConvolution:
+    """Chunks of sound `[N, ...]` that a tower convolves one by one, before the parts that count are selected.
+
+    Attributes:
+        start, end: places of the first statement that convolves, and of the one that selects.
+        chunks: names of tensors with a row per chunk above `start`, the one that is convolved first.
+        result: the name of the convolved chunks above `end`.
+    """
+
+    start: int
+    end: int
+    chunks: tuple[str, ...]
+    result: str
+
+
 class Unread(Exception):
     """The tower has another form; the text says what was not understood."""
 
@@ -81,6 +97,45 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     group = _group(anatomy, info)
     gathers = _gathers(anatomy, info, forward, place, [carried, *collected], above, group)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
+
+
+def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
+    """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
+    convolutions = {
+        f"self.{name}"
+        for name, value in info.attributes.items()
+        if isinstance(value, ast.Call) and dotted(value.func).endswith(("Conv1d", "Conv2d"))
+    }
+    convolving = [
+        place
+        for place, statement in enumerate(forward.body)
+        if any(dotted(call.func) in convolutions for call in calls(statement))
+    ]
+    selecting = [
+        (place, call)
+        for place, statement in enumerate(forward.body)
+        for call in calls(statement)
+        if dotted(call.func) == "torch.index_select" and isinstance(statement, ast.Assign)
+    ]
+    if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0]:
+        return None
+    start, (end, select) = convolving[0], selecting[0]
+    source = next(iter(_read(select.args[0])), "")
+    above = {name for statement in forward.body[:start] for name in _assigned(statement)}
+    inside = {name for statement in forward.body[start:end] for name in _assigned(statement)}
+    read = dict.fromkeys(name for statement in forward.body[start:end] for name in _read(statement))
+    read = [name for name in read if name in above and not _is_empty_list(name, forward)]
+    chunks = [name for name in read if name.startswith("padded_") and name not in inside]
+    others = [name for name in read if name not in chunks]
+    if not chunks or others or source not in inside:
+        return None
+    return ChunkedConvolution(start, end, tuple(chunks), source)
+
+
+def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:
+    """Whether the name is only set to `[]` at the top level."""
+    found = [s.value for s in forward.body if isinstance(s, ast.Assign) and name in _assigned(s)]
+    return bool(found) and all(isinstance(value, ast.List) and not value.elts for value in found)
 
 
 def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:

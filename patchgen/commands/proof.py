@@ -6,11 +6,12 @@ from pathlib import Path
 
 from patchgen import provenance
 from patchgen.commands.generation import committed
+from patchgen.commands.models_page import write_models_page
 from patchgen.errors import ConfigError, UpstreamNotFound
 
 
 def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None) -> int:
-    """Proves models, prints a table each and writes `verify.json` beside the generated file; 0 if all are proven."""
+    """Proves models, prints a table each, writes `verify.json` beside each file and docs/models.md; 0 if all are proven."""
     names = committed() if every else models
     if not names:
         raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
@@ -35,6 +36,8 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
         report.write_proof(proof, directory or provenance.generated_root() / name)
         if not proof.is_proven:
             failed.append(name)
+    if directory is None:
+        write_models_page()
     return 1 if failed else 0
 
 
@@ -50,19 +53,23 @@ def verify_on_ranks(models: list[str], *, every: bool, head: str | None, ranks: 
 
     from patchgen.runtime import registry
     from patchgen.runtime.verify import media_ranks, rank_report
+    from patchgen.runtime.verify.ranks import RankPool
 
     layout = rank_report.layout_name(ranks, sp, fsdp)
     failed = []
+    pool = RankPool(ranks)
     for name in names:
         try:
             model = registry.find_model(name)
         except registry.UnknownModelError as error:
             raise UpstreamNotFound(str(error)) from error
-        results = media_ranks.verify_on_ranks(name, ranks=ranks, sp=sp, fsdp=fsdp, head=head)
+        results = media_ranks.verify_on_ranks(name, pool, sp=sp, fsdp=fsdp, head=head)
         rank_report.print_results(name, layout, results)
         rank_report.write_results(model.file, layout, results)
         if not results or any(one.reason for one in results):
             failed.append(name)
+    pool.close()
+    write_models_page()
     return 1 if failed else 0
 
 

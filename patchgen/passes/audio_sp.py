@@ -29,9 +29,11 @@ class ExampleAudio(PreTrainedModel):
         self.ln_post = nn.LayerNorm(config.d_model)
 
     def forward(self, input_features, feature_lens):
-        hidden_states = self.conv1(input_features)
+        padded_feature, valid_indices = chunk_and_pad(input_features, feature_lens)
         cu_seqlens, max_seqlen, pairs = get_audio_lengths(feature_lens)
 """
+_CONVOLVE = "        padded_embed = self.conv1(padded_feature).transpose(1, 2)\n"
+_SELECT = "        hidden_states = torch.index_select(padded_embed.flatten(0, 1), 0, valid_indices)\n"
 _LOOP = """\
         for layer in self.layers:
             hidden_states = layer(hidden_states, cu_seqlens, max_seqlen=max_seqlen)
@@ -47,16 +49,21 @@ class AudioSP(TowerSlices):
     """Bounds of chunks stay those of the whole: attention sees all frames of some heads."""
 
     name = "audio_sp"
-    purpose = "The layers of an audio tower work on a slice of the frames, gathered before frames are pooled."
+    purpose = "An audio tower convolves a slice of the chunks, and its layers work on a slice of the frames."
     expects = "one hit per audio tower whose layers attend by lengths, and one per attention class of these"
     role = Role.AUDIO
     EXAMPLES = (
         Example(
-            "frames are gathered above a pooling that knows where each sound ends",
-            before=_ATTENTION.format(mark="", test="is_flash_attention_requested") + _LOOP + _POOL,
+            "chunks for the convolution; frames, gathered above a pooling that knows where each sound ends",
+            before=(
+                _ATTENTION.format(mark="", test="is_flash_attention_requested") + _CONVOLVE + _SELECT + _LOOP + _POOL
+            ),
             after=(
                 _ATTENTION.format(mark="        # patchgen: audio_sp\n", test="ops.attends_by_lengths")
                 + "        # patchgen: audio_sp\n"
+                "        chunks = ops.chunk_rows(padded_feature)\n"
+                "        padded_feature = chunks.own(padded_feature)\n" + _CONVOLVE + "        # patchgen: audio_sp\n"
+                "        padded_embed = chunks.all(padded_embed)\n" + _SELECT + "        # patchgen: audio_sp\n"
                 "        rows = ops.tower_rows(self.layers, hidden_states)\n"
                 "        cu_seqlens = rows.lengths(cu_seqlens)\n"
                 "        max_seqlen = rows.longest(max_seqlen)\n"

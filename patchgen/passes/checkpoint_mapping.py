@@ -10,11 +10,12 @@ from patchgen.source import Block, Module
 
 
 class CheckpointMapping(Pass):
-    """transformers takes a class outside of `transformers.*` for custom code and skips its conversion: a generated
-    mixture of experts would load with its experts left at random initialisation."""
+    """transformers takes a class outside of `transformers.*` for custom code. It skips its conversion: a generated
+    mixture of experts would load with its experts left at random initialisation. And it does not call `_init_weights` for
+    a module without weights of its own, where some classes initialise their experts: they would keep what was in memory."""
 
     name = "checkpoint_mapping"
-    purpose = "Upstream's checkpoint conversions apply to the generated classes too."
+    purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."
     expects = "one hit per file with model classes"
     EXAMPLES = (
         Example(
@@ -49,8 +50,16 @@ class CheckpointMapping(Pass):
             return Outcome(module)
         model_types = [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind]
         arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])
-        call = format_code(f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n")
+        code = f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n"
+        if anatomy.upstream.version is not None:  # another file's _init_weights may rely on being skipped
+            code += f"ops.initialize_as_upstream({', '.join(_first_models(anatomy, models))})\n"
+        call = format_code(code)
         blocks = list(module.blocks)
         position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
         blocks.insert(position, Block(text="\n\n" + call))
         return Outcome(module.with_blocks(blocks), (Hit("module", 0, f"{len(models)} model classes"),))
+
+
+def _first_models(anatomy: Anatomy, models: list[str]) -> list[str]:
+    """The models of a file that no other model of it is above."""
+    return [name for name in models if not any(base in models for base in anatomy.classes[name].bases)]

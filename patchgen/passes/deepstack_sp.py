@@ -78,6 +78,8 @@ _READ = m.SimpleStatementLine(
 
 
 def _reads_features(block: Block) -> bool:
+    if f".{FEATURES}" not in block.text:  # spares parsing
+        return False
     forward = m.findall(block.cst, m.FunctionDef(name=m.Name("forward")))
     return any(m.findall(one, _READ) for one in forward)
 

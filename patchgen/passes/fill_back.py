@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
@@ -12,11 +13,11 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, dotted
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import code_of, statements, transform
+from patchgen.rewrite import code_of, edit_function, insert_at_start, statements, transform
 from patchgen.source import Block, Module
 
 OWN = "ops.own_features"
-COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b")
+COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
 
 
@@ -56,6 +57,8 @@ class FillBack(SitePass):
                 "        # patchgen: fill_back\n"
                 "        ops.hold_whole(self.vision_tower)\n"
                 "        self.language_model = AutoModel.from_config(config.text_config)\n"
+                "        # patchgen: fill_back\n"
+                "        ops.attend_only(self.language_model)\n"
                 "\n"
                 "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
                 "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
@@ -81,22 +84,44 @@ class FillBack(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         info = anatomy.classes[site.block]
-        rewriter = _FillBack(towers_held_whole(anatomy, info), self.mark)
+        language = language_parts(anatomy, info)
+        told = dict.fromkeys(towers_held_whole(anatomy, info, language), "hold_whole")
+        builds = [build for build in anatomy.auto_builds(info.name) if build.attribute in language]
+        told |= {b.attribute: "attend_only" for b in builds if anatomy.target_of(b) not in anatomy.classes}
+        rewriter = _FillBack(told, self.mark)
         edited = transform(block, rewriter)
-        if rewriter.odd or not rewriter.scattered:
-            return Missed("`embeddings.masked_scatter(mask, features)`", (rewriter.odd or [""])[0])
-        held = f"; whole on every rank: {', '.join(rewriter.held)}" if rewriter.held else ""
+        if rewriter.odd or not language:
+            what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
+            return Rewritten(edit_function(block, "forward", self._refuse), f"refuses slices: {what}")
+        if not rewriter.scattered:
+            return Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
+        whole = [name for name, what in told.items() if what == "hold_whole"]
+        held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
         return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
 
+    def _refuse(self, forward: cst.FunctionDef) -> cst.FunctionDef:
+        code = 'ops.require_whole_sequence("the inputs of this model")'
+        return insert_at_start(forward, statements(code, depth=2, comment=self.mark))
 
-def towers_held_whole(anatomy: Anatomy, info: ClassInfo) -> list[str]:
+
+def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
+    """The attributes of a fusion model that run on the embeddings: what is called with them, and a decoder's layers."""
+    forward = info.methods["forward"]
+    called = {
+        dotted(call.func).removeprefix("self.").partition(".")[0]
+        for call in calls(forward)
+        if dotted(call.func).startswith("self.") and any(keyword.arg == "inputs_embeds" for keyword in call.keywords)
+    }
+    built = {build.attribute for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name))}
+    if Role.DECODER in info.roles:
+        loops = [node.iter for node in ast.walk(forward) if isinstance(node, ast.For)]
+        called |= {node.attr for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Attribute)}
+    return called & (built | set(info.attributes))
+
+
+def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
     """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
     passes for towers have divided."""
-    language = {
-        dotted(call.func).removeprefix("self.")
-        for call in calls(info.methods["forward"])
-        if any(keyword.arg == "inputs_embeds" for keyword in call.keywords)
-    }
     held = []
     for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
         if build.attribute is None or build.attribute in language:
@@ -115,11 +140,10 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo) -> list[str]:
 class _FillBack(cst.CSTTransformer):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
-    def __init__(self, held: Sequence[str], mark: str) -> None:
-        self._held, self._mark = set(held), mark
+    def __init__(self, told: Mapping[str, str], mark: str) -> None:
+        self._told, self._mark = told, mark
         self._function: list[str] = []
         self._changed = False
-        self.held: list[str] = []
         self.scattered: list[str] = []
         self.odd: list[str] = []
 
@@ -176,9 +200,8 @@ class _FillBack(cst.CSTTransformer):
             self._changed = False
             return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, self._comment()])
         name = _attribute_set(original_node)
-        if self._function[-1:] == ["__init__"] and name in self._held:
-            self.held.append(name)
-            told = statements(f"ops.hold_whole(self.{name})", depth=2, comment=self._mark)
+        if self._function[-1:] == ["__init__"] and name in self._told:
+            told = statements(f"ops.{self._told[name]}(self.{name})", depth=2, comment=self._mark)
             return cst.FlattenSentinel([updated_node, *told])
         return updated_node
 

@@ -10,7 +10,14 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.towers import LENGTHS_TEST, LayerLoop, Unread, layer_loop
+from patchgen.anatomy.towers import (
+    LENGTHS_TEST,
+    ChunkedConvolution,
+    LayerLoop,
+    Unread,
+    chunked_convolution,
+    layer_loop,
+)
 from patchgen.passes.base import LeftAlone, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import edit_function, function_body, insert_before, statements, transform, with_body
 from patchgen.source import Block, Module
@@ -22,8 +29,8 @@ CHOICE = "ops.attends_by_lengths"
 class TowerSlices(SitePass):
     """Rows are sliced above the loop over the layers and gathered where the result is smallest.
 
-    What stands above the loop (patch embeddings, convolutions, position embeddings, the order of windows) sees all rows
-    on every rank; a tower spends a few per cent of its time there.
+    What stands above the loop (patch embeddings, position embeddings, the order of windows) sees all rows on every rank;
+    a tower spends less than a per cent of its time there. Convolutions over chunks of sound are divided by chunks.
     """
 
     role: ClassVar[str]
@@ -54,11 +61,13 @@ class TowerSlices(SitePass):
             loop = layer_loop(anatomy, info, _forward(block))
         except Unread as reason:
             return LeftAlone(f"{site.block} is computed whole on every rank that shares a sequence: {reason}")
-        edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop))
+        chunks = chunked_convolution(info, _forward(block))
+        edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop, chunks))
         names = ", ".join(dict.fromkeys(name for _, gathered in loop.gathers for name in gathered))
-        return Rewritten(edited, f"self.{loop.layers} on a slice of the rows; {names} gathered")
+        convolved = "; convolutions on a slice of the chunks" if chunks is not None else ""
+        return Rewritten(edited, f"self.{loop.layers} on a slice of the rows; {names} gathered{convolved}")
 
-    def _divide(self, forward: cst.FunctionDef, loop: LayerLoop) -> cst.FunctionDef:
+    def _divide(self, forward: cst.FunctionDef, loop: LayerLoop, chunks: ChunkedConvolution | None) -> cst.FunctionDef:
         body = function_body(forward)
         for place, names in sorted(loop.gathers, reverse=True):
             code = "\n".join(f"{name} = rows.all({name})" for name in names)
@@ -68,9 +77,14 @@ class TowerSlices(SitePass):
         lines += [f"{name} = rows.lengths({name})" for name in loop.bounds]
         lines += [f"{name} = rows.longest({name})" for name in loop.longest]
         lines += [f"{name} = rows.own({name})" for name in loop.rows]
-        return with_body(
-            forward, insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
-        )
+        body = insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
+        if chunks is not None:
+            code = f"{chunks.result} = chunks.all({chunks.result})"
+            body = insert_before(body, chunks.end, statements(code, depth=2, comment=self.mark))
+            lines = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
+            lines += [f"{name} = chunks.own({name})" for name in chunks.chunks]
+            body = insert_before(body, chunks.start, statements("\n".join(lines), depth=2, comment=self.mark))
+        return with_body(forward, body)
 
 
 def _forward(block: Block) -> ast.FunctionDef:

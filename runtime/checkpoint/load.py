@@ -9,11 +9,9 @@ report = load_pretrained(model, "/models/Qwen3-30B-A3B")
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 import json
 import re
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +33,6 @@ from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTenso
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
-LARGE_PAGE, MADV_HUGEPAGE = 2 << 20, 14
 DERIVED = (".rotary_emb.inv_freq",)
 """Old checkpoints hold these buffers; transformers computes them, and leaves them out when it loads."""
 
@@ -220,7 +217,6 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
     simple, others = [], []
     for name, moved in wanted.items():
         target = state[name]
-        _ask_for_large_pages(local_tensor(target))
         part = pull(moved, box_of_rank(target), local_tensor(target))
         if part.finishes:
             others.append(part)
@@ -236,18 +232,6 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
                 errors += error
             finish(part)
     return list(dict.fromkeys(errors))
-
-
-def _ask_for_large_pages(tensor: Tensor) -> None:
-    """Lets the kernel back memory that is not in use yet by pages of 2 MiB: half the time of a load goes into pages."""
-    if tensor.device.type != "cpu" or sys.platform != "linux":
-        return
-    size = tensor.untyped_storage().nbytes()
-    start = -(-tensor.untyped_storage().data_ptr() // LARGE_PAGE) * LARGE_PAGE
-    length = (tensor.untyped_storage().data_ptr() + size - start) // LARGE_PAGE * LARGE_PAGE
-    if length > 0:
-        # It may be refused, where large pages are switched off: then pages are small.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
 
 
 def finish(part: Pull) -> None:

@@ -2,6 +2,7 @@
 
     config.py        the sizes and the rank map            state.py        meshes and groups of this rank
     batch.py         a rank's slice of a batch             sequence.py     the exchanges of sequence parallelism
+    media.py         rows of towers, features to tokens    towers.py        towers without input
     mixers.py        convolution and delta rule            experts.py      the token exchange of expert parallelism
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
     gradients.py     norm, clipping, non-finite reports    checkpointing.py  activation checkpointing

@@ -17,7 +17,7 @@ language model. Any other is computed whole on every rank (`hold_whole`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from patchgen.runtime import parallel
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -73,6 +74,27 @@ def _leave_whole(module: nn.Module, arguments: object, output: object) -> None:
 def inside_whole() -> bool:
     """Whether a module that holds whole inputs runs now: masks made here are of its own sequence."""
     return _INSIDE > 0
+
+
+def attend_only(model: nn.Module) -> None:
+    """Makes a language model of another modeling file refuse a slice of the sequence if it mixes tokens by convolution.
+
+    Its attention goes through our names whatever file it is from; its convolutions and recurrences are upstream's.
+    """
+    if isinstance(model, nn.Module):
+        model.register_forward_pre_hook(_refuse_convolutions)
+
+
+def _refuse_convolutions(module: nn.Module, arguments: object) -> None:
+    state = parallel.current()
+    if state is None or state.sp == 1:
+        return
+    for path, one in module.named_modules():
+        if isinstance(one, nn.Conv1d) and one.kernel_size[0] > 1:
+            raise ValueError(
+                f"{type(module).__name__} is upstream's own class, and its {path} runs along the sequence, of which "
+                f"this rank holds a slice (sp={state.sp}). Train this model with sp=1."
+            )
 
 
 # ------------------------------------------------------------------------------------- the rows of a tower
@@ -148,6 +170,11 @@ def tower_rows(layers: nn.Module, hidden_states: Tensor, group: int, state: Para
     return TowerRows(state if divides else None, total, group)
 
 
+def chunk_rows(chunks: Tensor, state: ParallelState | None) -> TowerRows:
+    """How chunks that are computed one by one are divided; see `ops.chunk_rows`."""
+    return TowerRows(state if state is not None and state.sp > 1 else None, chunks.shape[0], 1)
+
+
 _DIVIDES = WeakIdKeyDictionary()  # layers -> {number of ranks: whether their heads divide}
 
 
@@ -163,6 +190,19 @@ def _heads_divide(layers: nn.Module, size: int) -> bool:
         ]
         known[size] = bool(counts) and all(count % size == 0 for count in counts)
     return known[size]
+
+
+def describe(model: nn.Module, size: int) -> dict[str, str]:
+    """How each tower of a model that has run is computed on `size` ranks that share a sequence: by path."""
+    found: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{outer}.") for outer in found):
+            continue
+        if module in _DIVIDES and size in _DIVIDES[module]:
+            found[path] = "each rank a slice of the rows" if _DIVIDES[module][size] else "whole: heads do not divide"
+        elif path and holds_whole(module):
+            found[path] = "whole on every rank"
+    return found
 
 
 # -------------------------------------------------------------------------- features to the tokens of a rank
@@ -189,17 +229,21 @@ def _own_spans(mask: Tensor, num_rows: int, state: ParallelState) -> list[tuple[
         tokens.sum(dim=1)[None], state.sp_group, dim=0, operation="count the placeholders of each rank"
     )
     by_row = counts.t().tolist()  # [B][n]
-    total = sum(map(sum, by_row))
+    total, spans = sum(map(sum, by_row)), spans_of(by_row, state.sp_rank)
     if total != num_rows:
         raise ValueError(
             f"{num_rows} feature rows for {total} placeholder tokens in the whole sequence of {state.sp} ranks. Every "
             "rank of an SP group must be handed the same images, videos and audio, whole, with its slice of the tokens."
         )
-    ends = list(itertools.accumulate(itertools.chain.from_iterable(by_row), initial=0))
-    places = [row * state.sp + state.sp_rank for row in range(len(by_row))]
-    spans = [(ends[place], ends[place + 1]) for place in places]
     _SPANS[mask] = (num_rows, spans)
     return spans
+
+
+def spans_of(by_row: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]]:
+    """The spans of feature rows of one rank, from the placeholders of each rank in each row of the batch."""
+    ends = list(itertools.accumulate(itertools.chain.from_iterable(by_row), initial=0))
+    places = [place + rank for place in range(0, len(ends) - 1, len(by_row[0]))]
+    return [(ends[place], ends[place + 1]) for place in places]
 
 
 def own_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:

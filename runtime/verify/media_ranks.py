@@ -17,7 +17,8 @@ import importlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import attention, parallel, registry
-from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
+from patchgen.runtime.parallel import ParallelConfig, batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -54,6 +55,13 @@ class RankResult:
     parameter: str = ""
     seconds: float = 0.0
     reason: str = ""
+    towers: dict[str, str] = field(default_factory=dict)
+    """How each tower that ran was computed on the ranks that share a sequence."""
+
+
+def find(model: str) -> registry.GeneratedModel:
+    """A generated model by its name, or by the folder that holds it."""
+    return registry.read_model(Path(model)) if Path(model).is_dir() else registry.find_model(model)
 
 
 _STATES: dict[tuple[int, int], ParallelState] = {}
@@ -74,7 +82,7 @@ class Yardstick:
     """Upstream's class, built small, and the batches that it takes."""
 
     def __init__(self, model: str, head: str) -> None:
-        generated = registry.find_model(model)
+        generated = find(model)
         self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
         self.generated_class = getattr(generated.load(), head)
         self.config = small_config(self.upstream_class.config_class).config
@@ -111,8 +119,8 @@ class Yardstick:
             return str(refusal) or type(refusal).__name__
         return ""
 
-    def positions(self, inputs: dict[str, Any]) -> Tensor | None:
-        """The position ids that upstream's fusion model hands to its language model."""
+    def positions(self, inputs: dict[str, Any]) -> Tensor:
+        """The position ids that upstream's fusion model hands to its language model; 0, 1, 2, ... where it hands none."""
         seen: list[Tensor | None] = []
         decoder = self.model.get_decoder()
 
@@ -125,7 +133,11 @@ class Yardstick:
         for module in self.model.modules():
             if getattr(module, "rope_deltas", None) is not None:
                 module.rope_deltas = None
-        return seen[0]
+        return (
+            seen[0]
+            if seen[0] is not None
+            else torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
+        )
 
     def one_rank(self, batches: Sequence[dict[str, Any]], *, training: bool = True) -> tuple[float, dict[str, Tensor]]:
         """Loss and gradients of upstream's class on one rank: the mean over the labels of all batches."""
@@ -188,9 +200,8 @@ def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: 
     if fsdp:
         sharding.shard_model(generated, state)
     got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training)
-    return {"case": name, "seconds": time.perf_counter() - started} | differences(
-        got_loss, got, expected_loss, expected
-    )
+    row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
+    return row | differences(got_loss, got, expected_loss, expected)
 
 
 def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
@@ -213,9 +224,7 @@ def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp
             samples = one_modality_each(known, state.config.num_batches, number)
             whole = dict(known.builder.case("mixed", samples).batch)
             mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
-            positions = known.positions(mine)
-            if positions is not None:
-                mine["position_ids"] = positions
+            mine["position_ids"] = known.positions(mine)
             known.model.load_state_dict(_whole_state(generated))
             expected_loss, expected = known.one_rank([whole])
             got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp)
@@ -313,9 +322,7 @@ def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dic
     has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
     whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if has_sound else [samples])]
     mine = dict(known.builder.case(name, pieces[state.batch_index]).batch)
-    positions = known.positions(mine)
-    if positions is not None:
-        mine["position_ids"] = positions
+    mine["position_ids"] = known.positions(mine)
     return whole, mine
 
 
@@ -344,8 +351,8 @@ def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
 
 def verify_on_ranks(
     model: str,
+    pool: RankPool,
     *,
-    ranks: int,
     sp: int,
     fsdp: bool,
     head: str | None = None,
@@ -355,33 +362,30 @@ def verify_on_ranks(
     """Proves a generated multimodal model on gloo ranks; prints nothing.
 
     Args:
-        ranks: processes on this machine.
+        model: its name, or the folder of one outside `generated_models/`.
+        pool: processes on this machine.
         sp: how many of them share a sequence.
         fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
         head: the class to prove; default: the first head.
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
         training: whether both are in training mode.
     """
-    head = head or registry.find_model(model).heads[0]
-    pool = RankPool(ranks)
+    head = head or find(model).heads[0]
     results = []
-    try:
-        names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
-        if cases is None and ranks > sp:
-            names.append(MIXED_RANKS)
-        for name in names:
-            try:
-                if name == MIXED_RANKS:
-                    rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
-                    results.append(_together(name, rows))
-                    continue
-                options = {"sp": sp, "fsdp": fsdp, "training": training}
-                results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
-            except CaseFailed as failure:
-                if "NotApplicable" not in str(failure):
-                    results.append(RankResult(name, reason=str(failure)))
-    finally:
-        pool.close()
+    names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
+    if cases is None and pool.world > sp:
+        names.append(MIXED_RANKS)
+    for name in names:
+        try:
+            if name == MIXED_RANKS:
+                rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
+                results.append(_together(name, rows))
+                continue
+            options = {"sp": sp, "fsdp": fsdp, "training": training}
+            results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
+        except CaseFailed as failure:
+            if "NotApplicable" not in str(failure):
+                results.append(RankResult(name, reason=str(failure)))
     return results
 
 

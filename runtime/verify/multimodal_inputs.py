@@ -9,13 +9,15 @@ one per frame. Nothing here names a model.
     audio    clips of different lengths                                             batch of 2
     sound    videos that bring their audio, both interleaved (models that take `use_audio_in_video`)
     mixed    images, videos, audio and text only, each in samples of their own      what the model takes of it
-    packed   the samples of `mixed` in one row, with four rows of position ids: the text's, time, height, width
+    packed media   the last of these in one row, with four rows of position ids: the text's, time, height, width
+    handed in      the last of these with what a collator computes on the host
 
 Shapes: B samples, S tokens of the longest sample, P patches, F frames.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
 from patchgen.runtime.verify.media import AUDIO, IMAGE, SOUND, VIDEO, Item, MediaMaker, collate_items
 
@@ -94,13 +97,15 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             continue
         cases.append(case)
         accepted = samples
-    packed = builder.packed(cases[-1].batch, accepted) if cases else None
-    if packed is not None:
+    derived = (builder.packed(cases[-1].batch, accepted), builder.handed_in(cases[-1].batch)) if cases else ()
+    for case in derived:
+        if case is None:
+            continue
         try:
-            builder.ask(packed.batch)
-            cases.append(packed)
+            builder.ask(case.batch)
+            cases.append(case)
         except REFUSALS as refusal:
-            refused[packed.name] = _reason(refusal)
+            refused[case.name] = _reason(refusal)
     return MediaCases(tuple(cases), refused)
 
 
@@ -272,6 +277,26 @@ class SampleBuilder:
                 out[name] = out[name][mask][None]
         return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": packed_positions})
 
+    def handed_in(self, batch: Mapping[str, Any]) -> Case | None:
+        """A batch with what a collator computes on the host: bounds, patch positions and sizes of each image and video.
+
+        None for models without packed patches.
+        """
+        grids = {kind: batch[name] for kind in (IMAGE, VIDEO) if (name := f"{kind}_grid_thw") in batch}
+        if not grids or importlib.util.find_spec("transformers.vision_utils") is None:
+            return None
+        from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids
+
+        out = dict(batch)
+        for kind, grid in grids.items():
+            merge = layout.merge_size(layout.tower_config(self.config, kind))
+            bounds = get_vision_cu_seqlens(grid)
+            out[f"{kind}_cu_seqlens"] = bounds
+            out[f"{kind}_max_seqlen"] = int(bounds.diff().max())
+            out[f"{kind}_position_ids"] = get_vision_position_ids(grid, merge)
+            out[f"{kind}_split_sizes"] = (grid.prod(-1) // merge**2).tolist()
+        return Case("handed in", out)
+
     # --------------------------------------------------------------------------------------- asking upstream
 
     def ask(self, batch: Mapping[str, Any]) -> None:
@@ -289,14 +314,14 @@ class SampleBuilder:
         item = self.maker.item(kind, 0)
         self.maker.count(item)
         refusal: Exception = ValueError(f"the config names no placeholder token for {kind}")
-        for layout in self._candidates(kind):
-            sample = self.sample([3, item, 3], {kind: layout})
+        for candidate in self._candidates(kind):
+            sample = self.sample([3, item, 3], {kind: candidate})
             try:
                 self.ask(self.case(kind, [sample]).batch)
             except REFUSALS as error:
                 refusal = error
                 continue
-            return layout
+            return candidate
         raise refusal
 
     def _candidates(self, kind: str) -> Iterator[Layout]:

@@ -23,6 +23,8 @@ def layout_name(ranks: int, sp: int, fsdp: bool) -> str:
 def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
     """A line for each batch: relative differences of the loss and of the worst gradient."""
     print(f"{model} on {layout}")
+    for path, how in towers_of(results).items():
+        print(f"  {path}: {how}")
     for one in results:
         figures = f"loss {one.loss:.1e}  worst gradient {one.gradient:.1e} ({one.parameter})"
         print(f"  {'failed' if one.reason else 'ok':7} {one.case:21} {one.reason.strip() if one.reason else figures}")
@@ -35,9 +37,12 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult]) -> Pat
     before = json.loads(path.read_text()) if path.is_file() else {}
     layouts = before.get("layouts", {}) if before.get("sha256") == digest else {}
     layouts[layout] = {
-        one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
-        | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
-        for one in results
+        "cases": {
+            one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
+            | ({"failed": one.reason.strip().splitlines()[-1]} if one.reason else {})
+            for one in results
+        },
+        "towers": towers_of(results),
     }
     record = {
         "sha256": digest,
@@ -47,6 +52,11 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult]) -> Pat
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def towers_of(results: Sequence[RankResult]) -> dict[str, str]:
+    """How each tower was computed, over all batches."""
+    return {path: how for one in results for path, how in sorted(one.towers.items())}
 
 
 def _bound(difference: float) -> str:

@@ -150,6 +150,20 @@ def test_the_kernel_equals_the_torch_form(monkeypatch, num_columns: int, dtype: 
     assert buffer[:, num_columns:].isnan().all(), "written beyond the row"
 
 
+@pytest.mark.parametrize("size", [0, 1, 4096, 5000], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_scaling_rounds_the_product_once(size: int, dtype: torch.dtype):
+    from patchgen.kernels.scaled import scaled
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tensor, factor = torch.randn(size, device=device), torch.tensor(1.7, device=device)
+    found, expected = scaled(tensor, factor, dtype), (tensor * factor).to(dtype)
+    if device == "cuda" or dtype == torch.float32:
+        assert torch.equal(found, expected)
+    else:  # the interpreter cuts what the device rounds
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+
+
 def test_the_kernel_gives_nan_for_a_label_out_of_range():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, loss = torch.randn(3, 8, device=device), torch.zeros(3, device=device)

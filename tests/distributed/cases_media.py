@@ -1,0 +1,83 @@
+"""What each rank does in the tests of multimodal models; see test_media.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from patchgen.runtime import attention, parallel
+from patchgen.runtime.parallel import media
+from patchgen.runtime.verify import media_ranks
+from patchgen.runtime.verify.media_ranks import RankResult, find, state_of, yardstick
+
+
+def agrees(model: str, name: str, *, sp: int, fsdp: bool = True, training: bool = True) -> None:
+    """One batch: loss and every gradient within 1e-5 of upstream's class on one rank."""
+    row = media_ranks.compare(model, find(model).heads[0], name, sp=sp, fsdp=fsdp, training=training)
+    assert not RankResult(**row).reason, row
+
+
+def every_batch_agrees(model: str, **layout) -> None:
+    """All batches that upstream takes."""
+    for name in media_ranks.case_names(model, find(model).heads[0]):
+        try:
+            agrees(model, name, **layout)
+        except media_ranks.NotApplicable:
+            continue
+
+
+def steps_agree(model: str, *, sp: int, num_steps: int) -> None:
+    """Each batch index its own modality: in every step loss and gradients are those of one rank with the whole batch."""
+    for row in media_ranks.mixed_steps(model, find(model).heads[0], sp=sp, num_steps=num_steps):
+        assert not row.get("reason"), row
+
+
+def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, recomputed: bool = False) -> None:
+    """As `agrees`, with towers computed whole as where heads do not divide, or layers run again in the backward."""
+    known = yardstick(model, find(model).heads[0])
+    state = state_of(sp)
+    whole, mine = media_ranks._inputs(known, name, state)
+    expected = known.one_rank(whole)
+    generated = known.generated()
+    towers = [module for module in generated.modules() if type(module).__name__ == "ModuleList"]
+    if undivided:
+        for layers in towers:
+            media._DIVIDES[layers] = {sp: False}
+    if recomputed:
+        getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
+    got = media_ranks.on_ranks(generated, mine, state, pad=known.pad, fsdp=False)
+    hows = set(media.describe(generated, sp).values())
+    assert hows == {"whole: heads do not divide" if undivided else "each rank a slice of the rows"}
+    row = media_ranks.differences(*got, *expected)
+    assert not row.get("reason"), row
+
+
+def features_that_are_not_the_tokens_are_refused() -> None:
+    """Every rank counts the placeholders of all and says what it was given."""
+    state = state_of(2)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="5 feature rows for 6 placeholder tokens in the whole sequence of 2 ranks"):
+        media.own_features(torch.zeros(5, 4), mask, state)
+
+
+def masks_made_of_slices_are_refused() -> None:
+    """Token types handed over as a slice would give a mask of the wrong tokens."""
+    from transformers import Gemma3TextConfig
+    from transformers.masking_utils import create_causal_mask
+
+    attention.register()
+    state = state_of(2)
+    config = Gemma3TextConfig(num_hidden_layers=1)
+    config._attn_implementation = "patchgen_eager"
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, 4, 8),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": None,
+    }
+    with parallel.using(state):
+        mask = create_causal_mask(**arguments, block_sequence_ids=torch.zeros(1, 8, dtype=torch.long))
+        assert mask.shape == (1, 1, 8, 8)
+        with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, and the sequence has 8"):
+            create_causal_mask(**arguments, block_sequence_ids=torch.zeros(1, 4, dtype=torch.long))

@@ -1,0 +1,83 @@
+"""Which towers are divided over ranks, read off upstream's own files; and what is said of the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchgen import pipeline, source, upstream
+from patchgen.anatomy import Role, study
+from patchgen.anatomy.towers import Unread, chunked_convolution, layer_loop
+from patchgen.passes.fill_back import language_parts, towers_held_whole
+
+
+def anatomy_of(model: str):
+    found = upstream.load(model)
+    return study(source.parse(found.text, found.path), found)
+
+
+def towers(model: str, role: str):
+    anatomy = anatomy_of(model)
+    return anatomy, anatomy.with_role(role)[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "group", "gathered"),
+    [
+        ("qwen3_vl", "self.spatial_merge_unit", ("deepstack_feature_lists", "merged_hidden_states")),
+        ("qwen2_vl", "self.spatial_merge_size**2", ("merged_hidden_states",)),
+        ("glm4v_moe", "self.spatial_merge_size**2", ("merged_hidden_states",)),
+    ],
+)
+def test_what_is_gathered_below_the_layers(model, group, gathered):
+    loop = layer_loop(*towers(model, Role.VISION))
+    assert loop.rows == ("hidden_states", "position_embeddings")
+    assert loop.group == group
+    assert [names for _, names in loop.gathers] == [gathered]
+
+
+def test_windows_are_put_back_into_order_on_all_rows():
+    anatomy, tower = towers("qwen2_5_vl", Role.VISION)
+    loop = layer_loop(anatomy, tower)
+    assert loop.bounds == ("cu_seqlens", "cu_window_seqlens")
+    ((place, names),) = loop.gathers
+    assert names == ("merged_hidden_states",)
+    assert "reverse_indices" in source.ast.unparse(tower.methods["forward"].body[place])
+
+
+@pytest.mark.parametrize(("model", "chunks"), [("qwen3_omni_moe", 1), ("qwen2_5_omni", 2)])
+def test_chunks_of_sound_are_divided_up_to_the_selection_of_what_is_no_padding(model, chunks):
+    _, tower = towers(model, Role.AUDIO)
+    found = chunked_convolution(tower, tower.methods["forward"])
+    assert len(found.chunks) == chunks
+    assert found.result == "padded_embed"
+
+
+@pytest.mark.parametrize(
+    ("model", "role", "why"),
+    [
+        ("voxtral", Role.AUDIO, "VoxtralAttention does not choose between lengths and one call per input"),
+        ("got_ocr2", Role.VISION, "self.layers holds no attention of this file"),
+    ],
+)
+def test_other_towers_say_why_they_are_computed_whole(model, role, why):
+    with pytest.raises(Unread, match=why):
+        layer_loop(*towers(model, role))
+
+
+@pytest.mark.parametrize(
+    ("model", "held"),
+    [("llava", ["vision_tower"]), ("voxtral", ["audio_tower"]), ("qwen2_5_omni", []), ("neomme", [])],
+)
+def test_everything_that_attends_beside_the_language_model_holds_whole_inputs(model, held):
+    """Above all never a layer of the language model: its attention would see a slice as the whole."""
+    anatomy = anatomy_of(model)
+    fusion = anatomy.with_role(Role.FUSION)[0]
+    assert towers_held_whole(anatomy, fusion, language_parts(anatomy, fusion)) == held
+
+
+def test_a_fusion_of_another_form_refuses_slices():
+    """GLM-Image scatters into the token ids."""
+    steps = pipeline.generate(upstream.load("glm_image")).steps
+    step = next(step for step in steps if step.name == "fill_back")
+    assert [hit.what.partition(":")[0] for hit in step.outcome.hits] == ["refuses slices"]
+    assert "ops.require_whole_sequence(" in step.outcome.module.text

@@ -1,0 +1,138 @@
+"""How the rows of a tower and its features are divided: the parts of all ranks put together are the whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from patchgen.runtime import ops, parallel
+from patchgen.runtime.parallel import media
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.parallel.media import TowerRows
+
+
+def _rank(sp: int, sp_rank: int) -> SimpleNamespace:
+    """What dividing needs to know of a rank."""
+    return SimpleNamespace(sp=sp, sp_rank=sp_rank)
+
+
+@settings(deadline=None, max_examples=60)
+@given(groups=st.integers(1, 40), group=st.sampled_from([1, 4]), sp=st.sampled_from([2, 3, 4, 8]))
+def test_slices_of_all_ranks_are_the_rows_and_padding(groups, group, sp):
+    rows = torch.arange(1, groups * group + 1)[:, None].float()
+    ranks = [TowerRows(_rank(sp, number), rows.shape[0], group) for number in range(sp)]
+    together = torch.cat([one.own(rows) for one in ranks])
+    assert torch.equal(together[: len(rows)], rows)
+    assert not together[len(rows) :].any()
+    assert len({one.own(rows).shape for one in ranks}) == 1
+    assert ranks[0].per_rank % group == 0
+    bounds = torch.tensor([0, rows.shape[0]], dtype=torch.int32)
+    assert ranks[0].lengths(bounds)[-1] == together.shape[0]
+    assert len(ranks[0].lengths(bounds)) == 2 + (together.shape[0] > rows.shape[0])
+    assert ranks[0].longest(1) >= ranks[0].lengths(bounds).diff()[1:].sum()
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), rows=st.integers(1, 4), sp=st.sampled_from([2, 4]), s=st.integers(1, 6))
+def test_each_rank_takes_the_features_of_its_tokens(data, rows, sp, s):
+    """`masked_scatter` of the whole against `masked_scatter` of each slice with the rows that its spans name."""
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=rows * sp * s, max_size=rows * sp * s)))
+    mask = mask.view(rows, sp * s)
+    features = torch.arange(1.0, int(mask.sum()) + 1)
+    whole = torch.zeros(rows, sp * s).masked_scatter(mask, features)
+    by_row = [[int(part.sum()) for part in row.chunk(sp)] for row in mask]
+    for rank in range(sp):
+        own = torch.cat([features[start:end] for start, end in media.spans_of(by_row, rank)])
+        part = slice(rank * s, (rank + 1) * s)
+        assert torch.equal(torch.zeros(rows, s).masked_scatter(mask[:, part], own), whole[:, part])
+
+
+def test_one_process_divides_nothing():
+    rows = ops.tower_rows(nn.ModuleList(), torch.ones(5, 2), group=4)
+    bounds, hidden = torch.tensor([0, 5]), torch.ones(5, 2)
+    assert rows.own(hidden) is hidden
+    assert rows.all([hidden])[0] is hidden
+    assert rows.lengths(bounds) is bounds
+    assert rows.longest(5) == 5
+    assert ops.own_features(hidden, bounds) is hidden
+    ops.require_whole_sequence("nothing")
+
+
+class _Attention(nn.Module):
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+
+
+@pytest.mark.parametrize(("heads", "sp", "divides"), [(4, 2, True), (6, 4, False), (1, 2, False), (None, 2, False)])
+def test_a_tower_whose_heads_do_not_divide_is_computed_whole(heads, sp, divides):
+    layers = nn.ModuleList([_Attention(heads)] if heads else [nn.Linear(2, 2)])
+    rows = media.tower_rows(layers, torch.ones(8, 2), 1, _rank(sp, 1))
+    assert (rows.state is not None) == divides
+    assert media.holds_whole(layers[0]) != divides
+    media.tower_rows(layers, torch.ones(8, 2), 1, _rank(1, 0))  # a run without slices leaves the mark as it is
+
+
+def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
+    seen = []
+
+    class Tower(nn.Module):
+        def forward(self, hidden):
+            seen.append(media.inside_whole())
+            if hidden is None:
+                raise ValueError("no input")
+            return hidden
+
+    tower = Tower()
+    ops.hold_whole(tower, None)
+    ops.hold_whole(tower)  # once more is harmless
+    tower(torch.ones(1))
+    with pytest.raises(ValueError, match="no input"):
+        tower(None)
+    assert seen == [True, True]
+    assert not media.inside_whole()
+
+
+def test_a_foreign_language_model_with_convolutions_refuses_slices():
+    model = nn.Sequential(nn.Conv1d(2, 2, 3))
+    ops.attend_only(model)
+    model(torch.ones(1, 2, 5))
+    with parallel.using(_rank(2, 0)), pytest.raises(ValueError, match="0 runs along the sequence"):
+        model(torch.ones(1, 2, 5))
+
+
+def test_grids_without_position_ids_are_refused():
+    batch = {"input_ids": torch.ones(1, 8).long(), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    with pytest.raises(ValueError, match=r"image or video grids and no position_ids"):
+        slice_batch(batch, sp=2, sp_rank=0)
+    assert "position_ids" in slice_batch(batch, sp=1, sp_rank=0)
+
+
+@pytest.mark.parametrize("collated", [False, True], ids=["rows first", "batch first"])
+def test_four_rows_of_positions_tell_documents(collated):
+    text = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    positions = torch.stack([text, *[torch.zeros(8).long()] * 3])[:, None]
+    positions = positions.transpose(0, 1) if collated else positions
+    part = slice_batch({"input_ids": torch.ones(1, 8).long(), "position_ids": positions}, sp=2, sp_rank=0)
+    assert part["cu_seq_lens_q"].tolist() == [0, 3, 8]
+    three = positions[:, 1:] if collated else positions[1:]
+    assert "cu_seq_lens_q" not in slice_batch(
+        {"input_ids": torch.ones(1, 8).long(), "position_ids": three}, sp=2, sp_rank=0
+    )
+
+
+def test_token_types_stay_whole_and_a_mask_stands_for_the_padding():
+    batch = {
+        "input_ids": torch.ones(1, 7).long(),
+        "token_type_ids": torch.ones(1, 7).long(),
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]]),
+    }
+    part = slice_batch(batch, sp=2, sp_rank=1)
+    assert part["token_type_ids"].tolist() == [[1] * 7 + [0]]
+    assert part["attention_mask"].tolist() == [[1, 0, 0, 0]]
+    assert "cu_seq_lens_q" not in part

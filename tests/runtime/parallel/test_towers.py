@@ -1,0 +1,140 @@
+"""Minimal and joint passes of towers, against the passes that upstream makes; ranks are compared in tests/distributed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from patchgen.runtime import parallel, registry
+from patchgen.runtime.parallel import ParallelConfig, towers
+from patchgen.runtime.verify.comparison import train_step
+from patchgen.runtime.verify.inputs import Case
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.multimodal_inputs import media_cases
+from patchgen.runtime.verify.small_config import small_config
+
+MODELS = (
+    "gemma3", "glm4v_moe", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe",
+    "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+JOINT = tuple(model for model in MODELS if model not in ("gemma3", "glm4v_moe"))
+TOWERS = ("visual", "audio_tower", "vision_tower", "multi_modal_projector")
+
+
+@dataclass(frozen=True)
+class TwoBatches:
+    """What towers read of a state: ranks with batches of their own. No collective is made: the heads are left out."""
+
+    config: ParallelConfig
+    sp: int = 1
+    ep: int = 1
+
+
+@functools.cache
+def model_and_cases(name: str):
+    generated = registry.find_model(name)
+    head = generated.heads[0]
+    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    config = small_config(upstream_class.config_class).config
+    cases = media_cases(build_model(upstream_class, config)).cases
+    model = build_model(getattr(generated.load(), head), config)
+    perturb(model)
+    return model.model, {case.name: without(case, "labels") for case in cases}
+
+
+def without(case: Case, *names: str) -> Case:
+    return Case(case.name, {name: value for name, value in case.batch.items() if name not in names})
+
+
+def of_towers(step) -> dict:
+    return {
+        name: gradient for name, gradient in step.gradients.items() if gradient is not None and name.startswith(TOWERS)
+    }
+
+
+def text_of(case: Case) -> Case:
+    """The samples of a case as if they were text: no media, and placeholders that nothing fills."""
+    return Case("text", {name: case.batch[name] for name in ("input_ids", "attention_mask")})
+
+
+@pytest.mark.parametrize("model_name", MODELS)
+def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_name: str) -> None:
+    """The parameters that get one are those that real inputs give one: FSDP reduces the same on all ranks."""
+    model, cases = model_and_cases(model_name)
+    widest = cases.get("sound") or cases.get("mixed") or cases.get("video") or cases["images"]
+    plain = train_step(model, text_of(widest))
+    real = train_step(model, widest)
+    with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
+        dummy = train_step(model, text_of(widest))
+    assert not of_towers(plain)
+    assert set(of_towers(dummy)) == set(of_towers(real))
+    assert all(not gradient.any() for gradient in of_towers(dummy).values())
+    assert torch.equal(dummy.outputs["last_hidden_state"], plain.outputs["last_hidden_state"])
+
+
+@pytest.mark.parametrize("model_name", JOINT)
+def test_images_and_videos_in_one_pass(model_name: str) -> None:
+    """One call of the tower in place of two, and the same numbers but for the order of sums."""
+    model, cases = model_and_cases(model_name)
+    calls = []
+    tower = model.visual
+    handle = tower.register_forward_hook(lambda *_: calls.append(1))
+    try:
+        apart = train_step(model, cases["handed in"])
+        num_apart = len(calls)
+        with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
+            joint = train_step(model, cases["handed in"])
+    finally:
+        handle.remove()
+    assert (num_apart, len(calls) - num_apart) == (2, 1)
+    for name, output in apart.outputs.items():
+        torch.testing.assert_close(joint.outputs[name], output, rtol=1e-5, atol=1e-5, msg=name)
+    for name, gradient in apart.gradients.items():
+        if gradient is not None:
+            torch.testing.assert_close(joint.gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_ranks_that_share_one_batch_need_no_dummy() -> None:
+    embeds = torch.zeros(1, 2, 3)
+    state = TwoBatches(ParallelConfig.for_world(2, sp=2), sp=2)
+    assert towers.absent_tower(embeds, None, model_and_cases("qwen3_vl")[0].get_image_features, state) is embeds
+
+
+def test_a_minimal_image_has_a_row_for_each_rank_of_a_sequence() -> None:
+    model, _ = model_and_cases("qwen3_vl")
+    minimal = towers.minimal_inputs(model.get_image_features, sp=4, like=torch.zeros(1))
+    assert minimal["image_grid_thw"].tolist() == [[1, 8, 2]]
+    assert minimal["pixel_values"].shape[0] == 16
+
+
+def test_what_was_computed_for_images_and_for_videos_is_joined() -> None:
+    image, video = torch.tensor([0, 4, 12]), torch.tensor([0, 6])
+    joined = towers.join_precomputed(
+        {
+            "image_cu_seqlens": image,
+            "video_cu_seqlens": video,
+            "image_max_seqlen": 8,
+            "video_max_seqlen": 6,
+            "image_split_sizes": [1, 2],
+            "video_split_sizes": [3],
+            "image_position_ids": torch.zeros(12, 2),  # of the images alone: left out
+            "cu_seq_lens_q": image,  # of the text
+            "output_router_logits": True,
+        }
+    )
+    assert joined.pop("image_cu_seqlens").tolist() == [0, 4, 12, 18]
+    assert joined == {"image_max_seqlen": 8, "image_split_sizes": [1, 2, 3], "output_router_logits": True}
+
+
+def test_longest_sequence_is_read_once_or_handed_in() -> None:
+    bounds = torch.tensor([0, 3, 10])
+    kwargs = {"max_seqlen": 12, "other": 1}
+    assert towers.max_seqlen(bounds, kwargs) == 12
+    assert kwargs == {"other": 1}
+    assert towers.max_seqlen(bounds, kwargs) == 7
+    bounds[-1] = 50
+    assert towers.max_seqlen(bounds, None) == 7

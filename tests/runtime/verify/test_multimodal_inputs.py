@@ -1,0 +1,97 @@
+"""The multimodal inputs of a proof: made from the config, accepted by upstream, different from each other."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import transformers
+
+from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.verify.comparison import compare_gradients, train_step
+from patchgen.runtime.verify.inputs import IGNORED
+from patchgen.runtime.verify.model_pair import build_model, build_pair
+from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, media_cases, takes_media
+from patchgen.runtime.verify.small_config import small_config
+
+KINDS = {
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {
+        "images", "video", "audio", "sound", "mixed", "packed media", "handed in",
+    },
+    "Qwen2_5_VLForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
+    "Gemma3ForConditionalGeneration": {"images"},
+}  # fmt: skip
+
+
+@functools.cache
+def upstream(head: str):
+    """Upstream's model of a head, and its cases."""
+    model_class = getattr(transformers, head)
+    model = build_model(model_class, small_config(model_class.config_class).config)
+    return model, media_cases(model)
+
+
+@pytest.mark.parametrize("head", KINDS)
+def test_every_kind_of_input_and_none_refused(head: str) -> None:
+    _, media = upstream(head)
+    assert {case.name for case in media.cases} == KINDS[head]
+    assert not media.refused
+
+
+def test_an_input_that_upstream_refuses_is_told() -> None:
+    """Glm4v marks images and frames with the same token, so that both in one batch are too many of each."""
+    _, media = upstream("Glm4vMoeForConditionalGeneration")
+    assert set(media.refused) == {"mixed"}
+    assert "do not match" in media.refused["mixed"]
+
+
+def test_placeholders_are_as_many_as_features_and_carry_no_label() -> None:
+    model, media = upstream("Qwen3OmniMoeThinkerForConditionalGeneration")
+    mixed = next(case.batch for case in media.cases if case.name == "mixed")
+    images = mixed["input_ids"] == model.config.image_token_id
+    assert images.sum() == (mixed["image_grid_thw"].prod(-1) // 4).sum()
+    for token in (model.config.image_token_id, model.config.video_token_id, model.config.audio_token_id):
+        assert (mixed["labels"][mixed["input_ids"] == token] == IGNORED).all()
+    assert len(set(map(tuple, mixed["image_grid_thw"].tolist()))) == 2
+    assert (mixed["attention_mask"].sum(-1) < mixed["input_ids"].shape[1]).any()
+
+
+def test_frames_stand_apart_where_upstream_wants_them_to() -> None:
+    """Upstream decides: Qwen3-VL counts positions frame by frame, Qwen2.5-VL clip by clip."""
+    per_frame = {
+        head: SampleBuilder(upstream(head)[0]).layouts[VIDEO].per_frame
+        for head in ("Qwen3VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration")
+    }
+    assert list(per_frame.values()) == [True, False]
+
+
+def test_same_seed_same_inputs() -> None:
+    model, media = upstream("Qwen2_5_VLForConditionalGeneration")
+    again = media_cases(model).cases
+    for one, other in zip(media.cases, again, strict=True):
+        for name, value in one.batch.items():
+            same = (
+                torch.equal(value, other.batch[name])
+                if isinstance(value, torch.Tensor)
+                else value == other.batch[name]
+            )
+            assert same, f"{one.name}: {name}"
+
+
+def test_modalities_are_told_by_the_forward() -> None:
+    assert takes_media(transformers.Qwen2VLForConditionalGeneration)
+    assert not takes_media(transformers.LlamaForCausalLM)
+    builder = SampleBuilder(upstream("Qwen3OmniMoeThinkerForConditionalGeneration")[0])
+    assert set(builder.layouts) == {IMAGE, VIDEO, AUDIO}
+
+
+def test_a_tower_that_computes_something_else_is_seen() -> None:
+    """Only the multimodal cases reach the tower: one weight of it is moved in one of two equal models."""
+    head = transformers.Qwen2VLForConditionalGeneration
+    pair = build_pair(head, head, small_config(head.config_class).config)
+    with torch.no_grad():
+        pair.generated.model.visual.blocks[0].attn.proj.bias[0] += 1e-3
+    case = next(case for case in media_cases(pair.upstream).cases if case.name == "images")
+    differences = compare_gradients(train_step(pair.generated, case), train_step(pair.upstream, case))
+    assert not all(found.is_equal for found in differences.values())
