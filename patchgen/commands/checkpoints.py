@@ -61,8 +61,9 @@ def _dtype(name: str | None) -> torch.dtype | None:
 def _named_errors() -> Iterator[None]:
     """Errors of checkpoints are meant for the reader, as those of generation are."""
     from patchgen.runtime.checkpoint.errors import CheckpointError
+    from patchgen.runtime.compatibility import ReleaseMismatch
 
     try:
         yield
-    except CheckpointError as error:
+    except (CheckpointError, ReleaseMismatch) as error:
         raise ConfigError(str(error)) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -77,7 +77,6 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
 
     transformers' own class first, then the generated class of that name, whose experts may be stacked differently.
     """
-    import transformers
     from transformers import AutoConfig, AutoModel
 
     fields = read_config(directory)
@@ -86,20 +85,30 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"transformers does not know the model of {directory / CONFIG}: {error}") from error
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
-    classes = [getattr(transformers, name) for name in named if hasattr(transformers, name)]
-    for model in registry.generated_models():
-        if set(named) & set(model.classes):
-            module = model.load()
-            classes += [getattr(module, name) for name in named if hasattr(module, name)]
-    found = False
-    with torch.device("meta"):
-        for cls in classes:
-            if issubclass(cls, PreTrainedModel):
-                found = True
-                yield cls._from_config(copy.deepcopy(config))
-        if found:
-            return
+    is_known = False
+    for cls in _classes(named):
+        is_known = True
+        yield _on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config)))
+    if not is_known:
         try:
-            yield AutoModel.from_config(config)
+            yield _on_meta(lambda: AutoModel.from_config(config))
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
+
+
+def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
+    """transformers' classes of these names, then ours: a generated file is imported only if those do not fit."""
+    import transformers
+
+    for name in names:
+        cls = getattr(transformers, name, None)
+        if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
+            yield cls
+    for model in registry.generated_models():
+        for name in set(names) & set(model.classes):
+            yield getattr(model.load(), name)
+
+
+def _on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    with torch.device("meta"):
+        return build()
