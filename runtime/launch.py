@@ -71,6 +71,8 @@ def launch(
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise RecipeError(f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each.")
     require_valid(recipe, world=processes * int(least))
     if fresh:
         if int(most) > 1:
@@ -107,7 +109,8 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
-    return STOPPED if read_summary(recipe.directory)["reason"] == "stop" else 0
+    summary = read_summary(recipe.directory)
+    return STOPPED if summary is not None and summary["reason"] == "stop" else 0
 
 
 def _reason(failure: Any) -> str:

@@ -66,9 +66,10 @@ def read(directory: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def read_summary(directory: Path) -> dict[str, Any]:
-    """How the run in this directory ended, as `records.Summary` has it."""
-    return json.loads((directory / SUMMARY).read_text())
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """How the run in this directory ended, as `records.Summary` has it; None while it has not."""
+    path = directory / SUMMARY
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 class Tracker(Listener):
