@@ -72,7 +72,9 @@ def launch(
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
-        raise RecipeError(f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each.")
+        raise RecipeError(
+            f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
+        )
     require_valid(recipe, world=processes * int(least))
     if fresh:
         if int(most) > 1:
