@@ -18,7 +18,7 @@ from patchgen.errors import PatchgenError
 from patchgen.runtime import launch
 from patchgen.runtime.train import run_log
 
-STEPS = 40
+STEPS = 30
 
 
 def command(folder: Path, place: Path, *more: str, **changes: dict) -> list[str]:
@@ -48,8 +48,7 @@ def start(arguments: list[str]) -> subprocess.Popen:
     )
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path):
-    (tmp_path / "whole").mkdir()
+def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, one_rank):
     arguments = command(trainer_folder, tmp_path)
     process = start(arguments)
     wait_for_step(process, tmp_path / "run", 3)
@@ -64,9 +63,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path):
     assert f"continued after step {taken}" in done.stdout
     assert (tmp_path / "run" / "index.html").is_file()
 
-    whole = subprocess.run(command(trainer_folder, tmp_path / "whole"), capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole" / "run"), "bit for bit, as if never stopped"
+    train = {"steps": STEPS, "batches_per_step": 4}
+    values = cases.recipe_of(trainer_folder, train=train, log={"directory": str(tmp_path / "whole")})
+    whole = one_rank.run(cases.train, values)[0][0]
+    assert losses(tmp_path / "run") == whole, "bit for bit, as if never stopped"
 
 
 @pytest.mark.slow
