@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
+from patchgen.runtime.train.run_log import read_summary
 
 # A rank that was asked to stop finishes its step and saves; only then is it ended by force.
 SHUTDOWN_SECONDS = "900"
@@ -68,6 +71,10 @@ def launch(
         raise RecipeError("More than one machine needs --rdzv-endpoint HOST:PORT, the same on all of them.")
     if processes < 1:
         raise RecipeError(f"--nproc must be at least 1, not {processes}.")
+    if torch.cuda.is_available() and processes > torch.cuda.device_count():
+        raise RecipeError(
+            f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
+        )
     require_valid(recipe, world=processes * int(least))
     if fresh:
         if int(most) > 1:
@@ -84,6 +91,8 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     # As torchrun does: ranks that each start a thread per core only fight for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
+    # A store per start: in one that outlives them, ranks that start again find addresses of those that are gone.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -95,13 +104,15 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         monitor_interval=0.5,
     )
     try:
-        reasons = elastic_launch(config, worker)(to_dict(recipe))
+        # A command, not a function: spawned functions wait for an agent that was asked to stop, and it for them.
+        elastic_launch(config, sys.executable)("-m", "patchgen.runtime.launch", json.dumps(to_dict(recipe)))
     except SignalException:
         return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
-    return STOPPED if "stop" in reasons.values() else 0
+    summary = read_summary(recipe.directory)
+    return STOPPED if summary is not None and summary["reason"] == "stop" else 0
 
 
 def _reason(failure: Any) -> str:
@@ -150,6 +161,11 @@ def process_group():
     dist.destroy_process_group()
 
 
+def main() -> None:
+    """One rank, as the agent starts it: the recipe is the only argument, as JSON."""
+    worker(json.loads(sys.argv[1]))
+
+
 def move_away(directory: Path) -> None:
     """Renames a run's directory to the first free `NAME.1`, `NAME.2`, ..."""
     if not directory.exists():
@@ -159,3 +175,7 @@ def move_away(directory: Path) -> None:
         number += 1
     shutil.move(directory, target)
     print(f"The earlier run is now {target}.", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -99,3 +99,6 @@ class Listener:
 
     def on_end(self, summary: Summary) -> None:
         """At the end, however it came, except by an error."""
+
+    def close(self) -> None:
+        """After everything else, errors included."""

@@ -17,7 +17,7 @@ import yaml
 
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
 
-STEPS = "steps.jsonl"
+STEPS, SUMMARY = "steps.jsonl", "summary.json"
 
 
 class RunLog(Listener):
@@ -43,7 +43,7 @@ class RunLog(Listener):
         self._write({"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]})
 
     def on_end(self, summary: Summary) -> None:
-        (self.directory / "summary.json").write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+        (self.directory / SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
         self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
@@ -64,6 +64,12 @@ def read(directory: Path) -> list[dict[str, Any]]:
             if number + 1 < len(lines):
                 raise
     return entries
+
+
+def read_summary(directory: Path) -> dict[str, Any] | None:
+    """How the run in this directory ended, as `records.Summary` has it; None while it has not."""
+    path = directory / SUMMARY
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 class Tracker(Listener):

@@ -78,13 +78,15 @@ class Trainer:
     def run(self) -> Summary:
         """Trains until the last step, the end of the data, or a request to stop; saves; returns what came of it."""
         recipe, steps = self.recipe, self.recipe.train.steps
-        position = self.resume()
-        self.announce()
-        with ExitStack() as stack:
-            stop = stack.enter_context(StopRequest())
-            stack.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
-            stack.enter_context(parallel.using(self.state))
-            profiler = stack.enter_context(setup.profiler(recipe))
+        with ExitStack() as whole, ExitStack() as watched:
+            for listener in self.listeners:
+                whole.callback(listener.close)
+            stop = whole.enter_context(StopRequest())
+            position = self.resume()
+            self.announce()
+            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
+            watched.enter_context(parallel.using(self.state))
+            profiler = watched.enter_context(setup.profiler(recipe))
             feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)
             upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
             while isinstance(upcoming, StepBatches):
@@ -100,10 +102,11 @@ class Trainer:
                     self.evaluate()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
+            watched.close()  # what is left is writing, which takes as long as it takes
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
             self.checkpointer.wait()
-        return self.finish(upcoming.reason)
+            return self.finish(upcoming.reason)
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""

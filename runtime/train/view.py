@@ -70,6 +70,7 @@ class LiveView(Listener):
         self.every = every
         self._losses: list[float] = []
         self._evaluation: Evaluation | None = None
+        self._live: Live | None = None
 
     def on_start(self, start: RunStart) -> None:
         self._start, self._clock = start, Clock(start.steps)
@@ -103,8 +104,12 @@ class LiveView(Listener):
         self._evaluation = evaluation
 
     def on_end(self, summary: Summary) -> None:
-        self._live.stop()
+        self.close()
         self._console.print(ending(summary), highlight=False)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()  # a terminal without its cursor hides what an error has to say
 
 
 def view(every: int) -> Listener:

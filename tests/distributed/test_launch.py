@@ -18,7 +18,7 @@ from patchgen.errors import PatchgenError
 from patchgen.runtime import launch
 from patchgen.runtime.train import run_log
 
-STEPS = 40
+STEPS = 30
 
 
 def command(folder: Path, place: Path, *more: str, **changes: dict) -> list[str]:
@@ -48,8 +48,7 @@ def start(arguments: list[str]) -> subprocess.Popen:
     )
 
 
-def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path):
-    (tmp_path / "whole").mkdir()
+def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, one_rank):
     arguments = command(trainer_folder, tmp_path)
     process = start(arguments)
     wait_for_step(process, tmp_path / "run", 3)
@@ -64,9 +63,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path):
     assert f"continued after step {taken}" in done.stdout
     assert (tmp_path / "run" / "index.html").is_file()
 
-    whole = subprocess.run(command(trainer_folder, tmp_path / "whole"), capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole" / "run"), "bit for bit, as if never stopped"
+    train = {"steps": STEPS, "batches_per_step": 4}
+    values = cases.recipe_of(trainer_folder, train=train, log={"directory": str(tmp_path / "whole")})
+    whole = one_rank.run(cases.train, values)[0][0]
+    assert losses(tmp_path / "run") == whole, "bit for bit, as if never stopped"
 
 
 @pytest.mark.slow
@@ -102,7 +102,9 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
 def ranks_of(pid: int) -> list[int]:
     """The processes that the agent started, in the order of their ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return sorted(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return sorted(
+        int(child) for child in children if b"patchgen.runtime.launch" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def ranks_of(pid: int) -> list[int]:
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, trainer_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     command(trainer_folder, tmp_path)
     defaults = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False}
     defaults |= {"dry_run": False, "print_config": False, "script": None}

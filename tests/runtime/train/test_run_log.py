@@ -24,6 +24,7 @@ def record(step: int, loss: float = 2.0, **more) -> StepRecord:
 def test_a_continued_run_drops_the_lines_of_steps_that_are_taken_again(tmp_path):
     log = run_log.RunLog(tmp_path)
     log.on_start(START)
+    assert run_log.read_summary(tmp_path) is None
     for step in (1, 2, 3):
         log.on_step(record(step, loss=float(step)))
     with (tmp_path / "steps.jsonl").open("a") as file:
@@ -36,7 +37,7 @@ def test_a_continued_run_drops_the_lines_of_steps_that_are_taken_again(tmp_path)
     entries = run_log.read(tmp_path)
     assert [(entry["step"], entry.get("loss")) for entry in entries] == [(1, 1.0), (2, 2.0), (3, 30.0), (3, None)]
     assert entries[-1]["eval_loss"] == 1.5
-    assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "steps"
+    assert run_log.read_summary(tmp_path)["reason"] == "steps"
     assert "steps: 4" in (tmp_path / "recipe.yaml").read_text()
 
 
