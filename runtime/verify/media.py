@@ -91,7 +91,9 @@ class MediaMaker:
         return self._counts[key]
 
     def _ask(self, item: Item) -> int:
-        method = getattr(self.model, f"get_{item.kind}_features")
+        name = f"get_{item.kind}_features"
+        owner = next((model for model in (self.model, *self.model.children()) if hasattr(model, name)), self.model)
+        method = getattr(owner, name)
         known = inspect.signature(method).parameters
         named = {name for name, one in known.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
         arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
