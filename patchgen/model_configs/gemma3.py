@@ -5,10 +5,8 @@ CONFIG = ModelConfig(
     roots=("Gemma3ForConditionalGeneration",),
     expect={
         "dummy_forward": 1,
-        "local_classes": 1,
         "fused_loss": 1,
         "language_sp": 1,
-        "fused_ops": 3,
         "parallel_plan": 1,
     },
     strict_sync=True,

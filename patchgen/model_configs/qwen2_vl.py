@@ -5,12 +5,10 @@ CONFIG = ModelConfig(
     roots=("Qwen2VLForConditionalGeneration",),
     expect={
         "dummy_forward": 1,
-        "host_values": 2,
         "position_id_func": 2,
         "fused_loss": 1,
         "language_sp": 1,
         "position_ids": 1,
-        "fused_ops": 3,
         "parallel_plan": 1,
     },
     strict_sync=True,
