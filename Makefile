@@ -12,8 +12,8 @@ TORCHVISION ?= torchvision==0.28.0
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel test-checkpoints \
-	test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep sweep-media test test-slow test-parallel \
+	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /|/' | awk -F'|' '{printf "  make %-24s %s\n", $$1, $$2}'
@@ -65,6 +65,9 @@ verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process 
 
 sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
 	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)
+
+sweep-media: $(VENV)/.setup-test  ## the same for every type that takes images, video or audio
+	@$(PATCHGEN) sweep --family media --jobs 2 $(FROM)
 
 test: $(VENV)/.setup-test  ## run the tests
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)

@@ -127,7 +127,9 @@ def _handed_in(function: FunctionNode) -> set[str]:
 
 
 def _missing(test: ast.expr, handed: set[str]) -> str | None:
-    """The handed-in name that the test `name is None` finds missing."""
+    """The handed-in name that the test `name is None`, or `... and name is None`, finds missing."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return next((name for value in test.values if (name := _missing(value, handed))), None)
     if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and isinstance(test.ops[0], ast.Is):
         return test.left.id if test.left.id in handed else None
     return None

@@ -5,11 +5,9 @@ CONFIG = ModelConfig(
     roots=("Gemma3ForConditionalGeneration",),
     expect={
         "dummy_forward": 1,
-        "local_classes": 1,
         "fused_loss": 1,
         "fill_back": 1,
         "language_sp": 1,
-        "fused_ops": 3,
         "parallel_plan": 1,
     },
     strict_sync=True,

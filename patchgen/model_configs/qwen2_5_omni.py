@@ -7,7 +7,6 @@ CONFIG = ModelConfig(
     roots=("Qwen2_5OmniThinkerForConditionalGeneration",),
     expect={
         "dummy_forward": 1,
-        "host_values": 2,
         "position_id_func": 1,
         "fused_loss": 1,
         "vision_sp": 2,
