@@ -10,7 +10,7 @@ TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all sweep test test-slow test-parallel lint \
+.PHONY: help setup setup-test regen regen-all check verify verify-all sweep sweep-media test test-slow test-parallel lint \
 	bench-generate bench-moe clean
 
 help:  ## list the targets
@@ -57,6 +57,9 @@ verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process 
 
 sweep: $(VENV)/.setup-test  ## generate and prove every text model type into docs/coverage.md (minutes)
 	@$(PATCHGEN) sweep --family text --jobs 2 $(FROM)
+
+sweep-media: $(VENV)/.setup-test  ## the same for every type that takes images, video or audio
+	@$(PATCHGEN) sweep --family media --jobs 2 $(FROM)
 
 test: $(VENV)/.setup-test  ## run the tests
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)

@@ -163,7 +163,7 @@ def verify(
 
 @app.command()
 def sweep(
-    family: Annotated[str, typer.Option("--family", help="text or moe")] = "text",
+    family: Annotated[str, typer.Option("--family", help="text, moe, media, vision, audio or omni")] = "text",
     jobs: Annotated[int, typer.Option("--jobs", help="processes at once")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, typer.Option("--only", help="just these model types")] = None,

@@ -70,7 +70,7 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
         if not callee.startswith("self.") or callee.count(".") > 1:
             continue
         values = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if not any(isinstance(node, ast.Name) and node.id == media for value in values for node in ast.walk(value)):
+        if not any(_is_given(value, media) for value in values):
             continue
         hands_on = any(keyword.arg == media for keyword in call.keywords)
         builds_model = any(
@@ -80,6 +80,15 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
         if not (hands_on and builds_model):
             found.append(callee[5:])
     return list(dict.fromkeys(found))
+
+
+def _is_given(value: ast.expr, media: str) -> bool:
+    """Whether an argument is the media, or made of it by other means than another call on self."""
+    if isinstance(value, ast.Name):
+        return value.id == media
+    if isinstance(value, ast.Call) and dotted(value.func).startswith("self."):
+        return False
+    return any(_is_given(child, media) for child in ast.iter_child_nodes(value))
 
 
 def _takes(anatomy: Anatomy, name: str, media: str) -> bool:

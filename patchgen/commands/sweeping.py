@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,10 +21,17 @@ from patchgen import __version__, provenance, upstream
 from patchgen.errors import ConfigError
 from patchgen.templates import render
 
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.proof import Proof
+
 console = Console(highlight=False)
 
 PROVEN, GENERATED, FAILED = "proven", "generated", "failed"
-FAMILIES = ("text", "moe")
+TEXT, VISION, AUDIO, OMNI = "text", "vision", "audio", "omni"
+MEDIA = (VISION, AUDIO, OMNI)
+FAMILIES = (TEXT, "moe", *MEDIA, "media")
+CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+MEDIA_MAPS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 # Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
 IMPLEMENTATIONS = ("torch", "chunked")
 
@@ -40,13 +48,17 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     if family not in FAMILIES:
         raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
     release = upstream.open_release(version)
-    wanted = list(dict.fromkeys(only)) or sorted(release.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    takes_media = family in (*MEDIA, "media")
+    wanted = list(dict.fromkeys(only)) or (
+        _with_media(family, release) if takes_media else sorted(release.auto_map(CAUSAL_MAP))
+    )
     if family == "moe" and not only:
         wanted = [kind for kind in wanted if _routes(kind, release)]
     path = (output or provenance.generated_root().resolve().parent / "docs") / "coverage.json"
     key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
     rows = _previous(path)
-    todo = [kind for kind in wanted if fresh or kind not in rows or rows[kind]["made_with"] != _made_with(key)]
+    keys = {kind: (takes_media, kind) for kind in wanted}
+    todo = [kind for kind in wanted if fresh or rows.get(keys[kind], {}).get("made_with") != _made_with(key)]
     columns = (
         TextColumn("sweeping"),
         BarColumn(),
@@ -56,15 +68,16 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
-        for row in _run(todo, release.version, jobs):
-            ranks = rows.get(row["model_type"], {}).get("ranks", {})
-            rows[row["model_type"]] = {**row, "ranks": ranks, "made_with": _made_with(key)}
+        for row in _run(todo, release.version, jobs, takes_media=takes_media):
+            place = keys[row["model_type"]]
+            row["family"] = _family(row["model_type"], release) if takes_media else TEXT
+            rows[place] = {**row, "ranks": rows.get(place, {}).get("ranks", {}), "made_with": _made_with(key)}
             _write(path, key, rows)
             progress.update(task, advance=1, description=row["model_type"])
             if not console.is_terminal:
                 console.print(f"{row['model_type']}: {row['status']} {row['reason']}", soft_wrap=True)
     _write(path, key, rows)
-    asked = [rows[kind] for kind in wanted]
+    asked = [rows[keys[kind]] for kind in wanted]
     counts = {status: sum(row["status"] == status for row in asked) for status in (PROVEN, GENERATED, FAILED)}
     moe = sum(row["status"] == PROVEN and row["moe"] for row in asked)
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
@@ -84,7 +97,8 @@ def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | No
     measured = parallel_coverage.sweep(only, sp=sp, ep=ep, world=world)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
     for found in measured:
-        known = rows.setdefault(found.model_type, {**_row(found.model_type, FAILED, "not swept"), "made_with": "-"})
+        blank = {**_row(found.model_type, FAILED, "not swept"), "made_with": "-"}
+        known = rows.setdefault((False, found.model_type), blank)
         differences = (found.loss, found.gradients, found.packed_loss, found.packed_gradients)
         worst = max((d for d in differences if d == d), default=None)  # NaN: not measured
         known.setdefault("ranks", {})[layout] = {"difference": worst, "reason": found.reason}
@@ -96,13 +110,13 @@ def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | No
     return 0 if (agreeing == len(measured) if only else agreeing) else 1
 
 
-def _run(todo: list[str], version: str, jobs: int) -> Iterator[dict]:
+def _run(todo: list[str], version: str, jobs: int, *, takes_media: bool) -> Iterator[dict]:
     """Rows as they come. A type that takes its process down is a failed row, and the others go on."""
     context = multiprocessing.get_context("spawn")
     remaining = list(todo)
     while remaining:
         with ProcessPoolExecutor(min(jobs, len(remaining)), mp_context=context, initializer=_quiet) as pool:
-            futures = {pool.submit(examine, kind, version): kind for kind in remaining}
+            futures = {pool.submit(examine, kind, version, takes_media=takes_media): kind for kind in remaining}
             broken = []
             for future in as_completed(futures):
                 kind = futures[future]
@@ -123,8 +137,9 @@ def _quiet() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
-def examine(model_type: str, version: str) -> dict:
-    """Generates and proves one model type; the row says how far it came and why not further."""
+def examine(model_type: str, version: str, *, takes_media: bool = False) -> dict:
+    """Generates and proves one model type, the head that takes images or audio if asked for it; the row says how far it
+    came and why not further."""
     from patchgen import emit, model_configs, pipeline, provenance
     from patchgen.errors import PatchgenError
     from patchgen.runtime.verify.coverage import REFUSALS
@@ -148,22 +163,32 @@ def examine(model_type: str, version: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         provenance.write(generated, Path(folder), force=True)
         try:
-            outcome = _prove(model_type, Path(folder))
+            outcome = _prove(model_type, Path(folder), takes_media=takes_media)
         except REFUSALS as error:
             outcome = {"status": GENERATED, "reason": _phrase(error)}
     return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
 
 
-def _prove(model_type: str, directory: Path) -> dict:
-    from patchgen.runtime.verify.verify_model import verify_model
+def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
+    from patchgen.runtime.verify.verify_model import head_with_media, verify_model
 
-    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS)
+    head = head_with_media(directory) if takes_media else None
+    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
     loss = max((case.loss.relative for case in proof.cases), default=0.0)
     gradient = max((case.gradient.relative for case in proof.cases), default=0.0)
-    if proof.is_proven:
-        return {"status": PROVEN, "reason": "", "loss_difference": loss, "gradient_difference": gradient}
-    reason = proof.failures[0] if proof.failures else "no case ran"
-    return {"status": GENERATED, "reason": _phrase(reason), "loss_difference": loss, "gradient_difference": gradient}
+    found = {"loss_difference": loss, "gradient_difference": gradient, "inputs": _inputs(proof)}
+    reason = proof.failures[0] if proof.failures else "" if proof.cases else "no case ran"
+    if takes_media and not reason and not found["inputs"]:
+        refusal = next(iter(proof.refused_inputs.items()), ("media", "the head takes none"))
+        reason = "only its text was compared: {}: {}".format(*refusal)
+    return {"status": GENERATED if reason else PROVEN, "reason": _phrase(reason) if reason else "", **found}
+
+
+def _inputs(proof: Proof) -> list[str]:
+    """The inputs with images, video or audio on which both classes were compared."""
+    from patchgen.commands.models_page import MEDIA_CASES
+
+    return [kind for kind in MEDIA_CASES if any(case.name == kind for case in proof.cases)]
 
 
 def _row(model_type: str, status: str, reason: str, **facts: object) -> dict:
@@ -176,6 +201,8 @@ def _row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "config_lines": 0,
         "changed_lines": 0,
         "moe": False,
+        "family": TEXT,
+        "inputs": [],
         "loss_difference": None,
         "gradient_difference": None,
         "seconds": 0.0,
@@ -190,6 +217,32 @@ def _phrase(error: object) -> str:
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     detail = next((line.removeprefix("expected ") for line in lines[1:] if line.startswith(("expected", "sign"))), "")
     return " ".join(f"{lines[0]} {detail}".split())[:160]
+
+
+def _with_media(family: str, release: upstream.Release) -> list[str]:
+    """The types with a head that takes images or audio, of one family or of all."""
+    kinds = sorted({kind for name in MEDIA_MAPS for kind in release.auto_map(name)})
+    found = {kind: _family(kind, release) for kind in kinds}
+    return [kind for kind, own in found.items() if own in (MEDIA if family == "media" else (family,))]
+
+
+def _family(model_type: str, release: upstream.Release) -> str:
+    """What the models of a type take: images or video, audio, both, or neither."""
+    from patchgen import source
+    from patchgen.anatomy import study
+    from patchgen.anatomy.media import takes_media
+    from patchgen.anatomy.roles import AUDIO_INPUTS
+
+    path = release.file_of(model_type)
+    if path is None:
+        return TEXT
+    origin = upstream.load_file(release, path, model=model_type)
+    anatomy = study(source.parse(origin.text, origin.path), origin)
+    media = {name for info in anatomy.classes for name in takes_media(anatomy, info)}
+    sounds = {name for name in media if name in AUDIO_INPUTS or "audio" in name}
+    if not media:
+        return TEXT
+    return OMNI if sounds and media - sounds else AUDIO if sounds else VISION
 
 
 def _routes(model_type: str, release: upstream.Release) -> bool:
@@ -220,15 +273,19 @@ def _made_with(key: dict[str, str]) -> str:
     return " ".join(key.values())
 
 
-def _previous(path: Path) -> dict[str, dict]:
-    """The rows of the record. One that does not say what made it was made with the record's own key."""
+def _previous(path: Path) -> dict[tuple[bool, str], dict]:
+    """The rows of the record, by whether they are of a head with media and by model type.
+
+    One that does not say what made it was made with the record's own key.
+    """
     if not path.is_file():
         return {}
     record = json.loads(path.read_text(encoding="utf-8"))
-    return {row["model_type"]: {"made_with": _made_with(record["key"]), **row} for row in record["rows"]}
+    rows = [{"made_with": _made_with(record["key"]), "family": TEXT, "inputs": [], **row} for row in record["rows"]]
+    return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
 
 
-def _write(path: Path, key: dict[str, str], rows: dict[str, dict]) -> None:
+def _write(path: Path, key: dict[str, str], rows: dict[tuple[bool, str], dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[kind] for kind in sorted(rows)]
     older = [row["model_type"] for row in ordered if row["made_with"] != _made_with(key)]

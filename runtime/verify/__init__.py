@@ -4,14 +4,15 @@
 
     config class ──small_config──> small config ──build_pair──> upstream model    generated model
                                         │                       same weights, constants moved off their values
-                                        └──text_cases──> cases ──train_step──> outputs and gradients, bit for bit
+                                        └──text_cases, media_cases──> cases ──train_step──> outputs and gradients, bit for bit
                                                                                fused seams: tolerance, calls
                                                                                checkpoints exchanged both ways
 
 | file | does |
 | --- | --- |
 | `small_config.py` | a small config from any config class, with `field_semantics.py` and `layer_selection.py` |
-| `inputs.py` | the fixed inputs: plain, padded, packed |
+| `inputs.py` | the fixed inputs of text: plain, padded, packed |
+| `multimodal_inputs.py` | batches with images, videos and audio, upstream telling what the config does not; items in `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |
 | `comparison.py` | one training step, and how far two of them are apart |
 | `seam_proof.py` | the kernels behind the seams |

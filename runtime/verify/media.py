@@ -3,7 +3,7 @@
 | layout | told by | tensors |
 | --- | --- | --- |
 | packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]`, grids `[N, 3]` in patches |
-| whole images | otherwise | `pixel_values [N, C, H, W]`, `image_sizes [N, 2]` where taken |
+| whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
 """
 
@@ -28,11 +28,16 @@ SOUND = "sound"
 """The kind of a video with its audio."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 
+# What upstream's classes raise on an input that they do not serve.
+REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
+
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
 SECONDS_PER_GRID = (1.0, 0.5)
+MAX_CROPS = 6
+AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class MediaMaker:
         self.generator = generator
         self.known = set(inspect.signature(type(model).forward).parameters)
         self._counts: dict[tuple, int] = {}
+        self._frames: dict[int, int] | None = None
+        self._form: tuple[tuple[int, ...], bool] | None = None
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
@@ -84,9 +91,12 @@ class MediaMaker:
         return self._counts[key]
 
     def _ask(self, item: Item) -> int:
-        method = getattr(self.model, f"get_{item.kind}_features")
+        name = f"get_{item.kind}_features"
+        owner = next((model for model in (self.model, *self.model.children()) if hasattr(model, name)), self.model)
+        method = getattr(owner, name)
         known = inspect.signature(method).parameters
-        arguments = {name: value for name, value in item.arguments.items() if name in known}
+        named = {name for name, one in known.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
         training = self.model.training
         self.model.eval()
         try:
@@ -102,20 +112,39 @@ class MediaMaker:
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
+        if self._form is None:
+            self._form = self._accepted_form()
+        return self._whole_image(*self._form)
+
+    def _whole_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
         vision = layout.tower_config(self.config, IMAGE)
         height, width = layout.image_size(vision)
-        pixels = self._noise(1, layout.channels(vision), height, width)
-        arguments = {"pixel_values": pixels}
-        if "image_sizes" in self.known:
+        arguments = {"pixel_values": self._noise(1, *dimensions, layout.channels(vision), height, width)}
+        if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
         return Item(IMAGE, arguments)
+
+    def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
+        """The form of a whole image that upstream takes: `[N, C, H, W]`, or in so many crops `[N, crops, C, H, W]`."""
+        sizes = (False, True) if "image_sizes" in self.known else (False,)
+        refusal: Exception | None = None
+        for dimensions in ((), *((crops,) for crops in range(1, MAX_CROPS + 1))):
+            for with_sizes in sizes:
+                try:
+                    self.count(self._whole_image(dimensions, with_sizes))
+                except REFUSALS as error:
+                    # The first refusal says most, but that an argument is missing says least.
+                    refusal = error if refusal is None or isinstance(refusal, TypeError) else refusal
+                else:
+                    return dimensions, with_sizes
+        raise refusal
 
     def _video(self, number: int) -> Item:
         if "video_grid_thw" in self.known:
             return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
         image = self._image(0).arguments["pixel_values"]
         frames = VIDEO_GRIDS[0][0]
-        return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[1:])}, frames=frames)
+        return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[-3:])}, frames=frames)
 
     def with_seconds(self, item: Item, seconds: float) -> Item:
         """A video that says how long a step in time is, where the model takes that."""
@@ -136,14 +165,27 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
-        return self.spectrogram(AUDIO_FRAMES[number])
+        if self._frames is None:
+            self._frames = self._accepted_frames()
+        return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
+
+    def _accepted_frames(self) -> dict[int, int]:
+        """The lengths of sounds where upstream takes one length only; empty where it takes any."""
+        try:
+            self.count(self.spectrogram(AUDIO_FRAMES[0]))
+        except REFUSALS:
+            whole = 2 * layout.first_int(layout.tower_config(self.config, AUDIO), "max_source_positions", default=0)
+            self.count(self.spectrogram(whole or AUDIO_FRAMES[0]))
+            return dict.fromkeys(range(len(AUDIO_FRAMES)), whole)
+        return {}
 
     def spectrogram(self, frames: int) -> Item:
         """A sound of so many frames."""
         mel = layout.mel_bins(layout.tower_config(self.config, AUDIO))
         arguments = {"input_features": self._noise(1, mel, frames)}
-        if "feature_attention_mask" in self.known:
-            arguments["feature_attention_mask"] = torch.ones(1, frames, dtype=torch.long)
+        for name in AUDIO_MASKS:
+            if name in self.known:
+                arguments[name] = torch.ones(1, frames, dtype=torch.long)
         return Item(AUDIO, arguments)
 
     def _noise(self, *shape: int) -> Tensor:
@@ -165,7 +207,7 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
-    if name not in ("input_features", "feature_attention_mask"):
+    if name not in ("input_features", *AUDIO_MASKS):
         return tensors
     longest = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]

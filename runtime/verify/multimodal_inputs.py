@@ -27,14 +27,12 @@ import torch
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.media import AUDIO, IMAGE, SOUND, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.media import AUDIO, IMAGE, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-# What upstream's classes raise on an input that they do not serve.
-REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
 TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 """The modality of a token in `mm_token_type_ids`; 0 is text."""
 

@@ -87,8 +87,7 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
         from transformers import CONFIG_MAPPING
 
         config_class = CONFIG_MAPPING[config_class]
-    special_ids = iter(range(sizes.VOCAB - 1, sizes.VOCAB - sizes.NUM_RESERVED_IDS, -1))
-    return _shrink(config_class, {}, VARIANTS[variant], special_ids)
+    return _shrink(config_class, {}, VARIANTS[variant], SpecialIds())
 
 
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
@@ -99,7 +98,8 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
         found.append("router_logits")
     text = base.get_text_config(decoder=True)
     if "tie_word_embeddings" in _all_fields(base):
-        found.append("untied" if base.tie_word_embeddings else "tied")
+        has_own = hasattr(base, "tie_word_embeddings")
+        found.append("untied" if (base if has_own else text).tie_word_embeddings else "tied")
     if any(vars(text).get(switch) is False for switch in VARIANTS["experts"]):
         found.append("experts")
     window = _field(type(text), "sliding_window")
@@ -130,9 +130,9 @@ def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field
 
 
 def _shrink(
-    config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping, special_ids: Iterator[int]
+    config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping, special_ids: SpecialIds
 ) -> SmallConfig:
-    """The small form of `config_class(**given)`; every level draws from `special_ids`, so that no id means two things."""
+    """The small form of `config_class(**given)`; its ids are taken from `special_ids`, after those of its sub-configs."""
     own_fields = _own_fields(config_class)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in own_fields}
     if type(_declared(own_fields["is_decoder"]) if "is_decoder" in own_fields else None) is bool:
@@ -141,7 +141,9 @@ def _shrink(
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     overrides, sub_overrides, unclassified = {}, {}, []
     for key, (sub_class, sub_given) in _sub_configs(config_class).items():
-        sub = _shrink(sub_class, sub_given, variant, special_ids)
+        own_ids = SpecialIds()
+        sub = _shrink(sub_class, sub_given, variant, own_ids)
+        special_ids.skip(own_ids)
         overrides[key] = sub.config
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
@@ -219,6 +221,27 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
 
 
 # ------------------------------------------------------------------------------------------------ one value
+
+
+class SpecialIds(Iterator[int]):
+    """The ids of the small vocabulary that are kept for special tokens, from the top down.
+
+    A config and the sub-configs in it share no id: one that meant the end of a text and an image would be both. Two
+    sub-configs beside each other (the halves of an omni model) may.
+    """
+
+    def __init__(self) -> None:
+        self._next = sizes.VOCAB - 1
+
+    def __next__(self) -> int:
+        if self._next <= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
+            raise ValueError(f"more than {sizes.NUM_RESERVED_IDS - 1} special tokens: raise NUM_RESERVED_IDS")
+        self._next -= 1
+        return self._next + 1
+
+    def skip(self, used: SpecialIds) -> None:
+        """Leaves out the ids that a sub-config took."""
+        self._next = min(self._next, used._next)
 
 
 NO_IDS: Iterator[int] = iter(())
@@ -393,6 +416,10 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
+    crops = values.get("image_grid_pinpoints")
+    if crops:  # sizes of crops, multiples of the image's
+        unit = min(side for crop in crops for side in crop)
+        found["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
     if "hash_seed" in own_fields:

@@ -107,6 +107,13 @@ def verify_model(
     return merged
 
 
+def head_with_media(directory: Path) -> str | None:
+    """The first head of a generated model whose forward takes images, videos or audio."""
+    generated = registry.read_model(directory)
+    upstream_module = importlib.import_module(generated.upstream_module)
+    return next((head for head in generated.heads if takes_media(getattr(upstream_module, head))), None)
+
+
 def _variants(upstream_class: type) -> tuple[str, ...]:
     variants = applicable_variants(upstream_class.config_class)
     if upstream_class.supports_gradient_checkpointing:

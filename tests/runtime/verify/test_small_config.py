@@ -73,7 +73,7 @@ def test_relations_of_the_defaults_hold_again():
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma3", "qwen3_omni_moe", "glm4"])
-def testspecial_ids_lie_in_the_small_vocabulary(model_type):
+def test_special_ids_lie_in_the_small_vocabulary(model_type):
     config = small_config(model_type).config
     ids = special_ids(config)
     assert all(token < sizes.VOCAB for token in ids)
