@@ -7,7 +7,6 @@
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
     gradients.py     norm, clipping, non-finite reports    checkpointing.py  activation checkpointing
     watch.py         collectives that stall                report.py       what serves what, bytes per rank
-    towers.py        towers without input on a rank
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
 a state is activated.
