@@ -150,7 +150,7 @@ def verify(
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
 
-    Examples: patchgen verify qwen3_moe; patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
+    Example: patchgen verify qwen3_moe; on ranks: patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
     """
     from patchgen.commands import proof
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -22,6 +22,9 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 from transformers.models.auto import modeling_auto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def register_checkpoint_mapping(*names: str) -> None:
@@ -50,6 +53,8 @@ def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
 
 def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
     del is_custom_code
+    from transformers import PreTrainedModel
+
     PreTrainedModel._initialize_weights(self, module)
 
 

@@ -70,6 +70,20 @@ def rms_norm_compiled(*args, **kwargs) -> Tensor:
     return rms_norm_compiled(*args, **kwargs)
 
 
+@seams.register("rms_norm", "quack")
+def rms_norm_quack(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.norm_quack import rms_norm_quack
+
+    return rms_norm_quack(*args, **kwargs)
+
+
+@seams.register("rms_norm", "auto")
+def rms_norm_auto(*args, **kwargs) -> Tensor:
+    from patchgen.kernels.norm_quack import rms_norm_auto
+
+    return rms_norm_auto(*args, **kwargs)
+
+
 @seams.register("rotary", "compiled")
 def rotary_compiled(*args, **kwargs) -> tuple[Tensor, Tensor]:
     from patchgen.kernels.elementwise import rotary_compiled

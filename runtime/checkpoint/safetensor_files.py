@@ -245,7 +245,8 @@ class FileReader:
         num_bytes = out.numel() * out.dtype.itemsize
         if num_bytes == 0:
             return
-        memory = memoryview(out.reshape(-1).view(torch.uint8).numpy())
+        # One element may have any stride and still count as contiguous.
+        memory = memoryview(out.as_strided((out.numel(),), (1,)).view(torch.uint8).numpy())
         done, descriptor = 0, self._open(stored.file)
         while done < num_bytes:
             got = os.preadv(descriptor, [memory[done:]], offset + done)

@@ -101,6 +101,8 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from patchgen.runtime import seams
+
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -115,7 +117,8 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            answer = (True, case(*args, **kwargs))
+            with seams.using(**seams.selected()):  # a case that configures seams does so for itself
+                answer = (True, case(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         with contextlib.suppress(BrokenPipeError):

@@ -9,7 +9,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from patchgen.kernels import elementwise
+from patchgen.kernels import elementwise, norm_quack
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 NORMS = {
     "llama": (LlamaRMSNorm, {}),
@@ -76,3 +77,37 @@ def as_tuple(value):
 def test_compiled_swiglu_refuses_an_activation_it_does_not_know():
     with pytest.raises(ValueError, match="Mish"):
         elementwise.swiglu_compiled(torch.randn(2, 4), torch.randn(2, 4), nn.Mish())
+
+
+def test_the_choice_of_a_norm_without_quack_or_a_gpu_is_the_compiled_formula():
+    hidden, weight = torch.randn(4, 32), torch.randn(32)
+    found = norm_quack.rms_norm_auto(hidden, weight, 1e-6)
+    torch.testing.assert_close(found, elementwise.rms_norm(hidden, weight, 1e-6))
+    with pytest.raises(UnsupportedOptionError, match=r"rms_norm='quack': .*Use rms_norm='compiled' or 'auto'"):
+        norm_quack.rms_norm_quack(hidden, weight, 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NORMS)
+def test_quack_is_as_near_to_fp32_as_eager(name: str):
+    """Output and both gradients in bf16, against the eager formula in fp32: no further than eager bf16 times 1.5."""
+    if not (torch.cuda.is_available() and norm_quack.is_installed()):
+        pytest.skip("it needs a CUDA device and quack")
+    _, options = NORMS[name]
+    values = [
+        torch.randn(64, 2048, device="cuda"),
+        torch.randn(2048, device="cuda"),
+        torch.randn(64, 2048, device="cuda"),
+    ]
+
+    def run(function, dtype):
+        hidden, weight, direction = (value.to(dtype).to(torch.bfloat16).to(dtype) for value in values)
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        out = function(*leaves, 1e-6, **options)
+        return [out, *torch.autograd.grad(out, leaves, direction)]
+
+    exact = run(elementwise.rms_norm, torch.float32)
+    eager, found = run(elementwise.rms_norm, torch.bfloat16), run(norm_quack.rms_norm_quack, torch.bfloat16)
+    for one, other, truth in zip(found, eager, exact, strict=True):
+        bar = 1.5 * float((other.float() - truth).norm()) + 1e-3 * float(truth.norm())
+        assert float((one.float() - truth).norm()) <= bar

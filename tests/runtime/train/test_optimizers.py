@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from patchgen.runtime import registry
@@ -83,6 +83,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(model):
     assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[model.lm_head.weight])
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # a machine that does other things, too
 @given(
     schedule=some.sampled_from(["constant", "linear", "cosine", "wsd"]),
     total=some.integers(1, 500),

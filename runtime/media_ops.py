@@ -1,0 +1,190 @@
+"""The functions that generated towers and fusion models call; `ops` hands them out with its own.
+
+Images, videos and audio under sequence parallelism, and towers that have no input on this rank. Each is the identity,
+or upstream's own computation, in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from patchgen.runtime import parallel
+from patchgen.runtime.parallel import towers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from patchgen.runtime.parallel.media import TowerRows
+
+
+# ----------------------------------------------------------------------------------- images, video, audio
+
+
+def is_sliced() -> bool:
+    """Whether this process holds a slice of the sequence: what spans a sequence cannot be checked here."""
+    state = parallel.current()
+    return state is not None and state.sp > 1
+
+
+def require_whole_sequence(what: str) -> None:
+    """Raises where this process holds a slice of the sequence, from which `what` cannot be computed."""
+    if is_sliced():
+        raise ValueError(
+            f"{what} cannot be computed from a slice of the sequence (sp={parallel.current().sp}). Compute them for "
+            "the whole sequence in the data pipeline and hand over this rank's slice "
+            "(runtime.parallel.batch.slice_batch cuts it)."
+        )
+
+
+def own_features(features: Tensor, mask: Tensor) -> Tensor:
+    """The modality features whose placeholder tokens this rank holds.
+
+    Args:
+        features: `[F, H]`, or `[..., H]` with F rows in all: those of the whole sequence, in the order of the tokens.
+        mask: bool `[B, S]` or `[B, S, 1 or H]`, the placeholders among this rank's tokens.
+
+    Returns:
+        `[F_own, H]`; without sequence parallelism the argument itself.
+
+    Raises:
+        ValueError: the placeholders of all ranks are not as many as the features.
+    """
+    if not is_sliced():
+        return features
+    from patchgen.runtime.parallel import media
+
+    return media.own_features(features, mask, parallel.current())
+
+
+def own_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
+    """As `own_features` for each level of deepstack features.
+
+    Args:
+        levels: each a tensor `[F, H]`, or the tensors of each image one after the other.
+        mask: as in `own_features`.
+
+    Returns:
+        A list with a tuple of one tensor `[F_own, H]` per level; without sequence parallelism the argument itself.
+    """
+    if not is_sliced():
+        return levels
+    from patchgen.runtime.parallel import media
+
+    return media.own_levels(levels, mask, parallel.current())
+
+
+def hold_whole(*modules: object) -> None:
+    """Says that these modules are handed whole inputs on every rank, not slices: their attention exchanges nothing."""
+    from patchgen.runtime.parallel import media
+
+    media.hold_whole(modules)
+
+
+def attend_only(model: object) -> None:
+    """Says that a language model is of another modeling file, where no pass acts: it may mix tokens by attention only.
+
+    A slice of the sequence handed to one that has convolutions along it is an error that names them.
+    """
+    from patchgen.runtime.parallel import media
+
+    media.attend_only(model)
+
+
+def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
+    """How the rows of a tower are divided over the ranks that share a sequence; all methods of it change nothing in one
+    process, and where the heads of the layers do not divide by the ranks: the tower is then computed whole.
+
+        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
+        cu_seqlens = rows.lengths(cu_seqlens)       # one more entry for padding rows
+        hidden_states = rows.own(hidden_states)     # [P, C] to [P / ranks, C]
+        ...                                         # layers, whose attention exchanges heads for rows
+        features = rows.all(features)               # [F / ranks, H] to [F, H]
+
+    Args:
+        layers: the module that holds the layers.
+        hidden_states: `[P, C]`.
+        group: rows that are merged to one after the layers.
+    """
+    from patchgen.runtime.parallel import media
+
+    return media.tower_rows(layers, hidden_states, group, parallel.current())
+
+
+def chunk_rows(chunks: Tensor) -> TowerRows:
+    """How chunks `[N, ...]` that a tower convolves one by one are divided over the ranks that share a sequence."""
+    from patchgen.runtime.parallel import media
+
+    return media.chunk_rows(chunks, parallel.current())
+
+
+def attends_by_lengths(config: object) -> bool:
+    """Whether attention of this setting takes packed lengths; if not, towers call it once per image.
+
+    True for all of our names: a slice of the rows has no images of its own.
+    """
+    name = getattr(config, "_attn_implementation", None)
+    return name is not None and ("flash" in name or name.startswith("patchgen_"))
+
+
+# ----------------------------------------------------------------------------------------------- towers
+
+
+def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments of a forward without those that say where the documents of its text end."""
+    return towers.without_packing(kwargs)
+
+
+def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> int:
+    """The longest of the packed sequences that these bounds divide: `max(cu_seqlens[i + 1] - cu_seqlens[i])`.
+
+    Args:
+        cu_seqlens: `(sequences + 1,)`. The value of one tensor is read from the device once, whoever asks.
+        kwargs: the caller's keyword arguments; a `max_seqlen` in them is taken out and returned.
+    """
+    return towers.max_seqlen(cu_seqlens, kwargs)
+
+
+def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callable[..., object]) -> Tensor:
+    """Runs a tower that has no input on this rank, where other ranks may run it: see `runtime/parallel/towers.py`.
+
+    Args:
+        inputs_embeds: `[B, S, H]`.
+        inputs: what the tower gets on this rank (`pixel_values`, ...); with it, nothing is done here.
+        features: the model's bound `get_<modality>_features`.
+
+    Returns:
+        `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
+    """
+    state = parallel.current()
+    if inputs is not None or state is None:
+        return inputs_embeds
+    return towers.absent_tower(inputs_embeds, inputs, features, state)
+
+
+def joint_vision(
+    features: Callable[..., object],
+    outputs: Mapping[str, object] | None,
+    inputs_embeds: Tensor,
+    *,
+    images: tuple[Tensor | None, Tensor | None],
+    videos: tuple[Tensor | None, Tensor | None],
+    **kwargs: object,
+) -> tuple[Mapping[str, object] | None, Tensor]:
+    """One pass of the vision tower on every rank, where upstream makes one for images and one for videos.
+
+    Args:
+        features: the model's bound `get_image_features`, which serves videos as well.
+        outputs: upstream's `mm_encoder_outputs`, "image" and "video" -> output of the tower.
+        inputs_embeds: `[B, S, H]`.
+        images, videos: packed patches `[P, C * T * p * p]` with their grids `[N, 3]`, or None.
+        kwargs: what upstream hands to the tower; values precomputed for images and videos are joined.
+
+    Returns:
+        `outputs` with both where both are there, and `inputs_embeds` as from `absent_tower` where neither is. On one
+        rank both arguments as they are.
+    """
+    state = parallel.current()
+    if state is None:
+        return outputs, inputs_embeds
+    return towers.joint_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
