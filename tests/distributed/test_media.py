@@ -30,6 +30,7 @@ SOME = [
     pytest.param("qwen3_omni_moe", "sound", id="video with its audio"),
     pytest.param("qwen2_5_vl", "packed", id="windows, packed"),
     pytest.param("gemma3", "boundary", id="whole images, two-way attention over them"),
+    pytest.param("gemma3", "packed", id="whole images, two-way attention, packed"),
 ]
 LAYOUTS = [
     pytest.param({"sp": 2, "fsdp": False}, id="SP2, whole parameters"),
@@ -43,6 +44,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "name"), SOME)
 def test_a_batch_on_two_slices(model, name, two_ranks):
     two_ranks.run(cases.agrees, model, name, sp=2)
+
+
+def test_two_way_attention_in_packed_rows_that_are_not_sliced(two_ranks):
+    two_ranks.run(cases.agrees, "gemma3", "packed", sp=1, fsdp=False)
 
 
 def test_fill_back_in_evaluation_mode(two_ranks):
