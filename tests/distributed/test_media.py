@@ -69,6 +69,11 @@ def test_wrong_inputs_are_refused(two_ranks):
     two_ranks.run(cases.masks_made_of_slices_are_refused)
 
 
+def test_minimal_inputs_are_found_without_collectives_or_refused_on_all_ranks(two_ranks):
+    two_ranks.run(cases.minimal_inputs_of_a_sharded_model, "gemma3", timeout=60)
+    two_ranks.run(cases.a_tower_without_a_minimal_input_is_refused_on_all_ranks, timeout=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
