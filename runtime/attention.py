@@ -27,11 +27,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import parallel
+from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents, document_of
 from patchgen.runtime.parallel import collectives, sequence
 from patchgen.runtime.parallel.media import holds_whole, inside_whole
@@ -133,7 +135,7 @@ def mask_function(name: str, backend: Backend) -> Callable:
     ):
         state = parallel.current()
         sliced = state is not None and state.sp > 1 and not inside_whole()
-        parts = _parts(mask_function)
+        parts = mask_functions.parts(mask_function)
         unknown = sorted(set(parts) - _PLAIN - _PACKED)
         if unknown:
             if upstream is None:
@@ -142,87 +144,41 @@ def mask_function(name: str, backend: Backend) -> Callable:
                     "knows causal, sliding-window, packed and padded attention. Train it with 'patchgen_eager', "
                     "'patchgen_sdpa' or 'patchgen_flex_attention'."
                 )
+            is_packed = mask_functions.find_packing(mask_function) is not None
             if sliced:
                 # Attention sees the whole sequence of some heads, so the mask is the whole one.
-                mask_function = _of_whole_sequence(mask_function, q_length, state)
+                mask_function = mask_functions.of_whole_sequence(mask_function, q_length, state)
                 if attention_mask is not None:
                     attention_mask = _padding(attention_mask, q_length, state)
                 q_length = kv_length = q_length * state.sp
-            return upstream(
-                batch_size=batch_size,
-                q_length=q_length,
-                kv_length=kv_length,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                local_size=local_size,
-                **kwargs,
-            )
+
+            def draw(function: Callable):
+                return upstream(
+                    batch_size=batch_size,
+                    q_length=q_length,
+                    kv_length=kv_length,
+                    mask_function=function,
+                    attention_mask=attention_mask,
+                    local_size=local_size,
+                    **kwargs,
+                )
+
+            if is_packed and not sliced:
+                mask_function = mask_functions.packed(mask_function, mask_functions.document_numbers(mask_function))
+            mask = draw(mask_function)
+            if mask is not None:
+                _OVERLAYS[mask] = Overlay(draw, mask_function, is_packed=is_packed, is_slice=sliced)
+            return mask
         padding = None
         if attention_mask is not None:
             padding = _padding(attention_mask, q_length, state if sliced else None)
         is_packed = bool(_PACKED & set(parts))
-        document = _document_numbers(mask_function) if is_packed and not sliced else None
+        document = mask_functions.document_numbers(mask_function) if is_packed and not sliced else None
         if local_size is None and padding is None and not is_packed:
             return None
         return MaskStructure(local_size, is_packed, document, padding)
 
     return build
-
-
-def _parts(mask_function: Callable) -> list[str]:
-    """The names of the conditions that upstream joined into one mask function, packing remaps included."""
-    outer = mask_function.__qualname__.partition(".")[0]
-    inner = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
-    if outer == "and_masks":
-        return [part for one in inner["mask_functions"].cell_contents for part in _parts(one)]
-    if outer == "remap_positions_for_packed_sequence":
-        return [outer, *_parts(inner["mask_function"].cell_contents)]
-    return [outer]
-
-
-def _of_whole_sequence(mask_function: Callable, s: int, state: ParallelState) -> Callable:
-    """A mask function for the whole sequence, without the packing that upstream saw in a slice of the position ids.
-
-    Raises:
-        ValueError: it looks up a tensor that covers the slice only.
-    """
-    from transformers.masking_utils import and_masks, or_masks
-
-    outer = mask_function.__qualname__.partition(".")[0]
-    inner = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
-    if outer in ("and_masks", "or_masks"):
-        parts = [
-            _of_whole_sequence(part, s, state)
-            for part in inner["mask_functions"].cell_contents
-            if not part.__qualname__.startswith("packed_sequence_mask_function")
-        ]
-        return parts[0] if len(parts) == 1 else (and_masks if outer == "and_masks" else or_masks)(*parts)
-    if outer == "remap_positions_for_packed_sequence":
-        return _of_whole_sequence(inner["mask_function"].cell_contents, s, state)
-    for name, cell in inner.items():
-        value = cell.cell_contents
-        if callable(value):
-            _of_whole_sequence(value, s, state)
-        elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * state.sp:
-            raise ValueError(
-                f"The mask '{outer}' looks up {name} of {value.shape[-1]} tokens, and the sequence has "
-                f"{s * state.sp} over {state.sp} ranks: what it is made from (token types, ...) must be handed over "
-                "whole, not as a slice (runtime.parallel.batch.slice_batch leaves it whole)."
-            )
-    return mask_function
-
-
-def _document_numbers(mask_function: Callable) -> Tensor:
-    """The `(B, S)` document numbers that upstream found in the position ids."""
-    inner = dict(zip(mask_function.__code__.co_freevars, mask_function.__closure__ or (), strict=True))
-    for one in inner.get("mask_functions", ()) and inner["mask_functions"].cell_contents:
-        if one.__qualname__.startswith("packed_sequence_mask_function"):
-            found = dict(zip(one.__code__.co_freevars, one.__closure__, strict=True))
-            return found["packed_sequence_mask"].cell_contents
-    raise ValueError(
-        "transformers built a packed mask in a way this version of patchgen does not know. Hand cu_seq_lens_q to the "
-        "model (runtime.parallel.batch.slice_batch makes them)."
-    )
 
 
 def _padding(attention_mask: Tensor, q_length: int, state: ParallelState | None) -> Tensor | None:
@@ -281,8 +237,8 @@ def attention_function(name: str, backend: Backend) -> Callable:
             dropout=dropout,
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
-        if size > 1 and isinstance(request.overlay, Tensor) and cu_seq_lens_q is not None:
-            request = replace(request, overlay=_within_documents(request.overlay, cu_seq_lens_q))
+        if request.overlay is not None:
+            request = replace(request, overlay=_within_documents(request.overlay, cu_seq_lens_q, where))
         if size > 1 and request.documents is not None:
             tokens = q.shape[0] * q.shape[1] * size
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
@@ -360,18 +316,49 @@ def _document_bounds(document_BS: Tensor) -> Tensor:
     return torch.cat([first, first.new_tensor([document_BS.numel()])])
 
 
-_within = PerTensor(lambda _overlay: {})  # mask -> {"lengths": ..., "mask": the mask within these documents}
+@dataclass(frozen=True, eq=False)
+class Overlay:
+    """What a mask was drawn from, to draw it again when documents are known.
+
+    Attributes:
+        draw: makes a mask from a mask function of the whole sequence.
+        function: the mask function that it was drawn from.
+        is_packed: position ids start again: there are documents.
+        is_slice: they are those of a slice, so the mask was drawn without them.
+    """
+
+    draw: Callable[[Callable], Any]
+    function: Callable
+    is_packed: bool
+    is_slice: bool
 
 
-def _within_documents(overlay: Tensor, cu_seq_lens: Tensor) -> Tensor:
-    """Upstream's mask `(B, 1, S, S)` of the whole sequence, bool or added, within the documents that lengths tell."""
-    kept = _within(overlay)
-    if kept.get("lengths") is not cu_seq_lens:
-        document = document_of(_documents(cu_seq_lens, None), overlay.shape[0], overlay.shape[-1])
-        same = (document[:, :, None] == document[:, None, :])[:, None]
-        hidden = False if overlay.dtype == torch.bool else torch.finfo(overlay.dtype).min
-        kept.update(lengths=cu_seq_lens, mask=overlay.masked_fill(~same, hidden))
-    return kept["mask"]
+_OVERLAYS = WeakIdKeyDictionary()  # mask -> Overlay
+_WITHIN = WeakIdKeyDictionary()  # mask -> (lengths, the mask within these documents): one for all layers
+
+
+def _within_documents(mask: Any, cu_seq_lens: Tensor | None, where: str) -> Any:
+    """Upstream's mask of the whole sequence (bool, added, or of blocks) within the documents that lengths tell."""
+    overlay = _OVERLAYS.get(mask)
+    if overlay is not None and overlay.is_packed and not overlay.is_slice:
+        return mask
+    if cu_seq_lens is None:
+        if overlay is not None and overlay.is_packed:
+            _bounds(MaskStructure(is_packed=True), where)
+        return mask
+    if mask in _WITHIN and _WITHIN[mask][0] is cu_seq_lens:
+        return _WITHIN[mask][1]
+    document_BS = document_of(_documents(cu_seq_lens, None), mask.shape[0], mask.shape[-1])
+    if overlay is not None:
+        position_BS = mask_functions.positions_within(document_BS)
+        within = overlay.draw(mask_functions.packed(overlay.function, document_BS, position_BS))
+    elif isinstance(mask, Tensor):
+        same = (document_BS[:, :, None] == document_BS[:, None, :])[:, None]
+        within = mask.masked_fill(~same, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+    else:
+        raise ValueError(f"{where} got cu_seq_lens_q and a {type(mask).__name__} that this runtime did not draw.")
+    _WITHIN[mask] = (cu_seq_lens, within)
+    return within
 
 
 def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, where: str) -> None:

@@ -49,6 +49,16 @@ def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (size[0], size[1])
 
 
+def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
+    """Heights and widths that a tower of whole images may take: what the config says, else a few patches."""
+    size = getattr(vision, "image_size", None)
+    if size is not None:
+        return [image_size(vision)]
+    patch = getattr(vision, "patch_size", None)
+    patch = patch if isinstance(patch, int) else 16
+    return [(patch * count, patch * count) for count in (2, 4, 8, 14, 16, 32)]
+
+
 def mel_bins(audio: PreTrainedConfig) -> int:
     return first_int(audio, "num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", default=80)
 

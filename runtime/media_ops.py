@@ -155,9 +155,12 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
 
     Returns:
         `inputs_embeds`, plus zero times the mean of the tower's features of a minimal input.
+
+    Raises:
+        ValueError: on all ranks, if one has no input and no minimal one is known.
     """
     state = parallel.current()
-    if inputs is not None or state is None:
+    if state is None:
         return inputs_embeds
     return towers.absent_tower(inputs_embeds, inputs, features, state)
 

@@ -13,21 +13,19 @@ The pass stands where the real one would stand, so that towers run in the same o
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import media_layout as layout
+from patchgen.runtime import media_forms
+from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What says where the documents of a packed text end."""
-MINIMAL_FRAMES = 16
-"""Of a minimal sound: some audio towers halve their frames four times."""
 
 
 def needs_every_tower(state: ParallelState | None) -> bool:
@@ -57,12 +55,33 @@ def absent_tower(
     inputs_embeds: Tensor, inputs: object, features: Callable[..., Any], state: ParallelState | None
 ) -> Tensor:
     """See `ops.absent_tower`."""
-    if inputs is not None or not needs_every_tower(state):
+    if not needs_every_tower(state):
         return inputs_embeds
-    minimal = minimal_inputs(features, sp=state.sp, like=inputs_embeds)
-    values = feature_tensors(features(**minimal))
+    # Ranks with inputs ask as well: what no rank can do without is found in the first forward, on all of them.
+    minimal = media_forms.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
+    if minimal is None:
+        _require_everywhere(inputs, features, inputs_embeds, state)
+    if inputs is not None:
+        return inputs_embeds
+    values = media_forms.feature_tensors(features(**minimal))
     nothing = sum(value.float().mean() for value in values) * 0.0
     return inputs_embeds + nothing.to(inputs_embeds.dtype)
+
+
+def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tensor, state: ParallelState) -> None:
+    """Raises on all ranks if one of them lacks an input that nothing can stand for. One host sync per forward.
+
+    Raises:
+        ValueError: a rank lacks it.
+    """
+    absent = torch.tensor([inputs is None], dtype=torch.int32, device=like.device)
+    lacking = int(collectives.all_reduce(absent, operation="count the ranks without an input of a tower"))
+    if lacking:
+        kind = media_forms.kind_of(features.__name__)
+        raise ValueError(
+            f"No minimal {kind} is known for {type(features.__self__).__name__}; every rank must hold one, and {lacking} "
+            f"ranks hold none. Tried and refused: {media_forms.refusal(features, sp=state.sp, like=like)}."
+        )
 
 
 def joint_vision(
@@ -75,9 +94,10 @@ def joint_vision(
     state: ParallelState | None,
 ) -> tuple[Mapping[str, Any] | None, Tensor]:
     """See `ops.joint_vision`."""
-    if not needs_every_tower(state):
+    if state is None:
         return outputs, inputs_embeds
     if images[0] is None or videos[0] is None:
+        # Models whose images and videos go together take grids: a minimal one is always known.
         only = videos[0] if images[0] is None else images[0]
         return outputs, absent_tower(inputs_embeds, only, features, state)
     pixels = torch.cat([images[0], videos[0]])
@@ -86,70 +106,6 @@ def joint_vision(
     count = len(images[1])
     split = {"image": _items(together, slice(None, count)), "video": _items(together, slice(count, None))}
     return {**(outputs or {}), **split}, inputs_embeds
-
-
-# ----------------------------------------------------------------------------------------- minimal inputs
-
-
-def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor]:
-    """The smallest arguments of a bound `get_<modality>_features`, zeros.
-
-    Args:
-        features: its first parameter is the media tensor, its `__self__` the model.
-        sp: ranks that share a sequence: a packed image has a row of merged patches for each.
-        like: gives device and dtype.
-
-    Raises:
-        ValueError: the layout of this model's media is not known.
-    """
-    names = list(inspect.signature(features).parameters)
-    config = features.__self__.config
-    kind = _kind(features.__name__)
-    grid = next((name for name in names if name.endswith("grid_thw")), None)
-
-    def zeros(*shape: int) -> Tensor:
-        return like.new_zeros(shape)
-
-    def integers(rows: list[list[int]]) -> Tensor:
-        return torch.tensor(rows, device=like.device)
-
-    if kind == layout.AUDIO:
-        audio = layout.tower_config(config, kind)
-        arguments = {names[0]: zeros(1, layout.mel_bins(audio), MINIMAL_FRAMES)}
-        masks = [name for name in names if name.endswith(("attention_mask", "features_mask"))]
-        return arguments | {name: integers([[1] * MINIMAL_FRAMES]) for name in masks}
-    vision = layout.tower_config(config, kind)
-    if grid is not None:
-        merge = layout.merge_size(vision)
-        height, width = merge * sp, merge
-        return {
-            names[0]: zeros(height * width, layout.patch_values(vision)),
-            grid: integers([[1, height, width]]),
-        }
-    height, width = layout.image_size(vision)
-    frames = (1,) if kind == layout.VIDEO else ()
-    arguments = {names[0]: zeros(1, *frames, layout.channels(vision), height, width)}
-    if "image_sizes" in names:
-        arguments["image_sizes"] = integers([[height, width]])
-    return arguments
-
-
-def _kind(method: str) -> str:
-    return next((kind for kind in (layout.VIDEO, layout.AUDIO) if kind in method), layout.IMAGE)
-
-
-def feature_tensors(output: Any) -> list[Tensor]:
-    """The tensors that a model scatters or adds: `pooler_output` and deepstack features; else the last hidden state."""
-    named = [getattr(output, name, None) for name in ("pooler_output", "deepstack_features")]
-    if all(value is None for value in named):
-        named = [getattr(output, "last_hidden_state", output)]
-    return [tensor for value in named for tensor in _tensors(value)]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [tensor for part in value or () for tensor in _tensors(part)] if isinstance(value, Sequence) else []
 
 
 # ---------------------------------------------------------------------------------- images and videos together

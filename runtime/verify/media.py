@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
+from patchgen.runtime.media_forms import REFUSALS, image_forms, whole_frames
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -28,15 +29,11 @@ SOUND = "sound"
 """The kind of a video with its audio."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 
-# What upstream's classes raise on an input that they do not serve.
-REFUSALS = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, StopIteration)
-
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
 SECONDS_PER_GRID = (1.0, 0.5)
-MAX_CROPS = 6
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
 
 
@@ -126,17 +123,15 @@ class MediaMaker:
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
         """The form of a whole image that upstream takes: `[N, C, H, W]`, or in so many crops `[N, crops, C, H, W]`."""
-        sizes = (False, True) if "image_sizes" in self.known else (False,)
         refusal: Exception | None = None
-        for dimensions in ((), *((crops,) for crops in range(1, MAX_CROPS + 1))):
-            for with_sizes in sizes:
-                try:
-                    self.count(self._whole_image(dimensions, with_sizes))
-                except REFUSALS as error:
-                    # The first refusal says most, but that an argument is missing says least.
-                    refusal = error if refusal is None or isinstance(refusal, TypeError) else refusal
-                else:
-                    return dimensions, with_sizes
+        for dimensions, with_sizes in image_forms(takes_sizes="image_sizes" in self.known):
+            try:
+                self.count(self._whole_image(dimensions, with_sizes))
+            except REFUSALS as error:
+                # The first refusal says most, but that an argument is missing says least.
+                refusal = error if refusal is None or isinstance(refusal, TypeError) else refusal
+            else:
+                return dimensions, with_sizes
         raise refusal
 
     def _video(self, number: int) -> Item:
@@ -174,7 +169,7 @@ class MediaMaker:
         try:
             self.count(self.spectrogram(AUDIO_FRAMES[0]))
         except REFUSALS:
-            whole = 2 * layout.first_int(layout.tower_config(self.config, AUDIO), "max_source_positions", default=0)
+            whole = whole_frames(layout.tower_config(self.config, AUDIO))
             self.count(self.spectrogram(whole or AUDIO_FRAMES[0]))
             return dict.fromkeys(range(len(AUDIO_FRAMES)), whole)
         return {}

@@ -336,9 +336,17 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
     samples = batches.get("mixed", batches.get("images"))
     whole = dict(known.builder.case("mixed", samples).batch)
     case = known.builder.packed(whole, samples)
-    if case is None:
-        raise NotApplicable("the model has no multimodal positions")
-    whole, mine = [whole], dict(case.batch)
+    if case is not None:
+        whole, mine = [whole], dict(case.batch)
+    elif whole.get("use_audio_in_video") or known.positions(whole).ndim != 2:
+        raise NotApplicable(
+            "a row of several samples needs multimodal positions that upstream does not compute for one"
+        )
+    else:
+        positions = torch.cat([torch.arange(len(sample.ids)) for sample in samples])[None]
+        mine = dict(known.builder.in_one_row(whole, positions).batch)
+        # Padding changes what upstream's overlays see: each sample by itself.
+        whole = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
     if state.batch_index:
         mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
     return whole, mine

@@ -267,13 +267,18 @@ class SampleBuilder:
         mask = batch["attention_mask"].bool()
         rows = torch.cat([torch.arange(len(sample.ids)) for sample in samples])
         packed_positions = torch.cat([rows[None].to(positions), positions[:, mask]])[:, None]
+        return self.in_one_row(batch, packed_positions)
+
+    def in_one_row(self, batch: Mapping[str, Any], positions: Tensor) -> Case:
+        """The samples of a padded batch in one row, with these position ids `(..., 1, S)`."""
+        mask = batch["attention_mask"].bool()
         labels = batch["labels"].clone()
         labels[:, 0] = IGNORED  # the first token of a document has no context
         out = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
         for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
             if name in out:
                 out[name] = out[name][mask][None]
-        return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": packed_positions})
+        return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": positions})
 
     def handed_in(self, batch: Mapping[str, Any]) -> Case | None:
         """A batch with what a collator computes on the host: bounds, patch positions and sizes of each image and video.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlavaConfig
 
-from patchgen.runtime import attention, parallel
-from patchgen.runtime.parallel import media
+from patchgen.runtime import attention, media_forms, ops, parallel
+from patchgen.runtime.parallel import media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult, find, state_of, yardstick
 
@@ -81,3 +82,33 @@ def masks_made_of_slices_are_refused() -> None:
         assert mask.shape == (1, 1, 8, 8)
         with pytest.raises(ValueError, match="looks up block_sequence_ids of 4 tokens, and the sequence has 8"):
             create_causal_mask(**arguments, block_sequence_ids=torch.zeros(1, 4, dtype=torch.long))
+
+
+class _NeedsAnAnswer(torch.nn.Module):
+    """A tower that takes nothing that a config tells."""
+
+    config = LlavaConfig()
+
+    def get_image_features(self, pixel_values, question):
+        raise AssertionError("never reached without a question")
+
+
+def a_tower_without_a_minimal_input_is_refused_on_all_ranks() -> None:
+    """One rank holds an image and the other none: both raise, and neither waits. With an image on both, none does."""
+    state = state_of(1)
+    features, embeds = _NeedsAnAnswer().get_image_features, torch.zeros(1, 2, 4)
+    with parallel.using(state):
+        assert ops.absent_tower(embeds, torch.zeros(1), features) is embeds
+        with pytest.raises(ValueError, match="No minimal image is known for _NeedsAnAnswer; every rank must hold one"):
+            ops.absent_tower(embeds, None if state.batch_index else torch.zeros(1), features)
+
+
+def minimal_inputs_of_a_sharded_model(model: str) -> None:
+    """Ranks that search at different times find the same, and make no collective: one of them searches alone."""
+    known = yardstick(model, find(model).heads[0])
+    state = state_of(1)
+    generated = known.generated()
+    sharding.shard_model(generated, state)
+    if state.batch_index == 0:
+        found = media_forms.minimal_inputs(generated.model.get_image_features, sp=1, like=torch.zeros(1))
+        assert found["pixel_values"].shape[0] == 1

@@ -30,6 +30,7 @@ SOME = [
     pytest.param("qwen3_omni_moe", "sound", id="video with its audio"),
     pytest.param("qwen2_5_vl", "packed", id="windows, packed"),
     pytest.param("gemma3", "boundary", id="whole images, two-way attention over them"),
+    pytest.param("gemma3", "packed", id="whole images, two-way attention, packed"),
 ]
 LAYOUTS = [
     pytest.param({"sp": 2, "fsdp": False}, id="SP2, whole parameters"),
@@ -43,6 +44,10 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "name"), SOME)
 def test_a_batch_on_two_slices(model, name, two_ranks):
     two_ranks.run(cases.agrees, model, name, sp=2)
+
+
+def test_two_way_attention_in_packed_rows_that_are_not_sliced(two_ranks):
+    two_ranks.run(cases.agrees, "gemma3", "packed", sp=1, fsdp=False)
 
 
 def test_fill_back_in_evaluation_mode(two_ranks):
@@ -62,6 +67,11 @@ def test_one_modality_per_rank(four_ranks):
 def test_wrong_inputs_are_refused(two_ranks):
     two_ranks.run(cases.features_that_are_not_the_tokens_are_refused)
     two_ranks.run(cases.masks_made_of_slices_are_refused)
+
+
+def test_minimal_inputs_are_found_without_collectives_or_refused_on_all_ranks(two_ranks):
+    two_ranks.run(cases.minimal_inputs_of_a_sharded_model, "gemma3", timeout=60)
+    two_ranks.run(cases.a_tower_without_a_minimal_input_is_refused_on_all_ranks, timeout=60)
 
 
 @pytest.mark.slow

@@ -191,3 +191,51 @@ def test_kernels_agree_with_the_formula(name, feature):
     ):
         error = (got.float() - expected).norm() / expected.norm()
         assert error < 1e-2, f"{name}: {error:.1e}"
+
+
+# ------------------------------------------------------------------------------- upstream's masks in packed rows
+
+LENGTHS = (5, 7, 4)
+BLOCKS = (torch.tensor([-1, 0, 0, 0, -1]), torch.tensor([0, 0, -1, 1, 1, 1, -1]), torch.tensor([0, 0, -1, -1]))
+"""Which image each token of a document belongs to."""
+
+
+def _drawn(way: str, blocks_S: torch.Tensor, positions_S: torch.Tensor):
+    """The mask that transformers draws for our eager attention, with one of its ways to lay something over it."""
+    from transformers.masking_utils import blockwise_overlay, create_causal_mask, create_chunked_causal_mask
+
+    config = Gemma3Config().text_config
+    config._attn_implementation = "patchgen_eager"
+    config.attention_chunk_size = 3
+    arguments = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, len(blocks_S), 8),
+        "attention_mask": None,
+        "past_key_values": None,
+        "position_ids": positions_S[None],
+    }
+    if way == "chunks":
+        return create_chunked_causal_mask(**arguments)
+    if way == "or_mask_function":
+        return create_causal_mask(**arguments, or_mask_function=blockwise_overlay(blocks_S[None]))
+    return create_causal_mask(**arguments, block_sequence_ids=blocks_S[None])
+
+
+@pytest.mark.parametrize("told", ["positions", "lengths"])
+@pytest.mark.parametrize("way", ["or_mask_function", "block_sequence_ids", "chunks"])
+def test_masks_of_packed_rows_are_those_of_each_document(way, told):
+    """Documents told by position ids, or by lengths alone as on a slice; image numbers repeat in every document."""
+    expected = torch.block_diag(
+        *(
+            (_drawn(way, blocks, torch.arange(length))[0, 0] == 0).float()
+            for length, blocks in zip(LENGTHS, BLOCKS, strict=True)
+        )
+    ).bool()
+    total = sum(LENGTHS)
+    restarting = torch.cat([torch.arange(length) for length in LENGTHS])
+    mask = _drawn(way, torch.cat(BLOCKS), restarting if told == "positions" else torch.arange(total))
+    bounds = torch.tensor([0, 5, 12, 16], dtype=torch.int32)
+    within = attention._within_documents(mask, bounds, "Attention")
+    assert torch.equal(within[0, 0] == 0, expected)
+    assert told == "lengths" or within is mask
+    assert attention._within_documents(mask, bounds, "Attention") is within

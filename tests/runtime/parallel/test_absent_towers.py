@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from patchgen.runtime import parallel, registry
+from patchgen.runtime import media_forms, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, towers
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
@@ -106,9 +106,51 @@ def test_ranks_that_share_one_batch_need_no_dummy() -> None:
 
 def test_a_minimal_image_has_a_row_for_each_rank_of_a_sequence() -> None:
     model, _ = model_and_cases("qwen3_vl")
-    minimal = towers.minimal_inputs(model.get_image_features, sp=4, like=torch.zeros(1))
+    minimal = media_forms.minimal_inputs(model.get_image_features, sp=4, like=torch.zeros(1))
     assert minimal["image_grid_thw"].tolist() == [[1, 8, 2]]
     assert minimal["pixel_values"].shape[0] == 16
+
+
+FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
+    "llava.Llava": {"image": (1, 3, 32, 32)},
+    "llava_next.LlavaNext": {"image": (1, 3, 3, 32, 32)},
+    "idefics3.Idefics3": {"image": (1, 1, 3, 32, 32)},
+    "smolvlm.SmolVLM": {"image": (1, 1, 3, 32, 32)},
+    "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192)},
+    "lfm2_vl.Lfm2Vl": {"image": (1, 4, 192)},
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_smallest_input_of_towers_of_many_forms(name: str) -> None:
+    """Found on a copy with one number for all weights; upstream's own class takes it and its features are finite."""
+    module, head = name.split(".")
+    modeling = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    upstream_class = getattr(modeling, f"{head}ForConditionalGeneration")
+    model = build_model(upstream_class, small_config(upstream_class.config_class).config).model
+    for kind, shape in FORMS[name].items():
+        features = getattr(model, f"get_{kind}_features")
+        minimal = media_forms.minimal_inputs(features, sp=1, like=torch.zeros(1))
+        assert minimal is not None, media_forms.refusal(features, sp=1, like=torch.zeros(1))
+        assert tuple(next(iter(minimal.values())).shape) == shape
+        assert all(one.numel() and one.isfinite().all() for one in media_forms.feature_tensors(features(**minimal)))
+
+
+def test_a_tower_of_sounds_of_one_length() -> None:
+    """Voxtral's takes 3000 frames; the model is on the meta device, of which the search reads nothing but shapes."""
+    from transformers import VoxtralConfig, VoxtralForConditionalGeneration
+
+    tower = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 256, "num_attention_heads": 4}
+    config = VoxtralConfig(text_config={"model_type": "llama", "num_hidden_layers": 1}, audio_config=tower)
+    with torch.device("meta"):
+        model = VoxtralForConditionalGeneration(config).model
+    model.audio_tower.embed_positions.to_empty(device="cpu")
+    minimal = media_forms.minimal_inputs(model.get_audio_features, sp=1, like=torch.zeros(1))
+    assert minimal["input_features"].shape == (1, 128, 3000)
+
+
+def test_speech_is_audio() -> None:
+    assert media_forms.kind_of("get_speech_features") == "audio"
 
 
 def test_what_was_computed_for_images_and_for_videos_is_joined() -> None:

@@ -1,0 +1,246 @@
+"""The smallest image, video or sound that a model takes: candidate forms, and which of them its tower accepts.
+
+Configs do not say whether images come whole, in crops or as patches, or whether a sound may be short. So candidates are
+tried, in the order of their size, on a copy of the tower's modules whose weights are one number: it holds no memory,
+has no hooks, and so makes no collective. The answer depends on the config alone and is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from patchgen.runtime import media_layout as layout
+from patchgen.runtime import parallel
+
+# What upstream's classes raise on an input that they do not serve.
+REFUSALS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+    StopIteration,
+    ZeroDivisionError,
+)
+
+CROPS = ((), *((crops,) for crops in range(1, 7)))
+"""What stands before `C, H, W` of an image: nothing, or a number of crops."""
+VIDEO_FRAMES = (1, 2, 4, 8)
+AUDIO_FRAMES = (16, 100, 400)
+"""Some audio towers halve their frames four times."""
+MEL_BINS = (80, 128)
+"""Of towers whose configs do not say."""
+WEIGHT = 0.01
+"""Of all weights of the copy: not zero, because some towers divide by the norm of what comes out."""
+
+
+def image_forms(*, takes_sizes: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
+    """The forms of a whole image: `[N, C, H, W]` or `[N, crops, C, H, W]`, without and with `image_sizes`."""
+    for crops in CROPS:
+        yield from ((crops, with_sizes) for with_sizes in ((False, True) if takes_sizes else (False,)))
+
+
+def whole_frames(audio: Any) -> int:
+    """The frames of a sound where the tower takes one length only; 0 where the config has no such number."""
+    return 2 * layout.first_int(audio, "max_source_positions", default=0)
+
+
+# ----------------------------------------------------------------------------------------------- candidates
+
+
+def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Arguments of a bound `get_<modality>_features` for one small image, video or sound, zeros.
+
+    Args:
+        features: its first parameter is the media tensor, its `__self__` the model.
+        sp: ranks that share a sequence: a packed image has a row of merged patches for each.
+        like: gives device and dtype.
+
+    Raises:
+        ValueError: the model has no config of such a tower.
+    """
+    kind = kind_of(features.__name__)
+    tower = layout.tower_config(features.__self__.config, kind)
+    parameters = inspect.signature(features).parameters
+    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(tower, kind, parameters, sp, like)
+
+
+def kind_of(method: str) -> str:
+    """The modality of a `get_<modality>_features`."""
+    names = {layout.VIDEO: ("video",), layout.AUDIO: ("audio", "speech")}
+    return next((kind for kind, found in names.items() if any(name in method for name in found)), layout.IMAGE)
+
+
+def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
+    first, *others = parameters
+    masks = [name for name in others if name.endswith(("attention_mask", "features_mask"))]
+    lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
+    told = layout.mel_bins(tower)
+    whole = whole_frames(tower)
+    for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):
+        shapes = [shape for mel in dict.fromkeys((told, *MEL_BINS)) for shape in ((mel, frames), (frames, mel))]
+        for shape in shapes:
+            for dtype in (torch.long, torch.bool):
+                arguments = {first: like.new_zeros(1, *shape)}
+                arguments |= {name: torch.ones(1, frames, dtype=dtype, device=like.device) for name in masks}
+                yield arguments | {
+                    name: torch.tensor([frames], device=like.device)
+                    for name in lengths
+                    if parameters[name].default is inspect.Parameter.empty
+                }
+                if not masks:
+                    break
+
+
+def _pictures(tower: Any, kind: str, parameters: Any, sp: int, like: Tensor) -> Iterator[dict[str, Tensor]]:
+    first, *others = parameters
+
+    def integers(*rows: list[int]) -> Tensor:
+        return torch.tensor(rows, device=like.device)
+
+    grid = next((name for name in others if name.endswith("grid_thw")), None)
+    if grid is not None:
+        merge = layout.merge_size(tower)
+        height, width = merge * sp, merge
+        yield {first: like.new_zeros(height * width, layout.patch_values(tower)), grid: integers([1, height, width])}
+        return
+    yield from _patches(tower, kind, parameters, like)
+    sides = layout.image_sides(tower)
+    for height, width in sides:
+        if kind == layout.VIDEO:
+            for frames in VIDEO_FRAMES:
+                yield {first: like.new_zeros(1, frames, layout.channels(tower), height, width)}
+            continue
+        for crops, with_sizes in image_forms(takes_sizes="image_sizes" in others):
+            # Not zeros: some models take an image of zeros for the filling of a batch, and drop it.
+            arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
+            yield arguments | ({"image_sizes": integers([height, width])} if with_sizes else {})
+
+
+def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Patches of an image that say where they lie, `[1, P, C * p * p]`: by positions `[1, P, 2]` or a shape `[1, 2]`."""
+    first, *others = parameters
+    position = next((name for name in others if name.endswith("position_ids")), None)
+    shape = next((name for name in others if name.endswith("spatial_shapes")), None)
+    if (position is None and shape is None) or not isinstance(getattr(tower, "patch_size", None), int):
+        return
+    for side in (1, 2, 3, 4, 6, 8, 16):
+        for frames in ((), (1,)) if kind == layout.VIDEO else ((),):
+            arguments = {first: like.new_zeros(1, *frames, side * side, layout.patch_values(tower))}
+            if position is not None:
+                places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(like.device)
+                arguments[position] = places.view(1, *frames, side * side, 2)
+            if shape is not None:
+                arguments[shape] = torch.tensor([[side, side]], device=like.device)
+            for name in others:
+                if name.endswith("attention_mask"):
+                    arguments[name] = torch.ones(1, side * side, dtype=torch.long, device=like.device)
+                elif name.startswith("num_frames"):
+                    arguments[name] = torch.ones(1, dtype=torch.long, device=like.device)
+            yield arguments
+
+
+# --------------------------------------------------------------------------------------------- the one chosen
+
+_CHOSEN = WeakIdKeyDictionary()  # model -> {(method, ranks): (number of the candidate or None, the refusals)}
+
+
+def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor] | None:
+    """The first candidate that the model's towers take and give finite features for; None if there is none."""
+    number = _choice(features, sp, like)[0]
+    return (
+        None
+        if number is None
+        else next(one for i, one in enumerate(candidates(features, sp=sp, like=like)) if i == number)
+    )
+
+
+def _numbered(features: Callable[..., Any], sp: int, like: Tensor, number: int) -> dict[str, Tensor]:
+    return next(itertools.islice(candidates(features, sp=sp, like=like), number, None))
+
+
+def refusal(features: Callable[..., Any], *, sp: int, like: Tensor) -> str:
+    """Why `minimal_inputs` found none: what was said of the first and of the last candidate."""
+    return _choice(features, sp, like)[1]
+
+
+def _choice(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | None, str]:
+    known = _CHOSEN.setdefault(features.__self__, {})
+    key = features.__name__, sp
+    if key not in known:
+        known[key] = _search(features, sp, like)
+    return known[key]
+
+
+@torch.no_grad()
+def _search(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | None, str]:
+    reasons: list[str] = []
+    copy = getattr(bare_copy(features.__self__, like), features.__name__)
+    with parallel.using(None):
+        try:
+            for number, arguments in enumerate(candidates(copy, sp=sp, like=like.detach())):
+                try:
+                    found = feature_tensors(copy(**arguments))
+                except REFUSALS as error:
+                    reasons.append(f"{type(error).__name__}: {error}")
+                    continue
+                if found and all(one.numel() and bool(one.isfinite().all()) for one in found):
+                    return number, ""
+                reasons.append("its features are none, or not finite")
+        except (AttributeError, ValueError) as error:  # the config does not say what an image looks like
+            reasons.append(str(error))
+    return None, "; ".join(dict.fromkeys(one.splitlines()[0][:200] for one in (reasons[0], reasons[-1])))
+
+
+def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
+    """The modules of a model with one number for all weights and without hooks; its language model is not copied.
+
+    Parameters may be sharded or on another device: nothing of them is read but their shape.
+    """
+    decoder = getattr(model, "language_model", None)
+    made: dict[int, nn.Module] = {id(decoder): decoder}
+
+    def copied(module: nn.Module) -> nn.Module:
+        if id(module) in made:
+            return made[id(module)]
+        copy = made[id(module)] = object.__new__(type(module))
+        vars(copy).update(vars(module))
+        for name, value in vars(module).items():
+            if name.endswith("_hooks") or "_hooks_" in name:
+                vars(copy)[name] = type(value)() if value is not None else None
+        weight = torch.full((), WEIGHT, device=like.device, dtype=like.dtype)
+        vars(copy)["_parameters"] = {
+            name: one if one is None else nn.Parameter(weight.expand(one.shape), requires_grad=False)
+            for name, one in module._parameters.items()
+        }
+        vars(copy)["_buffers"] = {
+            name: one if one is None else one.to(like.device) for name, one in module._buffers.items()
+        }
+        vars(copy)["_modules"] = {name: one if one is None else copied(one) for name, one in module._modules.items()}
+        copy.training = False
+        return copy
+
+    return copied(model)
+
+
+def feature_tensors(output: Any) -> list[Tensor]:
+    """The tensors that a model scatters or adds: `pooler_output` and deepstack features; else the last hidden state."""
+    named = [getattr(output, name, None) for name in ("pooler_output", "deepstack_features")]
+    if all(value is None for value in named):
+        named = [getattr(output, "last_hidden_state", output)]
+    return [tensor for value in named for tensor in _tensors(value)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [tensor for part in value or () for tensor in _tensors(part)] if isinstance(value, list | tuple) else []
