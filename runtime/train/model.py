@@ -225,10 +225,17 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:
-        initialise(model, [name for name, _ in model.named_parameters()], seed=recipe.train.seed)
+        initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
         load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
     return model
+
+
+def initial_names(model: nn.Module) -> list[str]:
+    """All that a checkpoint of the model would hold: parameters, tied ones once, and persistent buffers."""
+    saved = model.state_dict().keys()
+    parameters = [name for name, _ in model.named_parameters()]
+    return parameters + [name for name, _ in model.named_buffers() if name in saved]
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wanted: Mapping[str, str]) -> str:
