@@ -34,7 +34,7 @@ from patchgen.runtime.checkpoint.load import (
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
 
@@ -287,7 +287,7 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
         CheckpointError: naming file and key.
     """
     directory = Path(directory)
-    if any(directory.glob("*.safetensors")) or (directory / "model.safetensors.index.json").is_file():
+    if any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in (INDEX, INCOMPLETE)):
         model, assembly = _open(directory)
         owners = {name: group[0] for group in tied_groups(model) for name in group}
         made = {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from patchgen.runtime.checkpoint.moves import Box, box_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files that transformers loads weights from."""
+INCOMPLETE = ".incomplete"
+"""Stands in a folder while the files of a checkpoint are put in place."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 DTYPES = {
@@ -56,11 +62,16 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, by key. The data of no tensor is read.
 
     Raises:
-        CheckpointError: no safetensors files; a file that the index names is missing, truncated or damaged; a key that
+        CheckpointError: no safetensors files; a folder whose writing was cut short; a file that the index names is missing, truncated or damaged; a key that
             the index names is not where it says; a dtype that is not a plain number. All problems are in it.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
+    if (directory / INCOMPLETE).exists():
+        raise CheckpointError(
+            f"{directory} is not a whole checkpoint: {INCOMPLETE} says that its writing was cut short while files were "
+            "replaced. Write it again."
+        )
     problems: list[str] = []
     index = directory / INDEX
     if index.is_file():
@@ -70,6 +81,12 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         weight_map = None
         found = sorted(path.name for path in directory.glob("*.safetensors"))
         names = [SINGLE] if SINGLE in found else found
+        parts = [name for name in names if name != SINGLE and WEIGHTS.fullmatch(name)]
+        if parts:
+            raise CheckpointError(
+                f"{directory} is not a whole checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
+                "them, is missing."
+            )
     if not names:
         others = sorted(
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)

@@ -45,6 +45,7 @@ from patchgen.runtime.checkpoint.layout import Origin, class_name
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import world
 from patchgen.runtime.checkpoint.staging import Staged, Staging
+from patchgen.runtime.checkpoint.writing import sync_folder
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -205,12 +206,12 @@ class Checkpointer:
         serial = 1 + max((known.serial for _, known, problem in self._found() if not problem), default=0)
         fields = {**vars(manifest), "serial": serial, "files": files, "format": FORMAT}
         _write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
-        _sync_folder(partial)
+        sync_folder(partial)
         final = self.directory / _folder(manifest.step)
         if final.exists():  # a run that was resumed before this step saves it again
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
-        _sync_folder(self.directory)
+        sync_folder(self.directory)
         for old in self.complete()[: -self.keep]:
             doomed = self.directory / f".{_folder(old)}.old"
             (self.directory / _folder(old)).rename(doomed)  # it must not look like a damaged one while it goes
@@ -465,14 +466,6 @@ def _write_file(file: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:

@@ -77,6 +77,12 @@ def test_a_sharded_folder(sharded):
     assert sorted(read_folder(sharded)) == ["a", "b", "c"]
 
 
+def test_parts_without_their_index_are_refused(sharded):
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="model-00001-of-00002.safetensors is one of several files, and"):
+        read_folder(sharded)
+
+
 def test_every_damage_is_listed_with_file_and_key(sharded):
     (sharded / "model-00001-of-00002.safetensors").unlink()
     second = sharded / "model-00002-of-00002.safetensors"
