@@ -155,6 +155,12 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
         pending[name].add_tensor(name, key, pattern, stored[key])
     for name, converter in pending.items():
         keys = found.sources.pop(name)
+        # Stacking counts keys and does not look at their numbers.
+        counts = any(isinstance(operation, MergeModulelist) for operation in converter.operations)
+        if counts and (gaps := _gaps(keys)):
+            found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: their numbers have gaps.{gaps}")
+            found.sources[name] = keys
+            continue
         try:
             made = converter.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, AttributeError, UnknownMove) as error:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from patchgen.runtime import attention, parallel, registry, seams
@@ -227,7 +228,9 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     if folder is None:
         initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
-        load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        done = load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(done, flush=True)  # what was initialised or left out is told before it trains
     return model
 
 

@@ -137,6 +137,24 @@ def test_everything_that_does_not_fit_is_in_one_error(checkpoint, tmp_path):
     assert len(caught.value.problems) == 4
 
 
+def test_experts_with_gaps_are_named(checkpoint, tmp_path):
+    """As many as there should be, but not those: stacked by count, they would change places in silence."""
+
+    def renumber(found):
+        return {name.replace("layers.0.mlp.experts.3.", "layers.0.mlp.experts.7."): t for name, t in found.items()}
+
+    with pytest.raises(CheckpointError, match="numbers have gaps. Missing: .*experts.3.down_proj.weight"):
+        load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "gap", renumber))
+
+    def shift(found):
+        prefix = "model.layers.0.mlp.experts"
+        found[f"{prefix}.4.gate_proj.weight"] = found.pop(f"{prefix}.0.gate_proj.weight")
+        return found
+
+    with pytest.raises(CheckpointError, match="experts.4.up_proj.weight, .*experts.0.gate_proj.weight"):
+        load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "shifted", shift))
+
+
 def test_a_failed_check_changes_nothing(checkpoint, tmp_path):
     folder = small_models.rewrite(checkpoint, tmp_path / "less", lambda found: found | {"more": torch.zeros(1)})
     model = small_models.build(small_models.generated_class(), small_models.moe_config(), seed=7)

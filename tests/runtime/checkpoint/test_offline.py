@@ -29,6 +29,7 @@ from patchgen.runtime.checkpoint import (
     offline,
     writing,
 )
+from patchgen.runtime.verify.small_config import small_config
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +103,52 @@ def test_fingerprints_see_one_bit_the_dtype_and_the_place(checkpoint, tmp_path, 
     assert not set(fingerprint(tmp_path / "half").values()) & set(first.values())
     monkeypatch.setattr(offline, "CHUNK", 100)
     assert fingerprint(checkpoint) == first
+
+
+def test_tied_weights_of_which_the_file_has_the_head_only(tmp_path):
+    from transformers import Qwen3MoeForCausalLM
+
+    tied = small_models.build(Qwen3MoeForCausalLM, small_models.moe_config(tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path / "in")
+
+    def only_head(found):
+        found["lm_head.weight"] = found.pop("model.embed_tokens.weight")
+        return found
+
+    folder = small_models.rewrite(tmp_path / "in", tmp_path / "head", only_head)
+    convert(folder, tmp_path / "out")
+    require_loads(tied, tmp_path / "out")
+    assert fingerprint(folder) == fingerprint(tmp_path / "out") == fingerprint(tmp_path / "in")
+
+    def both(found):
+        return found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}
+
+    assert fingerprint(small_models.rewrite(tmp_path / "in", tmp_path / "both", both)) == fingerprint(folder)
+
+    def differ(found):
+        return found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1}
+
+    folder = small_models.rewrite(tmp_path / "in", tmp_path / "differ", differ)
+    for work in (lambda: convert(folder, tmp_path / "no"), lambda: fingerprint(folder)):
+        with pytest.raises(CheckpointError, match="are one tied tensor in the model, and differ"):
+            work()
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_upstream_leaves_out_is_kept_and_told(tmp_path):
+    """Heads that predict further tokens are in releases, and not in transformers' class."""
+    from transformers import Qwen3NextForCausalLM
+
+    model = Qwen3NextForCausalLM._from_config(small_config(Qwen3NextForCausalLM.config_class).config)
+    model.save_pretrained(tmp_path / "plain")
+    key = "mtp.layers.0.self_attn.q_proj.weight"
+    more = {key: torch.randn(8, 8).bfloat16()}
+    folder = small_models.rewrite(tmp_path / "plain", tmp_path / "in", lambda found: found | more)
+    done = run("convert", folder, tmp_path / "out", "--layout", "stacked", "--dtype", "float16")
+    assert done.exit_code == 0 and key in done.output, done.output
+    got = small_models.tensors(tmp_path / "out")[key]
+    assert got.dtype == torch.bfloat16 and torch.equal(got, more[key])
+    assert fingerprint(folder).keys() - fingerprint(tmp_path / "plain").keys() == {key}
 
 
 def test_fingerprint_prints_a_line_per_tensor_and_one_of_all(checkpoint, tmp_path):
