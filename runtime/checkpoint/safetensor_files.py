@@ -62,8 +62,8 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, by key. The data of no tensor is read.
 
     Raises:
-        CheckpointError: no safetensors files; a folder whose writing was cut short; a file that the index names is missing, truncated or damaged; a key that
-            the index names is not where it says; a dtype that is not a plain number. All problems are in it.
+        CheckpointError: no safetensors files; a folder whose writing was cut short; a file that the index names is
+            missing, truncated or damaged; a key that the index names is not where it says; a dtype that is not a plain number. All problems are in it.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
