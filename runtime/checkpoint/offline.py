@@ -26,6 +26,7 @@ from patchgen.runtime.checkpoint.export import outputs, saved_tensors
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
     DERIVED,
+    distinct_state,
     finish,
     require_same_type,
     stored_leaves,
@@ -36,7 +37,7 @@ from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_fi
 from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
-from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine
+from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine, require_content
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
 
 CHUNK = 64 << 20
@@ -115,16 +116,18 @@ def export_run(
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
+    require_content(folder, manifest, sorted(manifest.checksums))
     stored = _stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
-    model = next((model for model in empty_models(folder) if set(model.state_dict()) == set(stored)), None)
+    model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
     if model is None:
         raise CheckpointError(
             f"{folder} holds tensors that are not those of {manifest.model_class}: no class that transformers or "
             "patchgen has under that name fits. Is the generated model of this run there, and registered?"
         )
-    names = saved_tensors(model)
-    parameters = {name: moved for name, moved in stored.items() if name in names}
+    for group in tied_groups(model):
+        stored |= dict.fromkeys(group, stored[group[0]])
+    parameters = {name: stored[name] for name in saved_tensors(model)}
     made = outputs(model, disassemble(model, parameters, layout=layout, origin=origin), dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
     beside = Path(source) if source is not None else None
@@ -358,12 +361,6 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
         made |= {key: moved for key, moved in opened.others.items() if not key.endswith(DERIVED)}
     else:
         made = _stored_shards(find_checkpoint(directory))
-        owners = {name: name for name in made}
-        for model in empty_models(find_checkpoint(directory)):
-            if set(model.state_dict()) == set(made):
-                owners |= {name: group[0] for group in tied_groups(model) for name in group}
-                break
-        made = {name: moved for name, moved in made.items() if owners[name] == name}
     with FileReader() as reader:
         return {name: _hash(reader, moved) for name, moved in sorted(made.items())}
 
