@@ -32,8 +32,10 @@ def convert(source: Path, output: Path, *, layout: str | None, dtype: str | None
         from patchgen.runtime import checkpoint
 
         written = checkpoint.convert(source, output, layout=layout, dtype=_dtype(dtype))
-    size = sum(tensor.num_bytes for tensor in written)
-    print(f"{source} -> {output}: {len(written)} tensors, {size / 1e9:.2f} GB")
+    size = sum(tensor.num_bytes for tensor in written.outputs + written.unchanged)
+    print(f"{source} -> {output}: {len(written.outputs) + len(written.unchanged)} tensors, {size / 1e9:.2f} GB")
+    for tensor in written.unchanged:
+        print(f"  as it was, for {tensor.name} is no part of upstream's class")
 
 
 def fingerprint(directory: Path) -> None:

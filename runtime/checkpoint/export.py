@@ -26,8 +26,15 @@ from patchgen.runtime.checkpoint.layout import disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
 from patchgen.runtime.checkpoint.model_files import config_files, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
-from patchgen.runtime.checkpoint.placement import box_of_rank, intersection, local_tensor, within, world
-from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
+from patchgen.runtime.checkpoint.placement import (
+    box_of_rank,
+    intersection,
+    local_tensor,
+    together,
+    within,
+    world,
+)
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, plan
 
 
 @torch.no_grad()
@@ -55,11 +62,15 @@ def export_pretrained(
         CheckpointError: on every rank, naming file and key; files that were there before are as they were.
     """
     directory = Path(directory)
-    others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
     tensors = saved_tensors(model)
-    leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
-    written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
-    files = plan(outputs(model, written, dtype), max_file=max_file)
+
+    def prepare() -> tuple[dict[str, str | Path], list[PlannedFile]]:
+        others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
+        leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+        written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
+        return others, plan(outputs(model, written, dtype), max_file=max_file)
+
+    others, files = together(prepare, f"{directory} could not be written; what was there before is as it was:")
     writer = FolderWriter(directory, files)
     gatherer = _Gatherer(tensors)
     for round_ in _rounds([(file.writer, output) for file in files for output in file.outputs]):

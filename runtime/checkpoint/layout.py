@@ -14,7 +14,7 @@ renamed layouts; what is added here follows from its converters, for whatever mo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 
@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.moves import Moved, UnknownMove
+from patchgen.runtime.checkpoint.moves import Moved, UnknownMove, is_turned
 
 PER_EXPERT, STACKED = "per-expert", "stacked"
 LAYOUTS = (PER_EXPERT, STACKED)
@@ -155,6 +155,12 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
         pending[name].add_tensor(name, key, pattern, stored[key])
     for name, converter in pending.items():
         keys = found.sources.pop(name)
+        # Stacking counts keys and does not look at their numbers.
+        counts = any(isinstance(operation, MergeModulelist) for operation in converter.operations)
+        if counts and (gaps := _gaps(keys)):
+            found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: their numbers have gaps.{gaps}")
+            found.sources[name] = keys
+            continue
         try:
             made = converter.convert(name, model=model, config=model.config)
         except (RuntimeError, ValueError, IndexError, AttributeError, UnknownMove) as error:
@@ -168,6 +174,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
     for name, tensor in found.parameters.items():
         if name in state:
             _fit(found, name, tensor, state[name].shape)
+    _turn_squares(found, stored)
     return found
 
 
@@ -183,6 +190,31 @@ def _fit(found: Assembly, name: str, tensor: Moved, shape: torch.Size) -> None:
         f"{name} is {list(shape)} in the model, {list(tensor.shape)} in the checkpoint "
         f"(from {_some_keys(keys)}).{_gaps(keys)}"
     )
+
+
+def _turn_squares(found: Assembly, stored: Mapping[str, Moved]) -> None:
+    """Turns stacks whose last two dimensions are equal where the others of their module lay transposed."""
+    stacks = {
+        name: tensor
+        for name, tensor in found.parameters.items()
+        if tensor.ndim == 3 and all(stored[key].ndim == 3 for key in found.sources[name])
+    }
+    for name in _squares_of_turned(stacks, {name for name, tensor in stacks.items() if is_turned(tensor)}):
+        found.parameters[name] = stacks[name].transpose(1, 2)
+
+
+def _squares_of_turned(stacks: Mapping[str, Moved], turned: Collection[str]) -> list[str]:
+    """The square stacks, themselves not turned, of modules in which every stack that is not square was turned."""
+    modules: dict[str, list[str]] = {}
+    for name in stacks:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    found = []
+    for names in modules.values():
+        squares = [name for name in names if stacks[name].shape[1] == stacks[name].shape[2]]
+        others = [name for name in names if name not in squares]
+        if others and all(name in turned for name in others):
+            found += [name for name in squares if name not in turned]
+    return found
 
 
 def _some_keys(keys: Sequence[str]) -> str:
@@ -274,7 +306,10 @@ def disassemble(
     if origin is None or layout is not None:
         return written
     shapes = {_pattern(key): shape for key, shape in origin.shapes.items()}
-    return {key: _as_it_was(tensor, shapes.get(_pattern(key))) for key, tensor in written.items()}
+    turned = [key for key, tensor in written.items() if _lay_transposed(tensor, shapes.get(_pattern(key)))]
+    stacks = {key: tensor for key, tensor in written.items() if tensor.ndim == 3 and _pattern(key) in shapes}
+    turned += _squares_of_turned(stacks, set(turned))
+    return written | {key: written[key].transpose(1, 2) for key in turned}
 
 
 def _used(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform]:
@@ -300,12 +335,11 @@ def _splits_experts(entry: WeightTransform) -> bool:
     )
 
 
-def _as_it_was(tensor: Moved, shape: tuple[int, ...] | None) -> Moved:
-    """A stack, transposed if it lay so in the original."""
-    is_transposed = (
+def _lay_transposed(tensor: Moved, shape: tuple[int, ...] | None) -> bool:
+    """Whether a stack had its last two dimensions exchanged in the original."""
+    return (
         shape is not None
         and tensor.ndim == 3
         and tensor.shape != shape
         and (tensor.shape[0], tensor.shape[2], tensor.shape[1]) == shape
     )
-    return tensor.transpose(1, 2) if is_transposed else tensor

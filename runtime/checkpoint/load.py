@@ -28,7 +28,7 @@ from patchgen.runtime.checkpoint import initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.moves import Moved, Pull, leaf, leaves, pull
-from patchgen.runtime.checkpoint.placement import all_gather, box_of_rank, local_tensor, world
+from patchgen.runtime.checkpoint.placement import box_of_rank, local_tensor, together
 from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
@@ -95,6 +95,59 @@ def load_pretrained(
     """
     started = time.perf_counter()
     directory = Path(directory)
+    # Ranks may see different files: each with a disk of its own, or a network disk of which one is behind.
+    fit = together(
+        lambda: _fit(model, directory, allow_missing, allow_unexpected),
+        f"{directory} cannot be loaded; nothing was changed in the model:",
+    )
+    unusable = f"{directory} cannot be loaded; the model is not usable:"
+
+    def fill() -> int:
+        if any(tensor.is_meta for tensor in model.state_dict().values()):
+            sharding.materialise(model, _own_device(model))
+        state = model.state_dict()
+        initialise.initialise(model, fit.initialised, seed=seed)
+        with FileReader() as reader:
+            wanted = {owner: fit.parameters[name] for owner, name in fit.wanted.items()}
+            errors = _read_all(reader, wanted, state)
+            if not errors:
+                errors = _compare_copies(reader, fit.copies, fit.wanted, fit.parameters, state)
+            if errors:
+                raise CheckpointError(unusable, errors)
+            return reader.bytes_read
+
+    num_bytes = together(fill, unusable)
+    model.checkpoint_origin = fit.origin
+    seconds = time.perf_counter() - started
+    return LoadReport(directory, len(fit.wanted), num_bytes, seconds, fit.initialised, fit.ignored)
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """What of a checkpoint goes where in a model.
+
+    Attributes:
+        parameters: name in the state dict -> how it is made of the checkpoint's tensors.
+        wanted: the name that owns a tensor -> the one of its names that the checkpoint holds.
+        copies: further names that the checkpoint holds of a tensor, each with the owner's.
+    """
+
+    parameters: dict[str, Moved]
+    wanted: dict[str, str]
+    copies: list[tuple[str, str]]
+    initialised: tuple[str, ...]
+    ignored: tuple[str, ...]
+    origin: Origin
+
+
+def _fit(
+    model: PreTrainedModel, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
+) -> _Fit:
+    """Reads headers and finds out what fits.
+
+    Raises:
+        CheckpointError: with all that does not.
+    """
     require_same_type(model, directory)
     stored = read_folder(directory)
     assembly = assemble(model, stored_leaves(stored))
@@ -130,20 +183,8 @@ def load_pretrained(
             advice="New parts are initialised with allow_missing=[PATTERN], parts without use left out with "
             "allow_unexpected=[PATTERN].",
         )
-    if any(tensor.is_meta for tensor in state.values()):
-        sharding.materialise(model, _own_device(model))
-        state = model.state_dict()
-    initialise.initialise(model, initialised, seed=seed)
-    with FileReader() as reader:
-        errors = _read_all(reader, {owner: assembly.parameters[name] for owner, name in wanted.items()}, state)
-        if not errors:
-            errors = _compare_copies(reader, copies, wanted, assembly.parameters, state)
-        num_bytes = reader.bytes_read
-    _raise_everywhere(errors, directory)
-    model.checkpoint_origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
-    return LoadReport(
-        directory, len(wanted), num_bytes, time.perf_counter() - started, tuple(initialised), tuple(sorted(ignored))
-    )
+    origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
+    return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin)
 
 
 def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, Moved]:
@@ -190,6 +231,12 @@ def tied_groups(model: nn.Module) -> list[list[str]]:
     for name, tensor in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(tensor), []).append(name)
     return [group for group in names.values() if len(group) > 1]
+
+
+def distinct_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, tied tensors once, under the first of their names."""
+    copies = {name for group in tied_groups(model) for name in group[1:]}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in copies}
 
 
 def _own_device(model: nn.Module) -> str:
@@ -274,13 +321,3 @@ def _compare_copies(
                 "a model with tie_word_embeddings=False."
             )
     return errors
-
-
-def _raise_everywhere(errors: Sequence[str], directory: Path) -> None:
-    """Raises on all ranks if it went wrong on any."""
-    ranks = all_gather(list(errors))
-    _, size = world()
-    if not any(ranks):
-        return
-    where = [f"rank {rank}: {error}" if size > 1 else error for rank, found in enumerate(ranks) for error in found]
-    raise CheckpointError(f"{directory} cannot be loaded; the model is not usable:", where)

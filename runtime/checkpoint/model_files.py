@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 # What stands beside the weights of a release and is needed to run it.
 SIDE_FILES = (
     "tokenizer*", "vocab*", "merges*", "special_tokens_map*", "added_tokens*", "chat_template*", "*.jinja",

@@ -237,6 +237,20 @@ def leaves(moved: Moved) -> Iterator[Leaf]:
             pending.append(origin.parent.origin)
 
 
+def is_turned(moved: Moved) -> bool:
+    """Whether dimensions were exchanged on the way from the tensors that `moved` is made of."""
+    pending = [moved.origin]
+    while pending:
+        origin = pending.pop()
+        if isinstance(origin, _Permute):
+            return True
+        if isinstance(origin, _Cat):
+            pending += [parent.origin for parent in origin.parents]
+        elif not isinstance(origin, Leaf):
+            pending.append(origin.parent.origin)
+    return False
+
+
 def _pull(moved: Moved, box: Box, out: Tensor, found: Pull) -> None:
     origin = moved.origin
     if isinstance(origin, Leaf):

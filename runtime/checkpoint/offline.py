@@ -25,6 +25,8 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs, saved_tensors
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
+    DERIVED,
+    distinct_state,
     finish,
     require_same_type,
     stored_leaves,
@@ -32,10 +34,10 @@ from patchgen.runtime.checkpoint.load import (
     unexpected_by_upstream,
 )
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
-from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
+from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
-from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine
+from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine, require_content
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
 
 CHUNK = 64 << 20
@@ -45,6 +47,19 @@ CHUNK = 64 << 20
 # ------------------------------------------------------------------------------------------------- convert
 
 
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` wrote.
+
+    Attributes:
+        outputs: tensors of the model.
+        unchanged: tensors that the model's class has no use for, under their keys and in their dtypes.
+    """
+
+    outputs: tuple[Output, ...]
+    unchanged: tuple[Output, ...]
+
+
 def convert(
     source: str | Path,
     directory: str | Path,
@@ -52,8 +67,10 @@ def convert(
     layout: str | None = None,
     dtype: torch.dtype | None = None,
     max_file: int = MAX_FILE,
-) -> list[Output]:
+) -> Converted:
     """Writes a Hugging Face checkpoint in another layout; returns what was written.
+
+    Tensors that upstream's class leaves out when it loads (further prediction heads) are written as they are.
 
     Args:
         layout: "per-expert" or "stacked"; None: upstream's own.
@@ -65,14 +82,15 @@ def convert(
     source, directory = Path(source), Path(directory)
     if source.resolve() == directory.resolve():
         raise CheckpointError(f"{source} would be read and written at once: give another folder to write to.")
-    model, assembly = _open(source)
-    names = saved_tensors(model)
-    parameters = {name: moved for name, moved in assembly.parameters.items() if name in names}
+    opened = _open(source)
+    model, names = opened.model, saved_tensors(opened.model)
+    parameters = {name: moved for name, moved in opened.parameters.items() if name in names}
     written = disassemble(model, parameters, layout=layout, origin=None)
     made = outputs(model, written, dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
-    _write(directory, made, files | side_files(source), max_file)
-    return made
+    unchanged = [Output(key, moved, moved.dtype) for key, moved in opened.others.items()]
+    _write(directory, made + unchanged, files | side_files(source), max_file)
+    return Converted(tuple(made), tuple(unchanged))
 
 
 def export_run(
@@ -98,16 +116,18 @@ def export_run(
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
+    require_content(folder, manifest, sorted(manifest.checksums))
     stored = _stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
-    model = next((model for model in empty_models(folder) if set(model.state_dict()) == set(stored)), None)
+    model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
     if model is None:
         raise CheckpointError(
             f"{folder} holds tensors that are not those of {manifest.model_class}: no class that transformers or "
             "patchgen has under that name fits. Is the generated model of this run there, and registered?"
         )
-    names = saved_tensors(model)
-    parameters = {name: moved for name, moved in stored.items() if name in names}
+    for group in tied_groups(model):
+        stored |= dict.fromkeys(group, stored[group[0]])
+    parameters = {name: stored[name] for name in saved_tensors(model)}
     made = outputs(model, disassemble(model, parameters, layout=layout, origin=origin), dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
     beside = Path(source) if source is not None else None
@@ -139,13 +159,33 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     raise CheckpointError(f"{run} holds no whole checkpoint{which}, and neither does {run / 'checkpoints'}.")
 
 
-def _open(source: Path) -> tuple[PreTrainedModel, Assembly]:
-    """The model that a Hugging Face checkpoint belongs to, on the meta device, and how its parameters are made."""
+@dataclass(frozen=True)
+class _Opened:
+    """A Hugging Face checkpoint.
+
+    Attributes:
+        model: that it belongs to, on the meta device.
+        parameters: name in the state dict -> how it is made; of tied ones every name.
+        others: key -> tensor that upstream's class leaves out.
+    """
+
+    model: PreTrainedModel
+    parameters: dict[str, Moved]
+    others: dict[str, Moved]
+
+
+def _open(source: Path) -> _Opened:
+    """Finds out what a folder's tensors are.
+
+    Raises:
+        CheckpointError: they fit no model, or tied ones differ.
+    """
     stored = read_folder(source)
-    best: tuple[int, list[str], PreTrainedModel, Assembly] | None = None
+    leaves = stored_leaves(stored)
+    best: tuple[list[str], PreTrainedModel, Assembly, set[str]] | None = None
     for model in empty_models(source):
         require_same_type(model, source)
-        assembly = assemble(model, stored_leaves(stored))
+        assembly = assemble(model, leaves)
         given = set(assembly.parameters)
         for group in tied_groups(model):
             given |= set(group) if given & set(group) else set()
@@ -155,14 +195,40 @@ def _open(source: Path) -> tuple[PreTrainedModel, Assembly]:
         problems += [
             f"unexpected: {key} in {stored[key].file.name}" for key in assembly.unexpected if key not in ignored
         ]
-        if best is None or len(problems) < best[0]:
-            best = len(problems), problems, model, assembly
+        if best is None or len(problems) < len(best[0]):
+            best = problems, model, assembly, ignored
         if not problems:
             break
-    count, problems, model, assembly = best
-    if count:
+    problems, model, assembly, ignored = best
+    if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
-    return model, assembly
+    parameters = dict(assembly.parameters)
+    with FileReader() as reader:
+        for group in tied_groups(model):
+            first, *copies = [name for name in group if name in parameters]
+            problems += [
+                f"{first} and {copy} are one tied tensor in the model, and differ in the checkpoint."
+                for copy in copies
+                if not _equal(reader, parameters[first], parameters[copy])
+            ]
+            parameters |= dict.fromkeys(group, parameters[first])
+    if problems:
+        advice = "If both are wanted, the config must say tie_word_embeddings=false."
+        raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems, advice=advice)
+    return _Opened(model, parameters, {key: leaves[key] for key in sorted(ignored)})
+
+
+def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
+    """Whether two tensors of files hold the same values."""
+    if one.shape != other.shape:
+        return False
+    for box in _slabs(one):
+        parts = [torch.empty(box_shape(box), dtype=moved.dtype) for moved in (one, other)]
+        for moved, part in zip((one, other), parts, strict=True):
+            _fill(reader, moved, box, part)
+        if not bool((parts[0] == parts[1]).all()):
+            return False
+    return True
 
 
 def _write(directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int) -> None:
@@ -281,27 +347,20 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
     """A hash for each parameter and saved buffer of a checkpoint: Hugging Face in any layout, or of a run.
 
     Parameters are named and laid out as the model has them, so the same weights give the same hashes whatever layout,
-    order or number of files they lie in. The hash covers dtype, shape and every byte. Of tied parameters one is listed.
+    order or number of files they lie in. The hash covers dtype, shape and every byte. Of tied parameters one is listed;
+    tensors that upstream's class leaves out when it loads are listed under their keys.
 
     Raises:
         CheckpointError: naming file and key.
     """
     directory = Path(directory)
-    if any(directory.glob("*.safetensors")) or (directory / "model.safetensors.index.json").is_file():
-        model, assembly = _open(directory)
-        owners = {name: group[0] for group in tied_groups(model) for name in group}
-        made = {}
-        for name in model.state_dict():
-            if name in assembly.parameters:
-                made.setdefault(owners.get(name, name), assembly.parameters[name])
+    if any(directory.glob("*.safetensors")) or any((directory / name).is_file() for name in (INDEX, INCOMPLETE)):
+        opened = _open(directory)
+        copies = {name for group in tied_groups(opened.model) for name in group[1:]}
+        made = {name: moved for name, moved in opened.parameters.items() if name not in copies}
+        made |= {key: moved for key, moved in opened.others.items() if not key.endswith(DERIVED)}
     else:
         made = _stored_shards(find_checkpoint(directory))
-        owners = {name: name for name in made}
-        for model in empty_models(find_checkpoint(directory)):
-            if set(model.state_dict()) == set(made):
-                owners |= {name: group[0] for group in tied_groups(model) for name in group}
-                break
-        made = {name: moved for name, moved in made.items() if owners[name] == name}
     with FileReader() as reader:
         return {name: _hash(reader, moved) for name, moved in sorted(made.items())}
 

@@ -1,13 +1,21 @@
-"""Which box of a tensor each rank holds."""
+"""Which box of a tensor each rank holds, and what ranks do together."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
+from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.moves import Box, whole
+
+FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
+Result = TypeVar("Result")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -50,14 +58,44 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def all_gather(value: object) -> list:
+def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
     """`value` of every rank."""
     _, size = world()
     if size == 1:
         return [value]
     gathered = [None] * size
-    dist.all_gather_object(gathered, value)
+    dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def together(work: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
+    """Does this rank's work, which must not wait for other ranks. Every rank calls it: all fail or none.
+
+    Args:
+        what: says what failed, for the error that ranks get whose own work did not.
+
+    Raises:
+        CheckpointError: on every rank, if the work failed on any; an error that all ranks share is told once.
+    """
+    error, told, result = None, ("", ()), None
+    try:
+        result = work()
+    except FAILURES as caught:  # whatever it is, the other ranks must hear of it: they would wait
+        error = caught
+        is_told = isinstance(caught, CheckpointError)
+        text = str(caught) if is_told else f"{type(caught).__name__}: {caught}"
+        told = (text, caught.problems if is_told and caught.problems else (text,))
+    ranks = all_gather(told, group)
+    if not any(text for text, _ in ranks):
+        return result
+    if isinstance(error, CheckpointError) and all(text == told[0] for text, _ in ranks):
+        raise error
+    where = [
+        f"rank {rank}: {problem}" if len(ranks) > 1 else problem
+        for rank, (_, problems) in enumerate(ranks)
+        for problem in problems
+    ]
+    raise CheckpointError(what, where) from error
 
 
 def intersection(a: Box, b: Box) -> Box | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,11 @@ from patchgen.runtime.checkpoint.moves import Box, box_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CONFIG = "config.json"
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""Names of files that transformers loads weights from."""
+INCOMPLETE = ".incomplete"
+"""Stands in a folder while the files of a checkpoint are put in place."""
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 
 DTYPES = {
@@ -56,11 +62,17 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, by key. The data of no tensor is read.
 
     Raises:
-        CheckpointError: no safetensors files; a file that the index names is missing, truncated or damaged; a key that
-            the index names is not where it says; a dtype that is not a plain number. All problems are in it.
+        CheckpointError: no safetensors files; a folder whose writing was cut short; a file that the index names is
+            missing, truncated or damaged; a key that the index names is not where it says; a dtype that is not a plain
+            number. All problems are in it.
     """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
+    if (directory / INCOMPLETE).exists():
+        raise CheckpointError(
+            f"{directory} is not a whole checkpoint: {INCOMPLETE} says that its writing was cut short while files were "
+            "replaced. Write it again."
+        )
     problems: list[str] = []
     index = directory / INDEX
     if index.is_file():
@@ -70,6 +82,12 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
         weight_map = None
         found = sorted(path.name for path in directory.glob("*.safetensors"))
         names = [SINGLE] if SINGLE in found else found
+        parts = [name for name in names if name != SINGLE and WEIGHTS.fullmatch(name)]
+        if parts:
+            raise CheckpointError(
+                f"{directory} is not a whole checkpoint: {parts[0]} is one of several files, and {INDEX}, which lists "
+                "them, is missing."
+            )
     if not names:
         others = sorted(
             path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)
@@ -129,11 +147,22 @@ def read_header(file: Path) -> list[StoredTensor]:
             header = json.loads(stream.read(length))
         except ValueError as error:
             raise CheckpointError(f"{file.name} has a header that is not JSON: {error}.") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{file.name} has a header that is no object: it is no safetensors file.")
     header.pop("__metadata__", None)
-    tensors, problems, end = [], [], 0
-    for name, entry in header.items():
+    malformed = [name for name, entry in header.items() if not _is_entry(entry)]
+    if malformed:
+        raise CheckpointError(
+            f"{file.name} has a damaged header:",
+            [f"{name} in {file.name} has no dtype, shape and data_offsets that make sense." for name in malformed],
+        )
+    tensors, problems, end, last = [], [], 0, ""
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         start, stop = entry["data_offsets"]
-        end = max(end, stop)
+        if start != end:
+            where = f"overlaps {last}" if start < end else f"comes after {start - end} bytes of nothing"
+            problems.append(f"{name} in {file.name} {where} (bytes {start} to {stop} of the data).")
+        end, last = max(end, stop), name
         if entry["dtype"] not in DTYPES:
             problems.append(
                 f"{name} in {file.name} has the dtype {entry['dtype']}: quantised checkpoints cannot be trained on. "
@@ -155,6 +184,22 @@ def read_header(file: Path) -> list[StoredTensor]:
         truncated = f"{file.name} is truncated or damaged:" if size < 8 + length + end else f"{file.name}:"
         raise CheckpointError(truncated, problems)
     return tensors
+
+
+def _is_entry(entry: object) -> bool:
+    """Whether what a header says of a tensor has the right form."""
+
+    def are_sizes(value: object) -> bool:
+        return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
+
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("dtype"), str)
+        and are_sizes(entry.get("shape"))
+        and are_sizes(entry.get("data_offsets"))
+        and len(entry["data_offsets"]) == 2
+        and entry["data_offsets"][0] <= entry["data_offsets"][1]
+    )
 
 
 class FileReader:
@@ -210,7 +255,7 @@ class FileReader:
                 count = min(step, lengths[0] - first)
                 rows = self._stage(count * row_bytes).view(stored.dtype).view(count, *sizes[1:])
                 self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes)
-                out[first : first + count].copy_(rows[(slice(None), *inner)])
+                _cast(stored, rows[(slice(None), *inner)], out[first : first + count])
             return
         for place in range(lengths[0]):
             row = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
@@ -223,7 +268,7 @@ class FileReader:
         if out.numel() * stored.dtype.itemsize <= STAGING:
             staged = self._stage(out.numel() * stored.dtype.itemsize).view(stored.dtype).view(out.shape)
             self._fill(stored, staged, offset)
-            out.copy_(staged)
+            _cast(stored, staged, out)
             return
         row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
         parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
@@ -263,6 +308,30 @@ class FileReader:
             if file not in self._descriptors:
                 self._descriptors[file] = os.open(file, os.O_RDONLY)
             return self._descriptors[file]
+
+
+def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
+    """Copies values that were read to where they are wanted.
+
+    Raises:
+        CheckpointError: finite values that the dtype of `out` has no room for.
+    """
+    is_narrower = (
+        out.is_floating_point()
+        and values.is_floating_point()
+        and values.numel() > 0
+        and torch.finfo(out.dtype).max < torch.finfo(values.dtype).max
+    )
+    if is_narrower:
+        extremes = torch.stack(values.aminmax())  # one pass, over what is in the cache
+        if not bool(extremes.isfinite().all()):
+            extremes = torch.where(values.isfinite(), values, 0)
+        lost = extremes.isfinite() & extremes.to(out.dtype).isinf()
+        if bool(lost.any()):
+            raise CheckpointError(
+                f"{stored.name} in {stored.file} holds {float(extremes[lost][0]):g}, which {out.dtype} has no room for."
+            )
+    out.copy_(values)
 
 
 def has_nan(tensor: Tensor) -> bool:

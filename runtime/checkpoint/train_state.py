@@ -9,7 +9,7 @@ On disk, below the directory:
 
     .step-00000200.partial/     being written, or what a crash left of it: never loaded, removed by the next save
     step-00000100/              whole: it got this name after all its bytes were on the disk
-        checkpoint.json         step, layout, and the size of every other file
+        checkpoint.json         step, layout, and size and checksum of every other file
         config.json             the model, for `patchgen export`
         shared.pt               scheduler, optimizer options, what `extra_state` shares
         rank-00000.pt           generators and own state of a rank
@@ -25,9 +25,10 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,21 +37,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from patchgen.runtime.checkpoint import optimizer_state, random_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, class_name
+from patchgen.runtime.checkpoint.load import distinct_state
 from patchgen.runtime.checkpoint.model_files import config_files
-from patchgen.runtime.checkpoint.placement import world
+from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
 from patchgen.runtime.checkpoint.staging import Staged, Staging
+from patchgen.runtime.checkpoint.writing import sync_folder
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
 MANIFEST, SHARED = "checkpoint.json", "shared.pt"
 FORMAT = 1
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -62,7 +63,12 @@ TIMEOUT = datetime.timedelta(hours=2)
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step."""
+    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step.
+
+    Attributes:
+        files: name -> bytes, of every other file.
+        checksums: name -> CRC-32 of the content.
+    """
 
     step: int
     serial: int
@@ -71,6 +77,7 @@ class Manifest:
     model_type: str
     origin: dict | None
     files: dict[str, int]
+    checksums: dict[str, int] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -126,24 +133,30 @@ class Checkpointer:
             CheckpointError: on every rank, if this save, or an asynchronous one before it, failed.
         """
         self.wait()
-        tensors = {f"{MODEL}{name}": tensor for name, tensor in model.state_dict().items()}
-        shared: dict = {"step": step, "extra": (extra_state or {}).get("shared", {})}
-        if optimizer is not None:
-            state, others = optimizer_state.state_tensors(model, optimizer)
-            tensors |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
-            shared |= {"optimizer": others, "groups": optimizer_state.options(model, optimizer)}
-        if scheduler is not None:
-            shared["scheduler"] = scheduler.state_dict()
-        own = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
-        small = {f"rank-{self._rank:05d}.pt": _plain_bytes(own, "extra_state['rank']")}
-        if self._rank == 0:
-            small[SHARED] = _plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
-            small |= _model_files(model)
-        manifest = Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
+
+        def prepare() -> tuple[dict[str, Tensor], dict[str, bytes], Manifest]:
+            tensors = {f"{MODEL}{name}": tensor for name, tensor in distinct_state(model).items()}
+            shared: dict = {"step": step, "extra": (extra_state or {}).get("shared", {})}
+            if optimizer is not None:
+                state, others = optimizer_state.state_tensors(model, optimizer)
+                tensors |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+                shared |= {"optimizer": others, "groups": optimizer_state.options(model, optimizer)}
+            if scheduler is not None:
+                shared["scheduler"] = scheduler.state_dict()
+            own = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
+            small = {_rank_file(self._rank): _plain_bytes(own, "extra_state['rank']")}
+            if self._rank == 0:
+                small[SHARED] = _plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
+                small |= _model_files(model)
+            if asynchronous:
+                self._staged = self._staging.copy(tensors)
+            return tensors, small, Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
+
+        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are as they were:"
+        tensors, small, manifest = together(prepare, failed, self._group)
         if not asynchronous:
             self._write(tensors, small, manifest)
             return
-        self._staged = self._staging.copy(tensors)
         if optimizer is not None and id(optimizer) not in self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self._before_step())
             self._hooked.add(id(optimizer))
@@ -189,6 +202,16 @@ class Checkpointer:
             dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
         self._agree(write_tensors, manifest.step)
+        sums: dict[str, int] = {}
+
+        def read_back() -> None:
+            for file in partial.glob(f"__{self._rank}_*.distcp"):
+                sums[file.name] = checksum(file)
+
+        self._agree(read_back, manifest.step)
+        sums |= {name: zlib.crc32(data) for name, data in small.items()}
+        gathered = {name: value for one in all_gather(sums, self._group) for name, value in one.items()}
+        manifest = replace(manifest, checksums=gathered)
         self._agree((lambda: self._commit(partial, manifest)) if self._rank == 0 else (lambda: None), manifest.step)
 
     def _make_room(self, partial: Path) -> None:
@@ -202,15 +225,19 @@ class Checkpointer:
 
     def _commit(self, partial: Path, manifest: Manifest) -> None:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
+        sums = {
+            name: manifest.checksums[name] if name in manifest.checksums else checksum(partial / name)
+            for name in files
+        }
         serial = 1 + max((known.serial for _, known, problem in self._found() if not problem), default=0)
-        fields = {**vars(manifest), "serial": serial, "files": files, "format": FORMAT}
+        fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
         _write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
-        _sync_folder(partial)
+        sync_folder(partial)
         final = self.directory / _folder(manifest.step)
         if final.exists():  # a run that was resumed before this step saves it again
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
-        _sync_folder(self.directory)
+        sync_folder(self.directory)
         for old in self.complete()[: -self.keep]:
             doomed = self.directory / f".{_folder(old)}.old"
             (self.directory / _folder(old)).rename(doomed)  # it must not look like a damaged one while it goes
@@ -297,7 +324,7 @@ class Checkpointer:
             step: the step that was saved.
             shared: what `extra_state` shared.
             rank: this rank's own `extra_state`; None if the run had another number of ranks.
-            ranks: the own `extra_state` of every rank of the saved run.
+            ranks: the own `extra_state` of every rank of the saved run; each is read when it is asked for.
             world: the number of ranks that saved.
 
         Raises:
@@ -306,67 +333,75 @@ class Checkpointer:
         self.wait()
         step = self._same_step(step)
         folder = self.folder_of(step)
-        manifest, problem = examine(folder)
-        if manifest is None or problem:
-            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
-        if manifest.model_class != class_name(model):
-            raise CheckpointError(
-                f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
+
+        def prepare() -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
+            manifest, problem = examine(folder)
+            if manifest is None or problem:
+                raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
+            if manifest.model_class != class_name(model):
+                raise CheckpointError(
+                    f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
+                )
+            # Each file is read by one rank.
+            require_content(
+                folder, manifest, sorted(manifest.checksums)[self._rank :: self._world], self._others(step)
             )
-        shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
-        reader = FileSystemReader(folder)
-        saved = {
-            key: value
-            for key, value in reader.read_metadata().state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-        tensors = model.state_dict()
-        _require_same_tensors(folder, tensors, saved)
-        wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
-        state = {}
-        if optimizer is not None:
-            if "groups" not in shared:
-                raise CheckpointError(f"{folder} was saved without an optimizer.")
-            stored = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
-            state = optimizer_state.empty_state(model, optimizer, stored)
-            wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+            shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
+            saved = {
+                key: value
+                for key, value in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata)
+            }
+            tensors = distinct_state(model)
+            _require_same_tensors(folder, tensors, saved)
+            wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+            state = {}
+            if optimizer is not None:
+                if "groups" not in shared:
+                    raise CheckpointError(f"{folder} was saved without an optimizer.")
+                stored = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+                state = optimizer_state.empty_state(model, optimizer, stored)
+                wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+            if scheduler is not None and "scheduler" not in shared:
+                raise CheckpointError(f"{folder} was saved without a scheduler.")
+            return manifest, shared, wanted, state
+
+        unread = f"{folder} cannot be loaded; nothing was changed in the model:"
+        manifest, shared, wanted, state = together(prepare, unread, self._group)
         with torch.no_grad():
             try:
+                reader = FileSystemReader(folder)
                 dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-            except Exception as error:
+            except FAILURES as error:
                 raise CheckpointError(
-                    f"{folder} cannot be read: {_cause(error)}", advice=self._others(step)
+                    f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self._others(step)
                 ) from error
-        if optimizer is not None:
-            optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
-        if scheduler is not None:
-            if "scheduler" not in shared:
-                raise CheckpointError(f"{folder} was saved without a scheduler.")
-            scheduler.load_state_dict(optimizer_state.fit_scheduler(shared["scheduler"], scheduler.optimizer))
-        ranks = [
-            torch.load(folder / f"rank-{rank:05d}.pt", weights_only=True, map_location="cpu")
-            for rank in range(manifest.world)
-        ]
-        if self._rank < manifest.world:
-            random_state.restore(ranks[self._rank]["random"])
-        else:
-            random_state.derive(ranks[0]["random"], self._rank)
+        ranks = _RankStates(folder, manifest.world)
+
+        def restore() -> dict | None:
+            if optimizer is not None:
+                optimizer_state.restore(model, optimizer, state, shared["optimizer"], shared["groups"])
+            if scheduler is not None:
+                scheduler.load_state_dict(optimizer_state.fit_scheduler(shared["scheduler"], scheduler.optimizer))
+            if self._rank < manifest.world:
+                random_state.restore(ranks.whole(self._rank)["random"])
+            else:
+                random_state.derive(ranks.whole(0)["random"], self._rank)
+            return ranks[self._rank] if manifest.world == self._world else None
+
+        own = together(restore, f"{folder} cannot be loaded; the model is not usable:", self._group)
         if manifest.origin is not None:
             model.checkpoint_origin = Origin.from_json(manifest.origin)
-        extras = [entry["extra"] for entry in ranks]
-        return {
-            "step": step,
-            "shared": shared["extra"],
-            "rank": extras[self._rank] if manifest.world == self._world else None,
-            "ranks": extras,
-            "world": manifest.world,
-        }
+        return {"step": step, "shared": shared["extra"], "rank": own, "ranks": ranks, "world": manifest.world}
 
     def _same_step(self, step: int | None) -> int:
         """The step that rank 0 finds, so that ranks that see the folder differently do not part."""
-        found = [step if step is not None else self.latest() if self._rank == 0 else None]
-        if self._group is not None and step is None:
-            dist.broadcast_object_list(found, src=0, group=self._group)
+        found = [step]
+        if step is None:
+            what = f"{self.directory} cannot be searched for checkpoints:"
+            found = [together(self.latest if self._rank == 0 else lambda: None, what, self._group)]
+            if self._group is not None:
+                dist.broadcast_object_list(found, src=0, group=self._group)
         if found[0] is None:
             raise CheckpointError(f"{self.directory} holds no whole checkpoint.")
         return found[0]
@@ -391,6 +426,55 @@ def examine(folder: Path) -> tuple[Manifest | None, str]:
         if file.stat().st_size != size:
             return manifest, f"{name} has {file.stat().st_size} bytes instead of {size}"
     return manifest, ""
+
+
+def require_content(folder: Path, manifest: Manifest, names: Sequence[str], advice: str = "") -> None:
+    """Compares files with their checksums.
+
+    Raises:
+        CheckpointError: naming those that hold other bytes than were saved.
+    """
+    problems = [f"{name} holds other bytes than were saved" for name in names if _differs(folder, manifest, name)]
+    if problems:
+        raise CheckpointError(f"{folder} is damaged:", problems, advice=advice)
+
+
+def _differs(folder: Path, manifest: Manifest, name: str) -> bool:
+    return checksum(folder / name) != manifest.checksums[name]
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with file.open("rb") as stream:
+        while part := stream.read(16 << 20):
+            value = zlib.crc32(part, value)
+    return value
+
+
+class _RankStates(Sequence):
+    """The own `extra_state` of every rank of a saved run, read when it is asked for: of a thousand, one uses its own."""
+
+    def __init__(self, folder: Path, world: int) -> None:
+        self._folder, self._world = folder, world
+        self._read: dict[int, dict] = {}
+
+    def __len__(self) -> int:
+        return self._world
+
+    def __getitem__(self, place: int) -> dict:
+        return self.whole(range(self._world)[place])["extra"]
+
+    def whole(self, rank: int) -> dict:
+        """All that a rank kept."""
+        if rank not in self._read:
+            file = self._folder / _rank_file(rank)
+            self._read[rank] = torch.load(file, weights_only=True, map_location="cpu")
+        return self._read[rank]
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -465,14 +549,6 @@ def _write_file(file: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _free(folder: Path) -> str:

@@ -2,6 +2,9 @@
 
 plan       which tensor goes to which file, and who writes it: the same on every rank
 write      every file under a temporary name, then, if all ranks succeeded, all of them under their own
+
+While files are put in place the folder has no config, no index and a file `.incomplete`, so that what a killed process
+leaves is taken for a checkpoint by nobody.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from transformers.core_model_loading import dot_natural_key
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.moves import Moved
 from patchgen.runtime.checkpoint.placement import all_gather, world
-from patchgen.runtime.checkpoint.safetensor_files import DTYPE_NAMES, INDEX, SINGLE
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
 
 MAX_FILE = 5_000_000_000
 """Bytes of a file, if no tensor alone is larger."""
@@ -158,8 +161,8 @@ class FolderWriter:
             return
         try:
             work()
-        except (CheckpointError, OSError) as error:
-            self._error = str(error)
+        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+            self._error = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
 
     @property
     def has_failed(self) -> bool:
@@ -176,26 +179,46 @@ class FolderWriter:
             failed: what else went wrong on this rank.
 
         Raises:
-            CheckpointError: on every rank, if a file could not be written on any: then none is replaced.
+            CheckpointError: on every rank, if a file could not be written on any: then none is replaced; or could not
+                be put in place: then the folder is marked as incomplete.
         """
         rank, _ = world()
         prepared: list[Path] = []
         if rank == 0 and not failed:
             self._keep(lambda: self._prepare(others, prepared))
         try:
-            self._agree(self._error or failed)
+            self._agree(self._error or failed, "what was there before is as it was")
         except CheckpointError:
             for writer in [*self._finished, *([self._open] if self._open else [])]:
                 writer.abandon()
             for file in prepared:
                 _partial(file).unlink(missing_ok=True)
             raise
-        self._keep(lambda: [writer.place() for writer in self._finished])
-        self._keep(lambda: [_partial(file).replace(file) for file in prepared])
-        self._agree(self._error)
+        lost = f"it holds no whole checkpoint any more ({INCOMPLETE} marks it). Write it again"
         if rank == 0:
-            self._keep(self._remove_stale)
-        self._agree(self._error)
+            self._keep(lambda: self._invalidate(prepared))
+        self._agree(self._error, lost)
+        self._keep(lambda: [writer.place() for writer in self._finished])
+        self._agree(self._error, lost)
+        if rank == 0:
+            self._keep(lambda: self._complete(prepared))
+        self._agree(self._error, lost)
+
+    def _invalidate(self, prepared: Iterable[Path]) -> None:
+        """Marks the folder, and takes away what makes an earlier checkpoint there one."""
+        (self.directory / INCOMPLETE).write_text("Files of this folder were being replaced: do not load it.\n")
+        replaced = {file.name for file in prepared}
+        for name in (INDEX, SINGLE, *({CONFIG} & replaced)):
+            (self.directory / name).unlink(missing_ok=True)
+        sync_folder(self.directory)
+
+    def _complete(self, prepared: Iterable[Path]) -> None:
+        """Puts in place all but the weights, index and config last, and removes the mark."""
+        self._remove_stale()
+        for file in sorted(prepared, key=lambda file: file.name in (INDEX, CONFIG)):
+            _partial(file).replace(file)
+        sync_folder(self.directory)
+        (self.directory / INCOMPLETE).unlink()
 
     def _prepare(self, others: Mapping[str, str | Path], prepared: list[Path]) -> None:
         """Writes all but the weights under temporary names."""
@@ -213,16 +236,23 @@ class FolderWriter:
                 _partial(file).write_text(content)
 
     def _remove_stale(self) -> None:
-        """Weights of an earlier checkpoint, which would be read with these."""
+        """Weights of an earlier checkpoint, which would be read with these; files of other names are not ours."""
         names = {file.name for file in self._files}
         for stale in self.directory.glob("model*.safetensors"):
-            if stale.name not in names:
+            if stale.name not in names and WEIGHTS.fullmatch(stale.name):
                 stale.unlink()
-        if len(names) == 1:
-            (self.directory / INDEX).unlink(missing_ok=True)
 
-    def _agree(self, error: str) -> None:
+    def _agree(self, error: str, state: str) -> None:
         errors = all_gather(error)
         if any(errors):
             told = [f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text]
-            raise CheckpointError(f"{self.directory} could not be written; what was there before is as it was:", told)
+            raise CheckpointError(f"{self.directory} could not be written; {state}:", told)
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from patchgen.runtime import attention, parallel, registry, seams
@@ -225,10 +226,19 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     sharding.materialise(model, device)
     folder = weights_folder(recipe.model)
     if folder is None:
-        initialise(model, [name for name, _ in model.named_parameters()], seed=recipe.train.seed)
+        initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
-        load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        done = load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(done, flush=True)  # what was initialised or left out is told before it trains
     return model
+
+
+def initial_names(model: nn.Module) -> list[str]:
+    """All that a checkpoint of the model would hold: parameters, tied ones once, and persistent buffers."""
+    saved = model.state_dict().keys()
+    parameters = [name for name, _ in model.named_parameters()]
+    return parameters + [name for name, _ in model.named_buffers() if name in saved]
 
 
 def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wanted: Mapping[str, str]) -> str:

@@ -6,7 +6,7 @@ import pytest
 import small_models
 import torch
 
-from patchgen.runtime.checkpoint import CheckpointError, load_pretrained
+from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, fingerprint, load_pretrained
 from patchgen.runtime.checkpoint.layout import Origin
 
 
@@ -53,6 +53,26 @@ def test_every_layout(layout, original, checkpoint, tmp_path):
     require_equal(model, original)
     assert report.num_tensors == len(model.state_dict())
     assert report.num_bytes == sum(t.numel() * 4 for t in model.state_dict().values())
+
+
+@pytest.mark.parametrize("layout", ["stacked", "transposed"])
+@pytest.mark.parametrize("sizes", [(24, 12), (24, 24)], ids=["2I=H", "I=H"])
+def test_square_stacks_lie_as_their_siblings_do(sizes, layout, tmp_path):
+    """gate_up [E, H, H] beside down [E, H, I], and down [E, H, H] beside gate_up [E, 2H, H]: in, and out again."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    hidden, inner = sizes
+    fields = small_models.SMALL | small_models.EXPERTS | {"hidden_size": hidden, "moe_intermediate_size": inner}
+    upstream = small_models.build(Qwen3MoeForCausalLM, Qwen3MoeConfig(**fields))
+    upstream.save_pretrained(tmp_path / "upstream")
+    folder = small_models.rewrite(tmp_path / "upstream", tmp_path / "in", small_models.LAYOUTS[layout])
+    model = small_models.build(small_models.generated_class(), Qwen3MoeConfig(**fields), device="meta")
+    load_pretrained(model, folder)
+    require_equal(model, upstream)
+    export_pretrained(model, tmp_path / "out")
+    got, expected = small_models.tensors(tmp_path / "out"), small_models.tensors(folder)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], expected[name]) for name in expected)
+    assert fingerprint(folder) == fingerprint(tmp_path / "upstream")
 
 
 def test_files_as_upstream_shards_them(original, checkpoint):
@@ -115,6 +135,24 @@ def test_everything_that_does_not_fit_is_in_one_error(checkpoint, tmp_path):
     assert "model.layers.0.self_attn.q_proj.weight is [16, 16] in the model, [5, 16] in the checkpoint" in text
     assert "unexpected: model.extra.weight [3] in model.safetensors" in text
     assert len(caught.value.problems) == 4
+
+
+def test_experts_with_gaps_are_named(checkpoint, tmp_path):
+    """As many as there should be, but not those: stacked by count, they would change places in silence."""
+
+    def renumber(found):
+        return {name.replace("layers.0.mlp.experts.3.", "layers.0.mlp.experts.7."): t for name, t in found.items()}
+
+    with pytest.raises(CheckpointError, match="numbers have gaps. Missing: .*experts.3.down_proj.weight"):
+        load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "gap", renumber))
+
+    def shift(found):
+        prefix = "model.layers.0.mlp.experts"
+        found[f"{prefix}.4.gate_proj.weight"] = found.pop(f"{prefix}.0.gate_proj.weight")
+        return found
+
+    with pytest.raises(CheckpointError, match="experts.4.up_proj.weight, .*experts.0.gate_proj.weight"):
+        load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "shifted", shift))
 
 
 def test_a_failed_check_changes_nothing(checkpoint, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -28,6 +29,7 @@ from patchgen.runtime.checkpoint import (
     offline,
     writing,
 )
+from patchgen.runtime.verify.small_config import small_config
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,52 @@ def test_fingerprints_see_one_bit_the_dtype_and_the_place(checkpoint, tmp_path, 
     assert fingerprint(checkpoint) == first
 
 
+def test_tied_weights_of_which_the_file_has_the_head_only(tmp_path):
+    from transformers import Qwen3MoeForCausalLM
+
+    tied = small_models.build(Qwen3MoeForCausalLM, small_models.moe_config(tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path / "in")
+
+    def only_head(found):
+        found["lm_head.weight"] = found.pop("model.embed_tokens.weight")
+        return found
+
+    folder = small_models.rewrite(tmp_path / "in", tmp_path / "head", only_head)
+    convert(folder, tmp_path / "out")
+    require_loads(tied, tmp_path / "out")
+    assert fingerprint(folder) == fingerprint(tmp_path / "out") == fingerprint(tmp_path / "in")
+
+    def both(found):
+        return found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()}
+
+    assert fingerprint(small_models.rewrite(tmp_path / "in", tmp_path / "both", both)) == fingerprint(folder)
+
+    def differ(found):
+        return found | {"lm_head.weight": found["model.embed_tokens.weight"] + 1}
+
+    folder = small_models.rewrite(tmp_path / "in", tmp_path / "differ", differ)
+    for work in (lambda: convert(folder, tmp_path / "no"), lambda: fingerprint(folder)):
+        with pytest.raises(CheckpointError, match="are one tied tensor in the model, and differ"):
+            work()
+    assert not (tmp_path / "no").exists()
+
+
+def test_what_upstream_leaves_out_is_kept_and_told(tmp_path):
+    """Heads that predict further tokens are in releases, and not in transformers' class."""
+    from transformers import Qwen3NextForCausalLM
+
+    model = Qwen3NextForCausalLM._from_config(small_config(Qwen3NextForCausalLM.config_class).config)
+    model.save_pretrained(tmp_path / "plain")
+    key = "mtp.layers.0.self_attn.q_proj.weight"
+    more = {key: torch.randn(8, 8).bfloat16()}
+    folder = small_models.rewrite(tmp_path / "plain", tmp_path / "in", lambda found: found | more)
+    done = run("convert", folder, tmp_path / "out", "--layout", "stacked", "--dtype", "float16")
+    assert done.exit_code == 0 and key in done.output, done.output
+    got = small_models.tensors(tmp_path / "out")[key]
+    assert got.dtype == torch.bfloat16 and torch.equal(got, more[key])
+    assert fingerprint(folder).keys() - fingerprint(tmp_path / "plain").keys() == {key}
+
+
 def test_fingerprint_prints_a_line_per_tensor_and_one_of_all(checkpoint, tmp_path):
     done = run("fingerprint", checkpoint)
     lines = done.output.splitlines()
@@ -173,6 +221,90 @@ def test_an_earlier_export_is_replaced_whole(original, tmp_path):
     export_pretrained(original, tmp_path)
     assert [path.name for path in tmp_path.glob("*safetensors*")] == ["model.safetensors"]
     require_loads(original, tmp_path)
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing cleans up after it."""
+
+
+@pytest.mark.parametrize("first, second", [(10_000, 10_000), (10**9, 10_000), (10_000, 10**9)])
+def test_an_export_that_is_killed_while_it_replaces_is_not_taken_for_whole(
+    first, second, original, checkpoint, tmp_path, monkeypatch
+):
+    """Killed at every single change of a name in turn: what is there is the one or the other, whole, or refused."""
+    from transformers import Qwen3MoeForCausalLM
+
+    other = small_models.build(Qwen3MoeForCausalLM, small_models.moe_config(), seed=3)
+    export_pretrained(original, tmp_path / "original")
+    export_pretrained(other, tmp_path / "other")
+    wholes = [fingerprint(tmp_path / "original"), fingerprint(tmp_path / "other")]
+    path_calls = {name: getattr(Path, name) for name in ("replace", "unlink")}
+    seen = set()
+    for moment in range(40):
+        folder = tmp_path / f"at{moment}"
+        export_pretrained(original, folder, max_file=first)
+        left = [moment]
+
+        def call(self, *arguments, name, left=left, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return path_calls[name](self, *arguments, **options)
+
+        with monkeypatch.context() as patched:
+            for name in path_calls:
+                patched.setattr(Path, name, functools.partialmethod(call, name=name))
+            try:
+                export_pretrained(other, folder, max_file=second)
+                finished = True
+            except Killed:
+                finished = False
+        try:
+            found = fingerprint(folder)
+            assert found in wholes, moment
+            require_loads(original if found == wholes[0] else other, folder)
+            seen.add("whole")
+        except CheckpointError as error:
+            assert "its writing was cut short" in str(error)
+            names = {path.name for path in folder.iterdir()}
+            if "config.json" in names and names & {"model.safetensors", "model.safetensors.index.json"}:
+                # Before the first replacement or after the last: for plain transformers too, one of the two.
+                weights = type(original).from_pretrained(folder).state_dict()
+                assert any(
+                    all(torch.equal(weights[n], t) for n, t in m.state_dict().items()) for m in (original, other)
+                )
+            seen.add("refused")
+        if finished:
+            assert found == wholes[1]
+            break
+        export_pretrained(other, folder, max_file=second)
+        assert fingerprint(folder) == wholes[1]
+        shutil.rmtree(folder)
+    assert finished and seen == {"whole", "refused"}
+
+
+def test_an_error_after_the_first_replacement_says_so(original, tmp_path, monkeypatch):
+    export_pretrained(original, tmp_path, max_file=10_000)
+
+    def fail(self):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(writing.FileWriter, "place", fail)
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint any more") as caught:
+        export_pretrained(original, tmp_path, max_file=10_000)
+    assert "as it was" not in str(caught.value)
+    with pytest.raises(CheckpointError, match="its writing was cut short"):
+        fingerprint(tmp_path)
+
+
+def test_files_of_other_names_stay(original, tmp_path):
+    (tmp_path / "model_ema.safetensors").write_bytes(b"mine")
+    export_pretrained(original, tmp_path, max_file=10_000)
+    export_pretrained(original, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "model.safetensors",
+        "model_ema.safetensors",
+    ]
 
 
 def test_memory_holds_one_tensor_at_a_time(original, tmp_path, monkeypatch):
@@ -305,6 +437,7 @@ def test_a_run_without_its_class_is_named(tmp_path, original):
     size = (tmp_path / "step-00000001" / "config.json").stat().st_size
     manifest = json.loads(fields)
     manifest["files"]["config.json"] = size
+    del manifest["checksums"]["config.json"]
     (tmp_path / "step-00000001" / "checkpoint.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="holds tensors that are not those of Qwen3MoeForCausalLM"):
         export_run(tmp_path, tmp_path / "out")

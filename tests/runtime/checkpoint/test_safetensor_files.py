@@ -77,6 +77,56 @@ def test_a_sharded_folder(sharded):
     assert sorted(read_folder(sharded)) == ["a", "b", "c"]
 
 
+def test_parts_without_their_index_are_refused(sharded):
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match="model-00001-of-00002.safetensors is one of several files, and"):
+        read_folder(sharded)
+
+
+def entry(start, stop):
+    return {"dtype": "F32", "shape": [1], "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("header", "told"),
+    [
+        ([], "h.safetensors has a header that is no object"),
+        ({"a": {"dtype": "F32", "shape": [1]}}, "a in h.safetensors has no dtype, shape and data_offsets"),
+        ({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "a in h.safetensors has no dtype"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a in h.safetensors has no dtype"),
+        ({"a": entry(0, 4), "b": entry(0, 4)}, "b in h.safetensors overlaps a"),
+        ({"a": entry(0, 4), "b": entry(8, 12)}, "b in h.safetensors comes after 4 bytes of nothing"),
+    ],
+)
+def test_headers_that_make_no_sense(header, told, tmp_path):
+    text = json.dumps(header).encode()
+    (tmp_path / "h.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(12))
+    with pytest.raises(CheckpointError, match=told):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 5), (4, 3, 5)])
+def test_values_that_the_dtype_has_no_room_for(shape, tmp_path):
+    """Whole and in short rows; infinities of the file itself stay what they are."""
+    values = torch.ones(shape)
+    values.view(-1)[0] = float("inf")
+    save_file(
+        {"fits": values, "large": values.clone().index_fill_(0, torch.tensor([1]), 1e6)}, tmp_path / "h.safetensors"
+    )
+    stored = read_folder(tmp_path)
+    box = tuple((0, size) for size in shape)
+    box = (*box[:-1], (0, shape[-1] - 1)) if len(shape) > 1 else box
+    out = torch.empty([stop for _, stop in box], dtype=torch.float16)
+    with FileReader() as reader:
+        reader.read(stored["fits"], box, out)
+        assert torch.equal(out, values[tuple(slice(*bounds) for bounds in box)].half())
+        with pytest.raises(
+            CheckpointError, match=r"large in .*h.safetensors holds 1e\+06, which torch.float16 has no room"
+        ):
+            reader.read(stored["large"], box, out)
+        reader.read(stored["large"], box, out.bfloat16())
+
+
 def test_every_damage_is_listed_with_file_and_key(sharded):
     (sharded / "model-00001-of-00002.safetensors").unlink()
     second = sharded / "model-00002-of-00002.safetensors"

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import small_models
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
-from patchgen.runtime.checkpoint import Checkpointer, CheckpointError
+from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_run
 
 
 def make(seed: int = 0, **options):
@@ -149,6 +150,55 @@ def test_a_broken_one_is_named_and_the_one_before_is_used(damage, tmp_path):
     with pytest.warns(UserWarning):
         assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
     require_equal(everything(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "shared.pt", "rank-00000.pt"])
+def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
+    """Before anything is loaded or exported; what looks for the newest checkpoint reads sizes only."""
+    checkpointer, model, optimizer, _ = saved_twice(tmp_path)
+    file = tmp_path / "step-00000002" / name
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    before = everything(model, optimizer)
+    assert checkpointer.latest() == 2
+    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved\n.*step-00000001"):
+        checkpointer.load(model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved"):
+        export_run(tmp_path, tmp_path / "out")
+    require_equal(everything(model, optimizer), before)
+
+
+def test_what_torch_cannot_read_is_an_error_of_the_checkpoint(tmp_path):
+    """Without a checksum, as in what an earlier version saved."""
+    checkpointer, model, optimizer, _ = saved_twice(tmp_path)
+    file = tmp_path / "step-00000002" / "checkpoint.json"
+    fields = json.loads(file.read_text())
+    del fields["checksums"]
+    file.write_text(json.dumps(fields))
+    data = tmp_path / "step-00000002" / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be read; the model is not usable"):
+        checkpointer.load(model=model, optimizer=optimizer)
+
+
+def test_tied_tensors_are_saved_once(tmp_path):
+    tied = [
+        small_models.build(small_models.generated_class(), small_models.moe_config(tie_word_embeddings=True), seed=s)
+        for s in (0, 1)
+    ]
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, model=tied[0])
+    checkpointer.wait()
+    keys = FileSystemReader(tmp_path / "step-00000001").read_metadata().state_dict_metadata
+    assert "model/model.embed_tokens.weight" in keys and "model/lm_head.weight" not in keys
+    checkpointer.load(model=tied[1])
+    assert torch.equal(tied[1].lm_head.weight, tied[0].lm_head.weight)
+    export_run(tmp_path, tmp_path / "out")
+    assert torch.equal(small_models.tensors(tmp_path / "out")["model.embed_tokens.weight"], tied[0].lm_head.weight)
+    untied = small_models.build(small_models.generated_class(), small_models.moe_config())
+    with pytest.raises(CheckpointError, match="missing: lm_head.weight"):
+        checkpointer.load(model=untied)
 
 
 def test_a_crash_between_the_last_two_renames(tmp_path):
