@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -209,6 +210,10 @@ def train(
     assignments: Annotated[
         list[str] | None, typer.Option("--set", help="a value of the recipe, for example parallel.ep=2")
     ] = None,
+    allow_missing: Annotated[
+        list[str] | None,
+        typer.Option("--allow-missing", help="parameters that the weights may lack, for example 'lm_head.*'"),
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start anew; an earlier run is moved away")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
@@ -222,6 +227,8 @@ def train(
     """
     from patchgen.commands import training
 
+    if allow_missing:
+        assignments = [*(assignments or []), f"model.allow_missing={json.dumps(allow_missing)}"]
     raise typer.Exit(
         training.train(
             recipe,

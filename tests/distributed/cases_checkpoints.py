@@ -42,11 +42,11 @@ def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple
 
 
 def load_fails(head: str, file: str, source: str) -> str:
-    """The message that this rank gets."""
+    """The message that this rank gets; `{rank}` in the path is its own."""
     model = meta_model(head, file)
     sharding.shard_model(model, cases_sequence.state_of())
     try:
-        load_pretrained(model, source)
+        load_pretrained(model, source.format(rank=torch.distributed.get_rank()))
     except CheckpointError as error:
         return str(error)
     return ""

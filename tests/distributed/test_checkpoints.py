@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,16 @@ def test_a_bad_file_is_an_error_on_every_rank(tmp_path, two_ranks):
     victim.write_bytes(whole[:-4] + b"\xff\xff\xff\x7f")  # NaN, in the last element of the last tensor: of one rank
     texts = two_ranks.run(cases.load_fails, head, file, str(tmp_path))
     assert texts[0] == texts[1] and f"in {victim} holds NaN" in texts[0] and "rank " in texts[0]
+
+
+def test_a_file_that_one_rank_alone_sees_damaged_is_an_error_on_every_rank(tmp_path, two_ranks):
+    """Each rank with a copy on its own disk: the one with the whole copy does not wait for the other."""
+    head, file = upstream_checkpoint("qwen3", tmp_path / "copy-0")
+    shutil.copytree(tmp_path / "copy-0", tmp_path / "copy-1")
+    victim = sorted((tmp_path / "copy-1").glob("*.safetensors"))[0]
+    victim.write_bytes(victim.read_bytes()[:-8])
+    for text in two_ranks.run(cases.load_fails, head, file, str(tmp_path / "copy-{rank}")):
+        assert "rank 1: " in text and f"in {victim.name} ends at byte" in text and "rank 0" not in text
 
 
 def test_an_export_that_cannot_be_written(tmp_path, two_ranks):

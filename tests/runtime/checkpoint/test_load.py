@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import small_models
 import torch
+import yaml
+from typer.testing import CliRunner
 
+from patchgen import cli
 from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, fingerprint, load_pretrained
 from patchgen.runtime.checkpoint.layout import Origin
 
@@ -180,6 +183,16 @@ def test_new_parts_are_initialised_when_that_is_asked_for(original, checkpoint, 
     assert torch.equal(first.lm_head.weight, second.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
     assert torch.equal(first.model.norm.weight, original.model.norm.weight)
+
+
+def test_new_parts_by_the_command_line(tmp_path):
+    """The patterns get into the recipe, all of them."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("model: {source: qwen3_moe}\ndata: {sources: [{path: 'builtin:stdlib'}]}\n")
+    arguments = ["train", str(recipe), "--allow-missing", "lm_head.*", "--allow-missing", "*.score", "--print-config"]
+    done = CliRunner().invoke(cli.app, arguments)
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load(done.output)["model"]["allow_missing"] == ["lm_head.*", "*.score"]
 
 
 def test_tied_weights(original, checkpoint, tmp_path):
