@@ -304,14 +304,20 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
         position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
             or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
         batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
-            exactly as many samples as rows has no such sign and is read as upstream's.
+            exactly as many samples as rows has no such sign: in one process it is read as upstream's.
 
     Raises:
-        ValueError: neither layout fits the batch.
+        ValueError: neither layout fits the batch, or both do and a parallel state is live.
     """
     if position_ids is None or position_ids.ndim != 3:
         return position_ids
     first, second = position_ids.shape[:2]
+    if first == second == batch.shape[0] and first in (3, 4) and parallel.current() is not None:
+        raise ValueError(
+            f"Position ids of shape {tuple(position_ids.shape)} with a batch of {first}: rows first, as upstream has "
+            f"them, or samples first, as collated? Hand over another number of samples than {first}, or pack them in "
+            "one row."
+        )
     if first in (3, 4) and second in (1, batch.shape[0]):
         return position_ids
     if first == batch.shape[0] and second in (3, 4):

@@ -8,14 +8,18 @@ Samples stack to `(B, 3, S)`, which the generated model turns into upstream's `(
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from patchgen.runtime import registry
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -46,6 +50,13 @@ class PositionIds:
     model_class: type[PreTrainedModel]
     config: PreTrainedConfig
     attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[..., PositionIds], tuple]:
+        """By the file of the class as well as its name: a generated folder is no package that a worker finds by name."""
+        module = sys.modules[self.model_class.__module__]
+        file = str(Path(module.__file__).resolve()) if getattr(module, "__file__", None) else None
+        where = (self.model_class.__module__, self.model_class.__qualname__, file)
+        return _restored, (*where, self.config, dict(self.attributes))
 
     def __call__(self, input_ids: Tensor, **sample: Any) -> dict[str, Tensor]:
         """The positions of one sample.
@@ -139,6 +150,16 @@ class PositionIds:
                 part.num_images += 1
             part.num_audios += token == audio
         yield part.until(len(tokens))
+
+
+def _restored(module: str, name: str, file: str | None, config: Any, attributes: dict[str, Any]) -> PositionIds:
+    """The position function of a class in a module that is imported by name, or else read from its file."""
+    if module not in sys.modules and file is not None and module.startswith(registry.LOCAL_PACKAGE):
+        registry.import_file(Path(file))
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return PositionIds(found, config, attributes)
 
 
 @dataclass

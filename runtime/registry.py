@@ -65,12 +65,20 @@ class GeneratedModel:
             raise FileNotFoundError(
                 f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
             )
-        location = hashlib.sha256(str(self.file.resolve()).encode()).hexdigest()[:12]
-        package = f"patchgen_generated_{location}"  # the folder as a package: the file may import from its neighbours
-        if package not in sys.modules:
-            sys.modules[package] = ModuleType(package)
-            sys.modules[package].__path__ = [str(self.directory.resolve())]
-        return importlib.import_module(f"{package}.{self.file.stem}")
+        return import_file(self.file)
+
+
+LOCAL_PACKAGE = "patchgen_generated_"
+
+
+def import_file(file: Path) -> ModuleType:
+    """The module of a generated file outside this installation, under a name that follows from its place."""
+    location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
+    package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
+    if package not in sys.modules:
+        sys.modules[package] = ModuleType(package)
+        sys.modules[package].__path__ = [str(file.parent.resolve())]
+    return importlib.import_module(f"{package}.{file.stem}")
 
 
 def installed_directory() -> Path:

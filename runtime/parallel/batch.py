@@ -22,7 +22,7 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
 
     Labels are shifted before anything is sliced, so no rank needs its neighbour's first label. Documents are found
     before slicing, too: explicit `cu_seq_lens_q`, else position ids of the text that start again: `(B, S)`, or the first
-    of four rows `(4, B, S)`. Three rows (time, height, width) say nothing about documents; hand `cu_seq_lens_q` with them.
+    of four rows `(4, B, S)`. Three rows (time, height, width) do not say where documents end; hand `cu_seq_lens_q` with them.
 
     What is padded and sliced is said by the table of `fields.py`. Images, videos and audio stay whole, as do their grids
     and lengths: `runtime/parallel/media.py` divides them. The types of the tokens stay whole, too: masks are made of them
@@ -56,13 +56,16 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
                 "three dimensions over the whole sequence: compute them before the batch is sliced, (3, B, S)."
             )
         positions = torch.arange(S).expand(B, S)
-    starts = document_starts(B, S, positions, out.pop("cu_seq_lens_q", None))
+    lengths = out.pop("cu_seq_lens_q", None)
+    starts = document_starts(B, S, positions, lengths)
     for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         out.pop(key, None)
 
     mask = out.pop("attention_mask", None)
     if mask is not None and not bool(mask.all()):
         out["attention_mask"] = mask
+    elif lengths is None and text_positions(positions, B) is None:
+        _require_one_document(positions)
 
     if out.get("labels") is not None and out.get("shift_labels") is None:
         shifted = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:]
@@ -104,11 +107,34 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
     return starts
 
 
+def _require_one_document(position_ids: Tensor) -> None:
+    """Refuses positions of time, height and width that start again: all at 0, after a token that was not."""
+    axis = 0 if position_ids.shape[0] == TEXT_ROWS - 1 else 1
+    largest = position_ids.amax(dim=axis)
+    again = (largest[:, 1:] == 0) & (largest[:, :-1] > 0)
+    if bool(again.any()):
+        row, token = (again.nonzero()[0] + torch.tensor([0, 1])).tolist()
+        raise ValueError(
+            f"Position ids of three rows (time, height, width) start again at token {token} of row {row}, and nothing "
+            "says where the documents end: attention and labels would reach across them. Hand cu_seq_lens_q over with "
+            "them, or four rows (4, B, S) whose first counts the text of each document."
+        )
+
+
 def text_positions(position_ids: Tensor, B: int) -> Tensor | None:
-    """The positions `(B or 1, S)` of the text; None if only time, height and width are there."""
+    """The positions `(B or 1, S)` of the text; None if only time, height and width are there.
+
+    Raises:
+        ValueError: as many samples as rows, so that rows and samples cannot be told apart.
+    """
     if position_ids.ndim == 2:
         return position_ids
     first, second = position_ids.shape[:2]
+    if first == second == B and B in (TEXT_ROWS - 1, TEXT_ROWS):
+        raise ValueError(
+            f"Position ids of shape {tuple(position_ids.shape)} with a batch of {B}: rows first or samples first? Hand "
+            f"over another number of samples than {B}, or pack them in one row."
+        )
     if first in (TEXT_ROWS - 1, TEXT_ROWS) and second in (1, B):
         return position_ids[0] if first == TEXT_ROWS else None
     return position_ids[:, 0] if second == TEXT_ROWS else None

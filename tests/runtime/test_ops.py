@@ -63,6 +63,16 @@ def test_collated_multimodal_positions_become_rows_first(batch_size, rows):
         assert torch.equal(ops.mrope_position_ids(upstream.transpose(0, 1), tokens), upstream)
 
 
+@pytest.mark.parametrize("rows", [3, 4])
+def test_as_many_samples_as_rows_are_refused_where_ranks_run(rows, monkeypatch):
+    """One process reads them as upstream does."""
+    positions, tokens = torch.zeros(rows, rows, 7), torch.zeros(rows, 7)
+    assert ops.mrope_position_ids(positions, tokens) is positions
+    monkeypatch.setattr(ops.parallel, "current", object)
+    with pytest.raises(ValueError, match="rows first, as upstream has them, or samples first"):
+        ops.mrope_position_ids(positions, tokens)
+
+
 def test_positions_of_text_stay():
     positions = torch.arange(6).view(2, 3)
     assert ops.mrope_position_ids(positions, torch.zeros(2, 3)) is positions

@@ -7,13 +7,14 @@ import importlib
 import multiprocessing
 import pickle
 import random
+import shutil
 
 import pytest
 import torch
 
 from patchgen.runtime import registry
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
-from patchgen.runtime.positions import PLACEHOLDER_IDS, TOKEN_TYPES
+from patchgen.runtime.positions import PLACEHOLDER_IDS, TOKEN_TYPES, PositionIds
 from patchgen.runtime.verify.media import SOUND, with_sound
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import Sample, SampleBuilder
@@ -142,6 +143,24 @@ def in_a_worker(function, connection) -> None:
 @pytest.mark.slow
 def test_runs_in_a_process_that_never_built_the_model() -> None:
     _, function = upstream_and_function("qwen3_vl")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=in_a_worker, args=(function, theirs))
+    process.start()
+    assert ours.poll(120)
+    assert ours.recv() == [[0, 1, 2]] * 3
+    process.join()
+
+
+def test_a_model_outside_the_installation_unpickles_in_another_process(tmp_path) -> None:
+    """A process that never read the folder: it is found by the file that the pickle names."""
+    generated = registry.find_model("qwen2_vl")
+    folder = tmp_path / "qwen2_vl"
+    shutil.copytree(generated.directory, folder)
+    local = registry.read_model(folder)
+    module = local.load()
+    _, function = upstream_and_function("qwen2_vl")
+    function = PositionIds(getattr(module, function.model_class.__name__), function.config, function.attributes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=in_a_worker, args=(function, theirs))

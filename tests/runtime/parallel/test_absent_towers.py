@@ -76,8 +76,13 @@ def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_n
     assert torch.equal(dummy.outputs["last_hidden_state"], plain.outputs["last_hidden_state"])
 
 
+LAYOUTS = {"batches of their own": {}, "one sequence": {"sp": 2}}
+# Of a shared sequence only the layout is told: that ranks divide the rows of towers is compared in tests/distributed.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model_name", JOINT)
-def test_images_and_videos_in_one_pass(model_name: str) -> None:
+def test_images_and_videos_in_one_pass(model_name: str, layout: str) -> None:
     """One call of the tower in place of two, and the same numbers but for the order of sums."""
     model, cases = model_and_cases(model_name)
     calls = []
@@ -86,7 +91,7 @@ def test_images_and_videos_in_one_pass(model_name: str) -> None:
     try:
         apart = train_step(model, cases["handed in"])
         num_apart = len(calls)
-        with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
+        with parallel.using(TwoBatches(ParallelConfig.for_world(2, **LAYOUTS[layout]))):
             joint = train_step(model, cases["handed in"])
     finally:
         handle.remove()

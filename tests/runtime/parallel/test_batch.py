@@ -85,3 +85,27 @@ def test_a_last_document_without_tokens():
     ids = torch.arange(16)[None]
     batch = {"input_ids": ids, "cu_seq_lens_q": torch.tensor([0, 5, 16, 16], dtype=torch.int32)}
     assert slice_batch(batch, sp=2, sp_rank=0)["cu_seq_lens_q"].tolist() == [0, 5, 16]
+
+
+def test_three_rows_that_start_again_need_lengths():
+    """Time, height and width alone do not divide documents: refused, and right with lengths or with a row of text."""
+    text = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
+    ids = torch.arange(1, 9)[None]
+    rows = torch.stack([text] * 3)[:, None]
+    with pytest.raises(ValueError, match="start again at token 3 of row 0"):
+        slice_batch({"input_ids": ids, "labels": ids, "position_ids": rows}, sp=1, sp_rank=0)
+    for told in (
+        {"position_ids": rows, "cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32)},
+        {"position_ids": torch.stack([text] * 4)[:, None]},
+    ):
+        part = slice_batch({"input_ids": ids, "labels": ids, **told}, sp=1, sp_rank=0)
+        assert part["cu_seq_lens_q"].tolist() == [0, 3, 8]
+        assert part["shift_labels"].tolist() == [[2, 3, IGNORED, 5, 6, 7, 8, IGNORED]]
+    padded = {"input_ids": ids, "position_ids": rows, "attention_mask": (torch.arange(8) < 3)[None].long()}
+    assert "cu_seq_lens_q" not in slice_batch(padded, sp=1, sp_rank=0)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_as_many_samples_as_rows_of_positions_are_refused(rows):
+    with pytest.raises(ValueError, match="rows first or samples first"):
+        slice_batch({"input_ids": torch.ones(rows, 5), "position_ids": torch.zeros(rows, rows, 5)}, sp=1, sp_rank=0)
