@@ -30,7 +30,7 @@ from patchgen.runtime.data.problems import BadSample, Counters, DataError, refus
 from patchgen.runtime.data.records import Record, Source
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 
-VERSION = 1
+VERSION = 2
 AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
 
 
