@@ -39,7 +39,7 @@ CALLS = (
     "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{ '<|im_start|>assistant\n' }}"
     "{% generation %}{%- if loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ message.content }}"
     "{%- for call in message.tool_calls or [] -%}"
-    "{{ '\n<call>{\"name\": \"' + call.function.name + '\", \"arguments\": ' }}{{ call.function.arguments | tojson }}"
+    '{{ \'\n<call>{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
     "{{ '}</call>' }}{%- endfor -%}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{%- elif message.role == 'tool' -%}CHECK{{ '<|im_start|>user\n<result>' + message.content + '</result><|im_end|>\n' }}"
     "{%- else -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{{ '\n' }}{%- endif -%}{%- endfor -%}"
@@ -104,7 +104,8 @@ def test_rendering_finds_what_the_template_marks(name, system, turns):
 def test_calls_of_tools_are_learned_and_their_results_are_not(check, content, count):
     template = CALLS.replace("CHECK", check)
     calls = [
-        {"type": "function", "id": f"call{n}", "function": {"name": "add", "arguments": {"a": n}}} for n in range(count)
+        {"type": "function", "id": f"call{n}", "function": {"name": "add", "arguments": {"a": n}}}
+        for n in range(count)
     ]
     results = [{"role": "tool", "content": f"{n}", "tool_call_id": f"call{n}"} for n in range(count)]
     messages = [
