@@ -10,6 +10,7 @@ from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
 from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.files import Files
 from patchgen.runtime.data.loader import Loader
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.planned import PlannedLoader
@@ -82,7 +83,9 @@ def build_loader(
         share=(batch_index, num_batches),
     )
     settings = {
-        "sources": [digest(source.fingerprint()) for source in sources],
+        "sources": [
+            digest(source.contents() if isinstance(source, Files) else source.fingerprint()) for source in sources
+        ],
         "encodings": digest(encodings),
         "weights": weights,
         "shuffled": shuffled,

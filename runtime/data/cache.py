@@ -5,6 +5,7 @@
                       bounds.npy     int64 (documents + 1,)   where each document starts
                       places.txt     file and line of each document
                       counters.json  bad samples: how many, and where
+                      contents.txt   a hash of tokens, targets and lengths, which a saved position must agree with
 
 The key is a hash of the samples' files (path, size, time of change), the tokenizer and the encoding. Processes that need
 the same tokens at once wait for one of them to make them. A folder appears under its key only when it is complete, so
@@ -13,6 +14,7 @@ one that was killed half way leaves nothing that another would take for tokens.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -30,7 +32,7 @@ from patchgen.runtime.data.problems import BadSample, Counters, DataError, refus
 from patchgen.runtime.data.records import Record, Source
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 
-VERSION = 1
+VERSION = 2
 AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
 
 
@@ -59,7 +61,7 @@ class Places:
 class TokenCache:
     """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool or None, `bounds` `(documents + 1,)` int64."""
 
-    key: str
+    contents: str
     tokens: np.ndarray
     targets: np.ndarray | None
     bounds: np.ndarray
@@ -92,7 +94,7 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
                 _make(folder, source, encoder, skip_bad=skip_bad)
     targets = folder / "targets.npy"
     return TokenCache(
-        key=key,
+        contents=(folder / "contents.txt").read_text(),
         tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
         targets=np.load(targets, mmap_mode="r") if targets.exists() else None,
         bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
@@ -121,6 +123,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     lengths = []
     highest = 0
     any_targets = False
+    contents = hashlib.sha256()
     with (
         (folder / "tokens.raw").open("wb") as tokens,
         (folder / "targets.raw").open("wb") as targets,
@@ -132,11 +135,14 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
                     raise refuse_bad(found.where, found.reason)
                 counters.add("bad", found.where, found.reason)
                 continue
-            found.ids.astype(np.uint32).tofile(tokens)
+            ids = found.ids.astype(np.uint32)
+            ids.tofile(tokens)
             highest = max(highest, int(found.ids.max()))
             any_targets |= found.targets is not None
             mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
             mask.tofile(targets)
+            for part in (np.int64(len(ids)), ids, mask):
+                contents.update(part.tobytes())
             lengths.append(len(found.ids))
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
@@ -149,6 +155,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
         _to_npy(folder / "targets", np.bool_, np.bool_, int(bounds[-1]))
     else:
         (folder / "targets.raw").unlink()
+    (folder / "contents.txt").write_text(contents.hexdigest()[:32])
     (folder / "counters.json").write_text(json.dumps(counters.as_dict()))
 
 

@@ -8,7 +8,8 @@ turns are found by rendering the conversation up to them and through them:
     learned                                                          ^^^^^^^^^^^^
 
 Templates that render a turn differently once others follow (they drop its reasoning, say) are searched a second way: the
-turn's content is exchanged for another text, and what differs is the turn.
+turn is exchanged for another text, and what differs is the turn. Where the template refuses the results of tools without
+the calls, the calls stay and only what they hold is exchanged.
 """
 
 from __future__ import annotations
@@ -118,13 +119,39 @@ def assistant_spans(
         if number and text.startswith(before) and text.startswith(through) and len(through) > len(before):
             spans.append((len(before), _without_trailing_space(text, len(before), len(through), special)))
             continue
-        other = render([*messages[:number], {**message, "content": OTHER}, *messages[number + 1 :]])
+        bare = {"role": message["role"], "content": OTHER}
+        other = _rendered(render, [*messages[:number], bare, *messages[number + 1 :]])
+        end_of_turn = ""
+        if other is None:
+            other = render([*messages[:number], _other_calls(message), *messages[number + 1 :]])
+            alone = _rendered(render, [*messages[:number], bare]) or ""
+            end_of_turn = through[len(through) - _common_suffix(through, alone) :].strip()
         if OTHER not in other:
             continue  # the template does not show this turn
         start = len(before) if number and text.startswith(before) else _common_prefix(text, other)
-        end = len(text) - min(_common_prefix(text[::-1], other[::-1]), len(text) - start)
+        end = max(start, len(text) - _common_suffix(text, other))
+        end = max(end, text.find(end_of_turn, end))  # behind the calls' last brackets
         spans.append((start, _with_end_token(text, end, special)))
     return spans
+
+
+def _rendered(render: Any, messages: list[dict[str, Any]]) -> str | None:
+    """None: the template refuses the messages."""
+    try:
+        return render(messages)
+    except (TemplateError, TypeError):
+        return None
+
+
+def _other_calls(message: dict[str, Any]) -> dict[str, Any]:
+    """The turn with another content, and with calls of as many tools under the same ids that hold other texts."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call.get("function", call)
+        arguments = OTHER if isinstance(function.get("arguments"), str) else {OTHER: OTHER}
+        changed = {**function, "name": OTHER, "arguments": arguments}
+        calls.append({**call, "function": changed} if "function" in call else changed)
+    return {**message, "content": OTHER, **({"tool_calls": calls} if calls else {})}
 
 
 def _without_trailing_space(text: str, start: int, end: int, special: tuple[str, ...]) -> int:
@@ -137,6 +164,10 @@ def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
     behind = rest.lstrip()
     token = max((token for token in special if behind.startswith(token)), key=len, default=None)
     return end + (len(rest) - len(behind)) + len(token) if token else end
+
+
+def _common_suffix(one: str, other: str) -> int:
+    return _common_prefix(one[::-1], other[::-1])
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 from patchgen.runtime.data.config import SUFFIXES
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record
+
+ENDS = 65536  # bytes
 
 
 def find_files(path: str, format: str) -> list[Path]:
@@ -45,6 +48,18 @@ class Files:
         """Path, size and time of change of each file."""
         found = [(file.resolve(), file.stat()) for file in self.files]
         return [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in found]
+
+    def contents(self) -> list[list[Any]]:
+        """What a saved position must agree with: name, size and a hash of both ends of each file."""
+        found = []
+        for file in self.files:
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                ends = stream.read(ENDS)
+                stream.seek(max(0, size - ENDS))
+                ends += stream.read(ENDS)
+            found.append([file.name, size, hashlib.sha256(ends).hexdigest()])
+        return found
 
 
 class JsonLines(Files):

@@ -17,9 +17,11 @@ class Loader(ABC):
 
     Attributes:
         counters: samples that were bad, skipped or truncated, by file and line.
+        reads_a_share: whether these are of this batch group's samples only; otherwise of all samples, on every rank.
     """
 
     counters: Counters
+    reads_a_share: bool = False
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self

@@ -53,7 +53,7 @@ class PlannedLoader(Loader):
             pool_tokens=config.pool_tokens,
         )
         self._settings = {
-            "sources": [source.cache.key for source in sources],
+            "sources": [source.cache.contents for source in sources],
             "weights": weights,
             "seed": config.seed if config.shuffle else None,
             "tokens_per_batch": config.tokens_per_batch,

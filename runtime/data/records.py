@@ -20,17 +20,24 @@ class Record:
 
     def fields(self) -> dict[str, Any]:
         """The fields of the sample; text files have one, `text`. Raises BadSample for what cannot be read."""
-        if isinstance(self.value, dict):
-            return self.value
         try:
             if isinstance(self.value, Path):
                 return {"text": self.value.read_text(encoding="utf-8")}
-            fields = json.loads(self.value)
+            fields = self.value if isinstance(self.value, dict) else json.loads(self.value)
+            # JSON may hold half a character ("\\ud83d"), over which tokenizers fall; media are looked at later.
+            json.dumps(fields, ensure_ascii=False, skipkeys=True, default=_no_text).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end]
+            raise BadSample(self.where, f"not readable: {half!a} in a text is no character") from error
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise BadSample(self.where, f"not readable: {error}") from error
         if not isinstance(fields, dict):
             raise BadSample(self.where, f"expected a JSON object with fields, found {type(fields).__name__}")
         return fields
+
+
+def _no_text(value: Any) -> None:
+    """Values that JSON does not have: images, sounds, bytes, dates."""
 
 
 class Source(Protocol):

@@ -21,7 +21,18 @@ def open_source(source: SourceConfig) -> Any:
     format = source.format if source.format != "auto" else detect_format(source.path)
     if format == "datasets":
         return open_dataset(source)
+    asked = [f"{name} = {getattr(source, name)}" for name in ("split", "subset") if is_set(source, name)]
+    if asked:
+        raise DataError(
+            f"{source.path} is read as {format}, whose files have no splits or subsets, and the source asks for "
+            f"{' and '.join(asked)}. Give the files of each split a path of their own, or set format to datasets."
+        )
     return READERS[format](find_files(source.path, format))
+
+
+def is_set(source: SourceConfig, name: str) -> bool:
+    """Whether a field has another value than its default."""
+    return getattr(source, name) != SourceConfig.__dataclass_fields__[name].default
 
 
 def detect_format(path: str) -> str:

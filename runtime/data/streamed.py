@@ -54,6 +54,8 @@ class StreamedLoader(Loader):
         agree: says whether its argument is true on any rank; see `agreement.any_rank`.
     """
 
+    reads_a_share = True
+
     def __init__(
         self,
         config: DataConfig,
@@ -175,11 +177,14 @@ class StreamedLoader(Loader):
             "first": place,
             "upto": self._next,
             "waiting": [list(key) for key in self._pool],
+            "counters": self.counters.as_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require_same("samples, settings or ranks", self._settings, state["settings"])
         self._stream.load_state_dict(state["stream"])
+        # Positions that were saved without counters count from here on.
+        self.counters = Counters.from_dict(state.get("counters", Counters().as_dict()))
         self._start(state["first"], state["upto"], [tuple(key) for key in state["waiting"]], state)
 
 

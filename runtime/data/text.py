@@ -50,10 +50,11 @@ class TextEncoder:
                 out.append(text)
                 continue
             ids = next(found)
+            if not text or not ids:  # without a text there may still be a token that opens each
+                out.append(BadSample(where, "no tokens in the text"))
+                continue
             ids = ids if self.eos and ids[-1:] == self.eos else [*ids, *self.eos]
-            out.append(
-                Tokens(np.array(ids, dtype=np.int64), None) if ids else BadSample(where, "no tokens in the text")
-            )
+            out.append(Tokens(np.array(ids, dtype=np.int64), None))
         return out
 
     def fingerprint(self) -> list[Any]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
+from patchgen.runtime.data.agreement import counters_of_all_ranks
 from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
@@ -214,12 +215,15 @@ class Trainer:
             else:
                 folder = self.recipe.directory / "adapter"
                 lora.save(self.adapted, folder)
+        counters = self.loader.counters
+        if self.loader.reads_a_share:
+            counters = counters_of_all_ranks(counters, batch_index=self.state.batch_index)
         summary = Summary(
             steps=self.step,
             reason=reason,
             directory=str(self.recipe.directory),
             export=str(folder) if folder else None,
-            data=self.loader.counters.summary(),
+            data=counters.summary(),
         )
         for listener in self.listeners:
             listener.on_end(summary)

@@ -74,7 +74,7 @@ def on_rank(rank: int, world: int, store: str) -> None:
     loader = build_loader(
         config,
         processor=processor,
-        position_function=model.get_rope_index,
+        position_function=model.get_position_id_func(),
         batch_index=state.batch_index,
         num_batches=state.config.num_batches,
     )

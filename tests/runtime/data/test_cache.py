@@ -98,6 +98,7 @@ def test_what_an_interrupted_process_left_is_not_taken_for_tokens(tmp_path):
 
 
 LINES = ['{"text": "good one"}', '{"text": ', '{"other": 1}', "", '{"text": 7}', '{"text": "good two"}']
+LINES += ['{"text": "\\ud83d"}', '{"text": ""}']
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -111,10 +112,12 @@ def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming
     documents = [int((batch["labels"] != -100).any()) for loader in loaders for batch in loader]
     assert sum(documents) >= 1
     places = {where: reason for loader in loaders for _, where, reason in loader.counters.places}
-    assert set(places) == {f"{path}:{line}" for line in (2, 3, 5)}
+    assert set(places) == {f"{path}:{line}" for line in (2, 3, 5, 7, 8)}
     assert "not readable" in places[f"{path}:2"]
     assert places[f"{path}:3"] == "no field 'text', only other"
     assert places[f"{path}:5"] == "field 'text' is int, expected str"
+    assert "no character" in places[f"{path}:7"]
+    assert places[f"{path}:8"] == "no tokens in the text"
     with pytest.raises(DataError, match=r"broken.jsonl:\d: .*on_bad"):
         for loader in make_loaders((config, tokenizer), ranks, on_bad="error", **changes):
             list(loader)

@@ -34,6 +34,23 @@ REASONING = (
 )
 
 
+# Shows the reasoning of the last turn only, so that a turn with calls is no prefix of what follows it.
+CALLS = (
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}{{ '<|im_start|>assistant\n' }}"
+    "{% generation %}{%- if loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}{{ message.content }}"
+    "{%- for call in message.tool_calls or [] -%}"
+    '{{ \'\n<call>{"name": "\' + call.function.name + \'", "arguments": \' }}{{ call.function.arguments | tojson }}'
+    "{{ '}</call>' }}{%- endfor -%}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{%- elif message.role == 'tool' -%}CHECK{{ '<|im_start|>user\n<result>' + message.content + '</result><|im_end|>\n' }}"
+    "{%- else -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>{{ '\n' }}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant{{ '\n' }}{%- endif -%}"
+)
+REFUSE = (
+    "{%- if not messages[loop.index0 - 1].tool_calls and messages[loop.index0 - 1].role != 'tool' -%}"
+    "{{ raise_exception('a result without a call') }}{%- endif -%}"
+)
+
+
 def byte_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={character: n for n, character in enumerate(alphabet)}, merges=[]))
@@ -79,6 +96,32 @@ def test_rendering_finds_what_the_template_marks(name, system, turns):
     assert found.tolist() == expected.tolist()
     learned = MARKED[name].decode(ids[found])
     assert turns[-1][1] in learned
+
+
+@pytest.mark.parametrize("check", ["", REFUSE], ids=["lenient", "strict"])
+@pytest.mark.parametrize("content", ["", "Let me see."])
+@pytest.mark.parametrize("count", [1, 2])
+def test_calls_of_tools_are_learned_and_their_results_are_not(check, content, count):
+    template = CALLS.replace("CHECK", check)
+    calls = [
+        {"type": "function", "id": f"call{n}", "function": {"name": "add", "arguments": {"a": n}}}
+        for n in range(count)
+    ]
+    results = [{"role": "tool", "content": f"{n}", "tool_call_id": f"call{n}"} for n in range(count)]
+    messages = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        *results,
+        {"role": "assistant", "content": "It is 2."},
+        {"role": "user", "content": "Again?"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        *results,
+        {"role": "assistant", "content": "Still 2."},
+    ]
+    expected_ids, expected = chat_tokens(byte_tokenizer(template), messages)
+    ids, found = chat_tokens(byte_tokenizer(without_marks(template)), messages)
+    assert ids.tolist() == expected_ids.tolist()
+    assert found.tolist() == expected.tolist()
 
 
 def test_a_conversation_may_start_with_the_assistant():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +104,20 @@ def test_sequence_parallel_slices_join_to_the_batch(corpus):
     for start, end in zip(batch["cu_seq_lens_q"][:-1], batch["cu_seq_lens_q"][1:], strict=True):
         assert shifted[start : end - 1].tolist() == batch["labels"][0, start + 1 : end].tolist()
         assert shifted[end - 1] == IGNORED
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_position_holds_for_the_same_samples_whenever_their_file_was_written(tmp_path, streaming):
+    corpus = make_corpus(tmp_path)
+    (loader,) = make_loaders(corpus, 1, streaming=streaming)
+    next(loader)
+    state = loader.state_dict()
+    path = Path(corpus[0].sources[0].path)
+    os.utime(path, ns=(1, 1))
+    (again,) = make_loaders(corpus, 1, streaming=streaming)
+    again.load_state_dict(state)
+    assert next(again)["input_ids"].tolist() == next(loader)["input_ids"].tolist()
+    path.write_text(path.read_text().replace("a0w0", "a1w0"))
+    (other,) = make_loaders(corpus, 1, streaming=streaming)
+    with pytest.raises(DataError, match="sources: saved"):
+        other.load_state_dict(state)

@@ -88,6 +88,26 @@ def test_formats_are_found_by_suffix(folder):
         open_source(SourceConfig(str(folder / "splits"), split="validation"))
 
 
+@pytest.mark.parametrize("asked", [{"split": "validation"}, {"subset": "en"}])
+@pytest.mark.parametrize("name", ["lines", "parquet", "texts"])
+def test_a_split_of_files_that_have_none_is_refused(folder, name, asked):
+    with pytest.raises(DataError, match="have no splits or subsets.*(split = validation|subset = en)"):
+        open_source(SourceConfig(str(folder / name), **asked))
+
+
+@pytest.mark.parametrize(
+    "value", [b'{"text": "\\ud83d"}', b'{"list": [{"text": "a\xed\xa0\xbd"}]}', {"text": "\ud83d", "image": b"\xff"}]
+)
+def test_half_a_character_is_a_bad_sample_with_its_place(value):
+    with pytest.raises(BadSample, match=r"a.jsonl:3: not readable: '\\ud83d' in a text"):
+        Record("a.jsonl:3", value).fields()
+
+
+def test_values_that_are_no_text_pass():
+    fields = {"text": "\U0001f600", "image": b"\xff", "when": Path("a"), 3: None}
+    assert Record("a, row 1", fields).fields() is fields
+
+
 def test_text_that_is_no_text(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(BadSample, match="a.txt: not readable"):

@@ -112,3 +112,19 @@ def test_a_position_of_another_rank_is_refused(corpus):
     one, other = make_loaders(corpus, 2, streaming=True)
     with pytest.raises(DataError, match="batch_index: saved 0, now 1"):
         other.load_state_dict(one.state_dict())
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    corpus = make_corpus(tmp_path)
+    for source in corpus[0].sources:
+        with open(source.path, "a") as file:
+            file.write('{"text": \n')
+    changes = {"streaming": True, "on_bad": "skip", "tokens_per_batch": 64, "pool": 1, "epochs": 2}
+    (whole,) = make_loaders(corpus, 1, **changes)
+    states = [whole.state_dict() for _ in whole]
+    assert whole.counters.counts == {"bad": 4}
+    for state in (states[0], states[len(states) // 2], states[-1]):
+        (again,) = make_loaders(corpus, 1, **changes)
+        again.load_state_dict(state)
+        list(again)
+        assert again.counters == whole.counters
