@@ -41,8 +41,10 @@ def data_parts(recipe: Recipe) -> DataParts:
     tokenizer = AutoTokenizer.from_pretrained(source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
-    # Positions follow from the config alone: a model without memory computes them, in data workers too.
-    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), models.build_on_meta(recipe).get_rope_index)
+    # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
+    # A model whose positions simply count has none.
+    find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
+    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), find() if find else None)
 
 
 def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
+from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
@@ -206,7 +207,16 @@ class Trainer:
         self.saved_step = self.step
 
     def finish(self, reason: str) -> Summary:
-        """Exports what was trained, unless the run was stopped before its end."""
+        """Exports what was trained, unless the run was stopped before its end.
+
+        Raises:
+            DataError: the data ended before a single step: what would be exported is not trained.
+        """
+        if reason != "stop" and self.step == 0:
+            raise DataError(
+                "The data ended before the first step: nothing was trained, and nothing is exported. "
+                f"What was read: {self.loader.counters.summary()}."
+            )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
             if self.adapted is None:
