@@ -8,6 +8,7 @@ feed.py gives the micro-batches      take_step() is forward, backward, clip, upd
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -59,6 +60,10 @@ class Trainer:
         seed(recipe, self.state)
         self.parts = setup.data_parts(recipe)
         self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
+        self.eval_loader: Loader | None = None
+        if recipe.eval_data is not None:  # now: what is wrong with it would else be told after hours
+            self.eval_loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+            self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
             lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
@@ -84,6 +89,12 @@ class Trainer:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
             position = self.resume()
+            if self.step >= steps and dist.get_rank() == 0:
+                print(
+                    f"Nothing to do: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
+                    "train.steps to go on.",
+                    flush=True,
+                )
             self.announce()
             watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
             watched.enter_context(parallel.using(self.state))
@@ -99,10 +110,10 @@ class Trainer:
                 self.step, position = self.step + 1, batches.position
                 self.record(batches, share, norm, rate, time.perf_counter() - started)
                 profiler.step()
-                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
-                    self.evaluate()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
+                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+                    self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
@@ -150,9 +161,9 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """The mean loss per label over `eval_batches` packed batches, the same ones each time."""
         recipe = self.recipe
-        loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+        self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
-        feed = Feed(loader, self.state, 1, self.cost)
+        feed = Feed(self.eval_loader, self.state, 1, self.cost)
         started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
         self.model.eval()
         for _ in range(count):
