@@ -48,7 +48,9 @@ def steps(labels: list[bool], per_step: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("rows", "per_step", "expected"), [(3, 8, [3]), (7, 3, [3, 3, 1]), (4, 2, [2, 2]), (0, 2, [])])
+@pytest.mark.parametrize(
+    ("rows", "per_step", "expected"), [(3, 8, [3]), (7, 3, [3, 3, 1]), (4, 2, [2, 2]), (0, 2, [])]
+)
 def test_every_row_is_in_a_step(rows, per_step, expected):
     assert steps([True] * rows, per_step) == expected
 

@@ -8,7 +8,7 @@ import pytest
 
 from patchgen.runtime import attention, registry
 from patchgen.runtime.train import setup
-from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
 HEADS = {
@@ -47,3 +47,28 @@ def three_words():
 
     words = Tokenizer(models.WordLevel({"<pad>": 0, "one": 1, "two": 2}, unk_token="<pad>"))
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+
+
+class Config:
+    """What is read of a config."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def get_text_config(self):
+        return self
+
+
+def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
+    with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* knows 1 tokens, all of them special"):
+        setup.require_fitting(empty, Config(300), "folder")
+    with pytest.raises(RecipeError, match=r"has 3 tokens and the model a vocab_size of 2: 1 tokens .*'two' = 2"):
+        setup.require_fitting(three_words(), Config(2), "folder")
+    setup.require_fitting(three_words(), Config(3), "folder")
+    placed = Config(2)
+    placed.image_token_id = 2
+    setup.require_fitting(three_words(), placed, "folder")
