@@ -30,13 +30,13 @@ def require_valid(recipe: Recipe, world: int) -> None:
     models.choose_attention(recipe.model.attention)
     if recipe.lora is not None and recipe.model.freeze:
         raise RecipeError("lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them.")
-    if recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
-        if os.environ.get("RANK", "0") == "0":
-            warnings.warn(
-                f"model.dtype = {recipe.model.dtype} stores parameters in 16 bits: with optim.lr = {recipe.optim.lr:g} "
-                "most updates round to nothing. Set model.dtype: float32; layers compute in parallel.param_dtype.",
-                stacklevel=2,
-            )
+    first_rank = os.environ.get("RANK", "0") == "0"
+    if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
+        warnings.warn(
+            f"model.dtype = {recipe.model.dtype} stores parameters in 16 bits: with optim.lr = {recipe.optim.lr:g} "
+            "most updates round to nothing. Set model.dtype: float32; layers compute in parallel.param_dtype.",
+            stacklevel=2,
+        )
 
 
 def describe(recipe: Recipe, world: int) -> str:

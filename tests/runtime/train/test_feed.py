@@ -17,7 +17,8 @@ class Rows:
         self.labels, self.place = labels, 0
 
     def __iter__(self):
-        for self.place, labelled in enumerate(self.labels, 1):
+        for labelled in self.labels:
+            self.place += 1
             ids = torch.arange(4)[None]
             yield {"input_ids": ids, "labels": ids if labelled else torch.full_like(ids, -100)}
 
