@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile
     torchrun --nproc-per-node 2 benchmarks/bench_train.py --device cpu --tiny          # that it runs, on gloo
 
-ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto; several layouts
+ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto and --kernels; several layouts
 transformers    upstream's class with `experts_implementation="grouped_mm"`, torch's FSDP2 as its tutorial has it,
                 `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
 
@@ -360,6 +360,9 @@ def main() -> None:
     parser.add_argument("--checkpoint-above", type=int, default=4096)
     parser.add_argument("--attention", help="default: the first that can run of runtime/train/model.py")
     parser.add_argument("--their-attention", help="default: the same")
+    parser.add_argument(
+        "--kernels", nargs="+", default=[], metavar="SEAM=NAME", help="ours too: rms_norm=auto rotary=compiled ..."
+    )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
     parser.add_argument("--profile", action="store_true")
@@ -390,6 +393,7 @@ def main() -> None:
         peak=flops.peak_tflops(torch.device(device)),
     )
     choices = {"fused_moe": "auto", "causal_lm_loss": "auto"}
+    choices |= dict(choice.split("=", 1) for choice in arguments.kernels)
     with seams.using(**choices):
         if dist.get_rank() == 0:
             print(

@@ -134,8 +134,11 @@ def worker(values: dict[str, Any]) -> str:
     recipe = from_dict(values)
     with process_group() as device:
         from patchgen.runtime.train import setup
+        from patchgen.runtime.train.plan import require_valid
         from patchgen.runtime.train.trainer import Trainer
 
+        # Here too: torchrun starts ranks without `launch` having looked, and an elastic agent other numbers of them.
+        require_valid(recipe, world=dist.get_world_size())
         return Trainer(recipe, device, setup.listeners(recipe)).run().reason
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -95,19 +96,29 @@ class Feed:
         self._rows = iter(loader)
 
     def next(self) -> StepBatches | End:
-        """The next step; every rank must call this, and all get a step or all get the end."""
+        """The next step; every rank must call this, and all get a step or all get the end.
+
+        Raises:
+            DataError: on all ranks, a whole step without a label.
+        """
         whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
         mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
-        ended = len(whole) < self.num_micro_batches
+        # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
+        short = len(whole) < self.num_micro_batches
         # SP ranks hold the same rows: the first of them counts. Labels are counted in slices.
         lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
         labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
-        own = [ended, self.should_stop(), sum(lengths), labels, self.cost.flops(lengths)]
+        own = [not whole, self.should_stop(), sum(lengths), labels, self.cost.flops(lengths)]
         total = all_reduce(torch.tensor(own, dtype=torch.float64), operation="agree on the next step").tolist()
         if total[1]:
             return End("stop")
-        if total[0]:
+        if total[0] or (short and not total[3]):
             return End("data")
+        if not total[3]:
+            raise DataError(
+                f"A step holds {int(total[2])} tokens and not one label: there is nothing to learn from it. Look at how "
+                "the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
+            )
         return StepBatches(mine, self.loader.state_dict(), int(total[2]), int(total[3]), total[4])
 
 

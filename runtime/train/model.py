@@ -105,8 +105,8 @@ def _require_taken(config: PreTrainedConfig, overrides: Mapping[str, Any], where
             raise RecipeError(f"{where}.{name} = {value!r}, but {type(config).__name__} made {inner!r} of it.")
 
 
-def weights_folder(model: ModelConfig) -> Path | None:
-    """The folder that weights are loaded from; None: they are random."""
+def find_weights(model: ModelConfig) -> Path | str | None:
+    """Where weights come from: a folder, or the name of a model on the Hub; None: they are random. Fetches nothing."""
     if model.weights == "random":
         return None
     folder = Path(model.source if model.weights == "auto" else model.weights)
@@ -120,11 +120,17 @@ def weights_folder(model: ModelConfig) -> Path | None:
         raise RecipeError(f"model.weights must be 'auto', 'random' or a folder, and '{model.weights}' is no folder.")
     from transformers import CONFIG_MAPPING
 
-    if model.source in CONFIG_MAPPING:
-        return None
+    return None if model.source in CONFIG_MAPPING else model.source
+
+
+def weights_folder(model: ModelConfig) -> Path | None:
+    """The folder that weights are loaded from, downloaded if they are on the Hub; None: they are random."""
+    found = find_weights(model)
+    if not isinstance(found, str):
+        return found
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model.source, allow_patterns=["*.safetensors", "*.json"]))
+    return Path(snapshot_download(found, allow_patterns=["*.safetensors", "*.json"]))
 
 
 def choose_attention(wanted: str | None) -> str:

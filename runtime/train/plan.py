@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch
 
+from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
 from patchgen.runtime.train import flops, memory, optimizers
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
+
+# bfloat16 has 8 bits: near 0.02, a usual size of weights, an update of less than half of 1.2e-4 is rounded away.
+SMALL_LR = 6e-5
 
 
 def require_valid(recipe: Recipe, world: int) -> None:
@@ -23,11 +30,25 @@ def require_valid(recipe: Recipe, world: int) -> None:
     models.choose_attention(recipe.model.attention)
     if recipe.lora is not None and recipe.model.freeze:
         raise RecipeError("lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them.")
+    first_rank = os.environ.get("RANK", "0") == "0"
+    if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
+        warnings.warn(
+            f"model.dtype = {recipe.model.dtype} stores parameters in 16 bits: with optim.lr = {recipe.optim.lr:g} "
+            "most updates round to nothing. Set model.dtype: float32; layers compute in parallel.param_dtype.",
+            stacklevel=2,
+        )
 
 
 def describe(recipe: Recipe, world: int) -> str:
-    """Config, rank map, what runs where, cost and memory of a run on `world` ranks; allocates nothing."""
+    """Config, rank map, what runs where, cost and memory of a run on `world` ranks; allocates and downloads no weights.
+
+    Raises:
+        RecipeError, DataError: what a run would refuse, data sources that are not there among it.
+    """
     require_valid(recipe, world)
+    for data in (recipe.data, recipe.eval_data):
+        for source in data.sources if data else ():
+            open_source(source)
     layout = models.parallel_config(recipe.parallel, world)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = models.build_on_meta(recipe)
@@ -42,7 +63,7 @@ def describe(recipe: Recipe, world: int) -> str:
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
     step = cost.flops([tokens] * train.batches_per_step)
     rates = [optimizers.factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
-    weights = models.weights_folder(recipe.model)
+    weights = models.find_weights(recipe.model)
     lines = [
         to_yaml(recipe),
         draw(layout),

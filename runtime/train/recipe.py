@@ -297,6 +297,12 @@ class Recipe:
             )
         if optim.decay_steps and optim.schedule != "wsd":
             raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
+        if optim.name != "muon":
+            for name in ("muon_lr", "momentum"):
+                if getattr(optim, name) != getattr(OptimConfig, name):
+                    raise ValueError(f"optim.{name} is for optimizer 'muon'; '{optim.name}' would ignore it.")
+        if train.profile_start != TrainConfig.profile_start and not train.profile_steps:
+            raise ValueError("train.profile_start is set, but train.profile_steps is 0: nothing would be profiled.")
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
         if self.eval_data is not None and not train.eval_every:

@@ -16,7 +16,7 @@ from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe
+from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
@@ -39,10 +39,38 @@ def data_parts(recipe: Recipe) -> DataParts:
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
     tokenizer = AutoTokenizer.from_pretrained(source)
+    require_fitting(tokenizer, config, source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
-    # Positions follow from the config alone: a model without memory computes them, in data workers too.
-    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), models.build_on_meta(recipe).get_rope_index)
+    # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
+    # A model whose positions simply count has none.
+    find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
+    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), find() if find else None)
+
+
+def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
+    """Refuses a tokenizer that can give nothing but special tokens, or tokens that the model has no embedding for.
+
+    Raises:
+        RecipeError: with what was found in `source`.
+    """
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise RecipeError(
+            f"model.source = '{source}' has no tokenizer: what transformers makes of it knows {len(tokenizer)} tokens, "
+            "all of them special. Put the tokenizer's files (tokenizer.json, tokenizer_config.json) beside config.json."
+        )
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is None or len(tokenizer) <= size:
+        return
+    # Places of media may lie outside: their embeddings are never looked up.
+    named = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
+    outside = {token: index for token, index in tokenizer.get_vocab().items() if index >= size and index not in named}
+    if outside:
+        examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.get)[:3])
+        raise RecipeError(
+            f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens and the model a vocab_size of "
+            f"{size}: {len(outside)} tokens have no embedding ({examples}). Take the tokenizer that belongs to the model."
+        )
 
 
 def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):

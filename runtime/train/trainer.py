@@ -8,6 +8,7 @@ feed.py gives the micro-batches      take_step() is forward, backward, clip, upd
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
+from patchgen.runtime.data import DataError
 from patchgen.runtime.data.agreement import counters_of_all_ranks
 from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -59,6 +61,10 @@ class Trainer:
         seed(recipe, self.state)
         self.parts = setup.data_parts(recipe)
         self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
+        self.eval_loader: Loader | None = None
+        if recipe.eval_data is not None:  # now: what is wrong with it would else be told after hours
+            self.eval_loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+            self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
             lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
@@ -84,6 +90,12 @@ class Trainer:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
             position = self.resume()
+            if self.step >= steps and dist.get_rank() == 0:
+                print(
+                    f"Nothing to do: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
+                    "train.steps to go on.",
+                    flush=True,
+                )
             self.announce()
             watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
             watched.enter_context(parallel.using(self.state))
@@ -99,10 +111,10 @@ class Trainer:
                 self.step, position = self.step + 1, batches.position
                 self.record(batches, share, norm, rate, time.perf_counter() - started)
                 profiler.step()
-                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
-                    self.evaluate()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
+                if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
+                    self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
@@ -150,9 +162,9 @@ class Trainer:
     def evaluate(self) -> Evaluation:
         """The mean loss per label over `eval_batches` packed batches, the same ones each time."""
         recipe = self.recipe
-        loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+        self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
-        feed = Feed(loader, self.state, 1, self.cost)
+        feed = Feed(self.eval_loader, self.state, 1, self.cost)
         started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
         self.model.eval()
         for _ in range(count):
@@ -207,7 +219,16 @@ class Trainer:
         self.saved_step = self.step
 
     def finish(self, reason: str) -> Summary:
-        """Exports what was trained, unless the run was stopped before its end."""
+        """Exports what was trained, unless the run was stopped before its end.
+
+        Raises:
+            DataError: the data ended before a single step: what would be exported is not trained.
+        """
+        if reason != "stop" and self.step == 0:
+            raise DataError(
+                "The data ended before the first step: nothing was trained, and nothing is exported. "
+                f"What was read: {self.loader.counters.summary()}."
+            )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
             if self.adapted is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.train import memory, model, plan
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -50,6 +51,27 @@ def test_what_cannot_run_is_refused(sections, world, told, monkeypatch):
     with pytest.raises((RecipeError, ValueError)) as refusal:
         plan.describe(recipe_of(train={"batches_per_step": world * 4}, **sections), world)
     assert told in str(refusal.value)
+
+
+def test_a_dry_run_names_data_that_are_not_there(tmp_path):
+    missing = str(tmp_path / "my.jsonl")
+    with pytest.raises(DataError, match="my.jsonl"):
+        plan.describe(recipe_of(data={"sources": [{"path": missing}]}), world=8)
+
+
+def test_a_dry_run_fetches_no_weights(monkeypatch):
+    def fetch(*args, **options):
+        raise AssertionError("downloaded")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    config = model.read_config(recipe_of().model)
+    monkeypatch.setattr(model, "read_config", lambda section: config)
+    assert "weights: some/model" in plan.describe(recipe_of(model={"source": "some/model", "overrides": {}}), world=8)
+
+
+def test_updates_that_would_round_to_nothing_are_told():
+    with pytest.warns(UserWarning, match="most updates round to nothing"):
+        plan.require_valid(recipe_of(model={"dtype": "bfloat16"}), world=1)
 
 
 def test_parameters_gradients_and_states_are_those_of_live_tensors():

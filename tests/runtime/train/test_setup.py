@@ -1,0 +1,74 @@
+"""What comes with a model: the position function of every head with towers, and tokenizers that cannot train it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from patchgen.runtime import attention, registry
+from patchgen.runtime.train import setup
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.verify.small_config import small_config
+
+HEADS = {
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", True),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", True),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", True),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", True),
+    "glm4v_moe": ("Glm4vMoeForConditionalGeneration", True),
+    "qwen3_omni_moe": ("Qwen3OmniMoeThinkerForConditionalGeneration", True),
+    "gemma3": ("Gemma3ForConditionalGeneration", False),
+}
+
+
+@pytest.mark.parametrize("model", HEADS)
+def test_positions_are_those_of_the_head_and_reach_workers(model, tmp_path, monkeypatch):
+    attention.register()
+    name, has_own = HEADS[model]
+    head = getattr(registry.find_model(model).load(), name)
+    config = small_config(head.config_class).config
+    # The parts that are read from files besides the config are of no interest here.
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source: three_words())
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source: "processor")
+    monkeypatch.setattr(setup.models, "read_config", lambda section: config)
+    recipe = from_dict({"model": {"source": str(tmp_path)}, "data": {"kind": "multimodal"}})
+    parts = setup.data_parts(recipe)
+    assert parts.processor == "processor"
+    assert (parts.position_function is not None) == has_own
+    if has_own:
+        pickle.loads(pickle.dumps(parts.position_function))
+
+
+def three_words():
+    """A word-level tokenizer of three tokens, one of them special."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "one": 1, "two": 2}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+
+
+class Config:
+    """What is read of a config."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def get_text_config(self):
+        return self
+
+
+def test_a_tokenizer_must_have_tokens_and_the_model_embeddings_for_them():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    empty = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()), pad_token="<pad>")
+    with pytest.raises(RecipeError, match="'folder' has no tokenizer: .* knows 1 tokens, all of them special"):
+        setup.require_fitting(empty, Config(300), "folder")
+    with pytest.raises(RecipeError, match=r"has 3 tokens and the model a vocab_size of 2: 1 tokens .*'two' = 2"):
+        setup.require_fitting(three_words(), Config(2), "folder")
+    setup.require_fitting(three_words(), Config(3), "folder")
+    placed = Config(2)
+    placed.image_token_id = 2
+    setup.require_fitting(three_words(), placed, "folder")
