@@ -33,11 +33,12 @@ from patchgen.runtime.checkpoint.load import (
     tied_groups,
     unexpected_by_upstream,
 )
+from patchgen.runtime.checkpoint.manifest import examine, require_content
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
-from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer, examine, require_content
+from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
 
 CHUNK = 64 << 20

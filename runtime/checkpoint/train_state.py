@@ -28,7 +28,7 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,14 @@ from patchgen.runtime.checkpoint import optimizer_state, random_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, class_name
 from patchgen.runtime.checkpoint.load import distinct_state
+from patchgen.runtime.checkpoint.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    checksum,
+    examine,
+    require_content,
+)
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
 from patchgen.runtime.checkpoint.staging import Staged, Staging
@@ -52,32 +60,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-MANIFEST, SHARED = "checkpoint.json", "shared.pt"
-FORMAT = 1
+SHARED = "shared.pt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable")  # one process is one process
 
 TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for the slowest disk."""
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step.
-
-    Attributes:
-        files: name -> bytes, of every other file.
-        checksums: name -> CRC-32 of the content.
-    """
-
-    step: int
-    serial: int
-    world: int
-    model_class: str
-    model_type: str
-    origin: dict | None
-    files: dict[str, int]
-    checksums: dict[str, int] = field(default_factory=dict)
 
 
 class Checkpointer:
@@ -411,47 +399,6 @@ class Checkpointer:
         return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
 
 
-def examine(folder: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint, and why it is not whole; "" if it is."""
-    if not folder.is_dir():
-        return None, "it does not exist"
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError as error:
-        return None, str(error)
-    for name, size in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            return manifest, f"{name} is missing"
-        if file.stat().st_size != size:
-            return manifest, f"{name} has {file.stat().st_size} bytes instead of {size}"
-    return manifest, ""
-
-
-def require_content(folder: Path, manifest: Manifest, names: Sequence[str], advice: str = "") -> None:
-    """Compares files with their checksums.
-
-    Raises:
-        CheckpointError: naming those that hold other bytes than were saved.
-    """
-    problems = [f"{name} holds other bytes than were saved" for name in names if _differs(folder, manifest, name)]
-    if problems:
-        raise CheckpointError(f"{folder} is damaged:", problems, advice=advice)
-
-
-def _differs(folder: Path, manifest: Manifest, name: str) -> bool:
-    return checksum(folder / name) != manifest.checksums[name]
-
-
-def checksum(file: Path) -> int:
-    """CRC-32 of a file's bytes."""
-    value = 0
-    with file.open("rb") as stream:
-        while part := stream.read(16 << 20):
-            value = zlib.crc32(part, value)
-    return value
-
-
 class _RankStates(Sequence):
     """The own `extra_state` of every rank of a saved run, read when it is asked for: of a thousand, one uses its own."""
 
@@ -475,26 +422,6 @@ class _RankStates(Sequence):
 
 def _rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Reads `checkpoint.json`.
-
-    Raises:
-        CheckpointError: there is none, or it is not ours.
-    """
-    file = folder / MANIFEST
-    try:
-        fields = json.loads(file.read_text())
-        if fields.pop("format") != FORMAT:
-            raise CheckpointError(f"{file} has another format than {FORMAT}: it is of another version of patchgen")
-        return Manifest(**fields)
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:

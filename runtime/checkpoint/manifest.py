@@ -1,0 +1,94 @@
+"""What a saved training state consists of (`checkpoint.json`), and whether a folder is whole and unchanged."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `checkpoint.json` says. The newest checkpoint has the highest `serial`, whatever its step.
+
+    Attributes:
+        files: name -> bytes, of every other file.
+        checksums: name -> CRC-32 of the content.
+    """
+
+    step: int
+    serial: int
+    world: int
+    model_class: str
+    model_type: str
+    origin: dict | None
+    files: dict[str, int]
+    checksums: dict[str, int] = field(default_factory=dict)
+
+
+def examine(folder: Path) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint, and why it is not whole; "" if it is."""
+    if not folder.is_dir():
+        return None, "it does not exist"
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        return None, str(error)
+    for name, size in manifest.files.items():
+        file = folder / name
+        if not file.is_file():
+            return manifest, f"{name} is missing"
+        if file.stat().st_size != size:
+            return manifest, f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return manifest, ""
+
+
+def require_content(folder: Path, manifest: Manifest, names: Sequence[str], advice: str = "") -> None:
+    """Compares files with their checksums.
+
+    Raises:
+        CheckpointError: naming those that hold other bytes than were saved.
+    """
+    problems = [f"{name} holds other bytes than were saved" for name in names if _differs(folder, manifest, name)]
+    if problems:
+        raise CheckpointError(f"{folder} is damaged:", problems, advice=advice)
+
+
+def _differs(folder: Path, manifest: Manifest, name: str) -> bool:
+    return checksum(folder / name) != manifest.checksums[name]
+
+
+def checksum(file: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    value = 0
+    with file.open("rb") as stream:
+        while part := stream.read(16 << 20):
+            value = zlib.crc32(part, value)
+    return value
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads `checkpoint.json`.
+
+    Raises:
+        CheckpointError: there is none, or it is not ours.
+    """
+    file = folder / MANIFEST
+    try:
+        fields = json.loads(file.read_text())
+        if fields.pop("format") != FORMAT:
+            raise CheckpointError(f"{file} has another format than {FORMAT}: it is of another version of patchgen")
+        return Manifest(**fields)
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{MANIFEST} is damaged: {error}") from error
