@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel
-from patchgen.runtime.parallel import towers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,6 +131,8 @@ def attends_by_lengths(config: object) -> bool:
 
 def tower_kwargs(kwargs: Mapping[str, object]) -> dict[str, object]:
     """The keyword arguments of a forward without those that say where the documents of its text end."""
+    from patchgen.runtime.parallel import towers
+
     return towers.without_packing(kwargs)
 
 
@@ -142,6 +143,8 @@ def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, object] | None = None) -> i
         cu_seqlens: `(sequences + 1,)`. The value of one tensor is read from the device once, whoever asks.
         kwargs: the caller's keyword arguments; a `max_seqlen` in them is taken out and returned.
     """
+    from patchgen.runtime.parallel import towers
+
     return towers.max_seqlen(cu_seqlens, kwargs)
 
 
@@ -159,6 +162,8 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
     Raises:
         ValueError: on all ranks, if one has no input and no minimal one is known.
     """
+    from patchgen.runtime.parallel import towers
+
     state = parallel.current()
     if state is None:
         return inputs_embeds
@@ -187,6 +192,8 @@ def joint_vision(
         `outputs` with both where both are there, and `inputs_embeds` as from `absent_tower` where neither is. On one
         rank both arguments as they are.
     """
+    from patchgen.runtime.parallel import towers
+
     state = parallel.current()
     if state is None:
         return outputs, inputs_embeds

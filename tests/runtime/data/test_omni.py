@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from small_processors import TORCHVISION
 
-from patchgen.runtime import ops
-
 HERE = Path(__file__).parent
 needs_torchvision = pytest.mark.skipif(
     not TORCHVISION.exists(), reason=f"video processors need torchvision: make setup-test puts it into {TORCHVISION}"
@@ -39,7 +37,6 @@ def test_samples_are_what_the_processor_makes():
     assert sum("input_features" in row for row in rows.values()) == 2
 
 
-@pytest.mark.skipif(not hasattr(ops, "tower_rows"), reason="the towers of this version do not divide their rows")
 @needs_torchvision
 def test_images_videos_and_sounds_reach_the_loss_on_two_ranks():
     rows = run("omni_on_ranks.py", timeout=240)
