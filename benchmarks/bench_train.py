@@ -9,8 +9,9 @@ transformers    upstream's class with `experts_implementation="grouped_mm"`, tor
                 `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
 
 Both: the same weights, the same packed rows (documents of log-normal length), fp32 parameters and AdamW, bf16 compute,
-fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above. Losses
-and gradient norms of the first step are compared. MFU is by `runtime/train/flops.py`, for both alike.
+fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above tokens
+(ours: --our-checkpoint-above, since less is kept for the backward). Losses and gradient norms of the first step are
+compared. MFU is by `runtime/train/flops.py`, for both alike.
 """
 
 from __future__ import annotations
@@ -146,13 +147,18 @@ def fill(model: nn.Module, device: str) -> None:
 
 
 def packed_row(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """One row of `tokens` tokens: documents of log-normal length, ids of a Zipf distribution."""
+    """One row of `tokens` tokens: documents of log-normal length, ids as frequent as words (Zipf-Mandelbrot).
+
+    Probability of the id of rank r as 1 / (r + 2.7): the first takes 2.5 %. How uneven ids are decides how unevenly an
+    untrained router loads the experts.
+    """
     draw = numpy.random.default_rng(seed)
     lengths: list[int] = []
     while sum(lengths) < tokens:
         length = max(8, int(draw.lognormal(numpy.log(MEAN_DOCUMENT) - SIGMA**2 / 2, SIGMA)))
         lengths.append(min(length, tokens - sum(lengths)))
-    ids = torch.from_numpy(draw.zipf(1.2, tokens) % vocabulary)[None]
+    share = numpy.cumsum(1 / (numpy.arange(vocabulary) + 1 + 2.7))
+    ids = torch.from_numpy(numpy.searchsorted(share / share[-1], draw.random(tokens)))[None]
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
@@ -259,9 +265,8 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device)
         for mode in ("none", "full"):
-            wanted = [
-                tokens for tokens in arguments.tokens if (tokens > arguments.checkpoint_above) == (mode == "full")
-            ]
+            above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
+            wanted = [tokens for tokens in arguments.tokens if (tokens > above) == (mode == "full")]
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
             model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode)
@@ -286,7 +291,8 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 optimizer = None
                 rows.append(row)
                 if rank == 0:
-                    print(" | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1]), flush=True)
+                    line = " | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1])
+                    print(f"{line}   (after {time.perf_counter() - started:.0f} s)", flush=True)
                 if failed:
                     break  # the gradients that are left may be of half a step; longer rows need more still
             del model
@@ -358,6 +364,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--layouts", nargs="+", default=["FSDP", THEIRS, "EP4", "EP2", "SP2"], choices=list(LAYOUTS))
     parser.add_argument("--checkpoint-above", type=int, default=4096)
+    parser.add_argument("--our-checkpoint-above", type=int, help="default: the same")
     parser.add_argument("--attention", help="default: the first that can run of runtime/train/model.py")
     parser.add_argument("--their-attention", help="default: the same")
     parser.add_argument(
@@ -367,6 +374,8 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
     parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
+    if arguments.our_checkpoint_above is None:
+        arguments.our_checkpoint_above = arguments.checkpoint_above
     started = time.perf_counter()
 
     device = arguments.device

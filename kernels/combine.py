@@ -14,18 +14,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from patchgen.kernels.moe_plan import Plan
+from patchgen.kernels.moe_plan import VARYING, Plan
 
 
 def combine(rows: Tensor, weights: Tensor | None, plan: Plan, top_k: int) -> Tensor:
     """`[T, H]` from `rows [P, H]`, padded, and the routing weights `[T, K]` (None: all ones), in the dtype of `rows`."""
-    num_rows, hidden_size = plan.num_rows, rows.shape[1]
-    out = torch.empty(num_rows // top_k, hidden_size, dtype=rows.dtype, device=rows.device)
+    return sum_slots(rows, weights, plan.padded_of_slot, top_k)
+
+
+def sum_slots(rows: Tensor, weights: Tensor | None, row_of_slot: Tensor, top_k: int) -> Tensor:
+    """The same with the row of each slot `[T * K]`, an integer, given; -1 is a slot that has none."""
+    num_tokens, hidden_size = row_of_slot.numel() // top_k, rows.shape[1]
+    out = torch.empty(num_tokens, hidden_size, dtype=rows.dtype, device=rows.device)
+    if num_tokens == 0:
+        return out
     block = min(triton.next_power_of_2(hidden_size), 1024)
-    _combine[(num_rows // top_k, triton.cdiv(hidden_size, block))](
+    _combine[(num_tokens, triton.cdiv(hidden_size, block))](
         rows,
         weights,
-        plan.padded_of_slot,
+        row_of_slot,
         out,
         H=hidden_size,
         TOP_K=top_k,
@@ -98,7 +105,7 @@ def router_gradient(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _router_gradient(
     partial,
     padded_of_slot,

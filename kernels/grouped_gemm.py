@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
 from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs
 
 
@@ -57,7 +57,7 @@ def grouped_gemm(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _grouped_gemm(
     rows,
     weight,

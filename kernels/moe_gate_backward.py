@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_BACKWARD, multiply, num_programs
 from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward, gate_constants
 
@@ -96,7 +96,7 @@ def gate_backward_gemm(
     return grad_kept, weighted, partial
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _gate_backward_gemm(
     grad_out,
     copied,

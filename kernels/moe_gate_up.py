@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_UP, multiply, num_programs
 from patchgen.kernels.triton_gate import activate, gate_constants, gate_forward
 
@@ -94,7 +94,7 @@ def _weight_descriptor(
     return TensorDescriptor.from_tensor(view, [halves, block_n // halves, block_k])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _gate_up(
     x,
     weight,

@@ -28,6 +28,10 @@ from torch import Tensor
 BLOCK_M = 128
 """Rows per tile in every kernel: one tile table serves all of them."""
 
+VARYING = ("num_tokens", "num_rows", "num_tiles")
+"""Numbers that differ from call to call: under expert parallelism from step to step, on each rank. Triton would compile
+a kernel anew for those divisible by 16, in the middle of training."""
+
 _ROWS_PER_PROGRAM = 1024
 
 
@@ -111,7 +115,7 @@ def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
     return plan
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _plan_experts(
     sorted_keys,
     row_start,
@@ -144,7 +148,7 @@ def _first_row_not_below(sorted_keys, key, num_rows, STEPS: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _plan_rows(
     order,
     padded_of_slot,

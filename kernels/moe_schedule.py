@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -60,13 +61,21 @@ def copy_repays(num_rows: int, num_experts: int, num_columns: int) -> bool:
 
 
 _PROGRAMS_OF_INTERPRETER = 3
+_ROUNDS_BESIDE_COLLECTIVES = 4
 
 
 def num_programs(tensor: Tensor, per_sm: int) -> int:
-    """Programs of a persistent grid, `per_sm` per multiprocessor; a few in Triton's interpreter on the CPU."""
+    """Programs of a persistent grid, `per_sm` per multiprocessor; a few in Triton's interpreter on the CPU.
+
+    Collectives that run at the same time keep some multiprocessors for themselves. The programs that find no place then
+    run when others have ended, as long again as the whole kernel if there is one round of them: several ranks take
+    several shorter rounds.
+    """
     if not tensor.is_cuda:
         return _PROGRAMS_OF_INTERPRETER
-    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    rounds = _ROUNDS_BESIDE_COLLECTIVES if ranks > 1 else 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count * per_sm * rounds
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from patchgen.kernels.moe_plan import BLOCK_M, Plan
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan
 
 
 def pad_rows(tokens: Tensor, top_k: int, plan: Plan) -> Tensor:
@@ -39,7 +39,7 @@ def pad_rows(tokens: Tensor, top_k: int, plan: Plan) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _pad_rows(
     tokens,
     padded_of_slot,

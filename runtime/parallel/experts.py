@@ -20,7 +20,6 @@ results differ by nothing. No atomics: every gather has a gather as its backward
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -162,7 +161,10 @@ def dropped_rows() -> int:
 
 
 def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[Route, Exchange]:
-    expert_S, slot_S = torch.sort(top_k_index.reshape(-1), stable=True)
+    # Keys of one byte are sorted in one pass.
+    keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
+    keys_S, slot_S = torch.sort(keys, stable=True)
+    expert_S = keys_S.to(top_k_index.dtype)
     place_of_slot = torch.empty_like(slot_S)
     place_of_slot[slot_S] = torch.arange(slot_S.numel(), device=slot_S.device)
     place_TK = place_of_slot.view(top_k_index.shape)
@@ -231,21 +233,16 @@ def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
     """`(T, H)`: the sum over k of the rows of a token's slots, in fp32 and in slot order."""
     if rows.shape[0] == 0:
         return rows.new_zeros(route.left_out_TK.shape[0], rows.shape[1])
-    # One kernel on a GPU: as separate steps it would write K rows per token in fp32.
-    function = _compiled_sum() if rows.is_cuda else _sum_of_slots
-    return function(rows, route.row_of_slot_TK, route.left_out_TK)
+    if rows.is_cuda and rows.shape[1] > 1 and rows.dtype != torch.float64:
+        # One kernel: as separate steps it would write K rows per token in fp32.
+        from patchgen.kernels.combine import sum_slots
 
-
-def _sum_of_slots(rows: Tensor, row_of_slot_TK: Tensor, left_out_TK: Tensor) -> Tensor:
+        row_of_slot_TK = torch.where(route.left_out_TK, -1, route.row_of_slot_TK)
+        return sum_slots(rows.contiguous(), None, row_of_slot_TK, row_of_slot_TK.shape[1])
     # Slots left out sort past the last row that was sent.
-    per_slot_TKH = rows[row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
+    per_slot_TKH = rows[route.row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
     wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
-    return torch.where(left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
-
-
-@functools.cache
-def _compiled_sum() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return torch.compile(_sum_of_slots, dynamic=True)
+    return torch.where(route.left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
 
 
 # Both keep the route as saved tensors, not on ctx. So a checkpointed layer drops it, and on every rank its

@@ -23,9 +23,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing
+from patchgen.runtime.parallel.exchange_reduce import ExchangeReduce
 from patchgen.runtime.parallel.state import ParallelState
 
-HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
+HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # attributes of a sharded model
+EXCHANGES = "_patchgen_gradient_exchanges"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class ShardingOptions:
     Attributes:
         param_dtype: what layers compute in; None: as stored. Stored parameters keep their dtype.
         reduce_dtype: what gradients are summed in; None: as computed.
+        exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
+            fewer bytes than a reduce-scatter in a wider dtype. None: where it saves and the ranks share a host.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
         prefetch: layers gathered ahead of the one that runs, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -43,6 +47,7 @@ class ShardingOptions:
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    exchange_gradients: bool | None = None
     reshard_after_forward: bool = True
     prefetch: int = 1
     cpu_offload: bool = False
@@ -114,9 +119,46 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    exchange_gradients(model, state, experts, kept, options)
     set_prefetch(layers, [*experts, *kept], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model
+
+
+def exchange_gradients(
+    model: nn.Module,
+    state: ParallelState,
+    experts: Sequence[nn.Module],
+    kept: Sequence[nn.Module],
+    options: ShardingOptions,
+) -> None:
+    """Lets units whose gradients are narrower than their sum exchange them instead of reduce-scattering.
+
+    Raises:
+        ValueError: asked for, where gradients are computed in the dtype of their sum.
+    """
+    computed, summed = options.param_dtype, options.reduce_dtype
+    saves = computed is not None and summed is not None and computed.itemsize < summed.itemsize
+    if options.exchange_gradients and not saves:
+        raise ValueError(
+            f"exchange_gradients: gradients are computed in {computed or 'the dtype of the parameters'} and summed in "
+            f"{summed or 'the same'}, so there are no bytes to save. Leave it out, or set param_dtype=torch.bfloat16 and "
+            "reduce_dtype=torch.float32."
+        )
+    if not saves or options.exchange_gradients is False:
+        return
+    own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
+    exchanges = []
+    for module in model.modules():
+        if not isinstance(module, FSDPModule) or id(module) in as_is:
+            continue
+        mesh = state.expert_fsdp_mesh if id(module) in own_mesh else state.fsdp_mesh
+        world = mesh.size(mesh.ndim - 1)
+        # Between hosts many small messages may lose to a ring: not measured, so only when asked for.
+        if world > 1 and (options.exchange_gradients or world <= torch.cuda.device_count()):
+            exchanges.append(ExchangeReduce(world, computed))
+            module.set_custom_reduce_scatter(exchanges[-1])
+    setattr(model, EXCHANGES, exchanges)
 
 
 # --------------------------------------------------------------------------------------------- the plan
@@ -286,6 +328,8 @@ def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = Fals
     """
     model.set_requires_all_reduce(is_last)
     model.set_requires_gradient_sync(is_last or not keep_whole)
+    for exchange in getattr(model, EXCHANGES, ()):
+        exchange.as_computed = not keep_whole  # FSDP2 accumulates whole gradients in the dtype of their sum
 
 
 def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:

@@ -387,6 +387,28 @@ def half_precision_is_near(name: str, **options) -> tuple[float, float]:
     return abs(total - losses[0]) / losses[0], abs(norm - norms[0]) / norms[0]
 
 
+def an_exchange_sums_what_a_reduce_scatter_sums(keep_whole: bool, **layout) -> float:
+    """Gradients of two micro-batches in bf16, summed in fp32, both ways; the worst difference relative to the largest."""
+    attention.register()
+    state = cases_sequence.state_of(**layout)
+    found = []
+    for exchange in (False, True):
+        model = build("qwen3_moe", generated=True, attention_name="patchgen_eager")
+        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        options = sharding.ShardingOptions(**dtypes, exchange_gradients=exchange)
+        sharding.shard_model(model, state, options=options)
+        for last in (False, True):
+            sharding.reduce_gradients(model, is_last=last, keep_whole=keep_whole)
+            _one_backward(model, state)
+        own = {key: parameter.grad for key, parameter in model.named_parameters()}
+        assert {gradient.dtype for gradient in own.values()} == {torch.float32}
+        widened = [key for key, value in own.items() if not torch.equal(value.to_local(), value.to_local().bfloat16())]
+        assert len(widened) > len(own) // 2, "the sums are no more precise than bf16"
+        found.append({key: _whole(gradient) for key, gradient in own.items()})
+    by_reduce_scatter, by_exchange = found
+    return max(difference(by_exchange[key], by_reduce_scatter[key]) for key in by_exchange)
+
+
 def every_token_goes_to_the_same_experts(name: str, checkpoint: str = "none") -> None:
     """A router of zeros: the first experts get all tokens, the last rank's experts none, in model and reference."""
     attention.register()

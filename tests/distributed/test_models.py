@@ -142,6 +142,13 @@ def test_half_precision_is_near(two_ranks):
     assert norm_error < 2e-2
 
 
+@pytest.mark.parametrize("keep_whole", [False, True])
+@pytest.mark.parametrize("layout", [{}, {"ep": 2}, {"ep": 4}, {"dp_replicate": 2}], ids=str)
+def test_an_exchange_sums_what_a_reduce_scatter_sums(layout, keep_whole, four_ranks):
+    """In fp32 both, in the same or another order."""
+    assert max(four_ranks.run(cases.an_exchange_sums_what_a_reduce_scatter_sums, keep_whole, **layout)) < 1e-6
+
+
 @pytest.mark.parametrize("checkpoint", ["none", "full", "selective"])
 def test_every_token_goes_to_the_same_experts(checkpoint, two_ranks):
     two_ranks.run(cases.every_token_goes_to_the_same_experts, "qwen3_moe", checkpoint)

@@ -10,7 +10,7 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import moe_plan, moe_triton
+from patchgen.kernels import combine, moe_plan, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
 
 on_gpu = torch.cuda.is_available()
@@ -79,6 +79,17 @@ def test_the_plan_holds_every_slot_once(routing: str):
         else:
             assert int(plan.slot_of_padded[padded_row]) == slot
     assert len(set(plan.padded_of_slot.tolist()) - {-1}) == int(counts.sum())
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_the_rows_of_a_tokens_slots_are_summed(index_dtype: torch.dtype):
+    """Against an index and a sum; three slots have no row, and one token has none at all."""
+    rows_PH = torch.randn(20, 96)
+    row_of_slot_TK = torch.randint(20, (7, 3)).to(index_dtype)
+    row_of_slot_TK[2] = -1
+    row_of_slot_TK[4, 1] = -1
+    expected = torch.where(row_of_slot_TK[..., None] < 0, 0, rows_PH[row_of_slot_TK.clamp(min=0)]).sum(1)
+    torch.testing.assert_close(combine.sum_slots(rows_PH, None, row_of_slot_TK, 3), expected)
 
 
 def test_no_more_tiles_than_planned_for():
