@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from patchgen.runtime.data.agreement import any_rank
+from patchgen.runtime.data.agreement import highest
 from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
@@ -16,7 +16,7 @@ from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.planned import PlannedLoader
 from patchgen.runtime.data.prepare import Prepare, PrepareText
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.stream import MixedStream
+from patchgen.runtime.data.stream import MixedStream, Share
 from patchgen.runtime.data.streamed import StreamedLoader
 from patchgen.runtime.data.text import digest, tokenizer_fingerprint
 
@@ -29,7 +29,7 @@ def build_loader(
     position_function: Callable[..., Any] | None = None,
     batch_index: int,
     num_batches: int,
-    agree: Callable[[bool], bool] = any_rank,
+    agree: Callable[[int], int] = highest,
 ) -> Loader:
     """The micro-batches of one rank.
 
@@ -39,11 +39,11 @@ def build_loader(
         processor: of transformers, for kind multimodal.
         position_function: of the generated model, for kind multimodal: picklable, gives positions `(3, n)`.
         batch_index, num_batches: those of `ParallelState`: the ranks of one sequence-parallel group share them.
-        agree: says whether its argument is true on any rank; asked at every batch of a stream with a number of epochs.
+        agree: the highest number of any rank; asked at every batch of a stream with a number of epochs.
 
     Raises:
         DataError: no data, or data that is refused; the message says where. The same on all ranks where tokens are
-            cached, on the rank that reads the sample where they are not.
+            cached; where they are not, the rank that reads a sample refuses it (`agreement.raise_on_all_ranks`).
     """
     if not 0 <= batch_index < num_batches:
         raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
@@ -80,7 +80,7 @@ def build_loader(
         seed=config.seed,
         shuffled=shuffled,
         epochs=config.epochs,
-        share=(batch_index, num_batches),
+        share=Share(batch_index, num_batches),
     )
     settings = {
         "sources": [
@@ -95,7 +95,5 @@ def build_loader(
         "pool": config.pool_tokens,
         "longest": config.longest,
         "on_long": config.on_long,
-        "batch_index": batch_index,
-        "num_batches": num_batches,
     }
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)

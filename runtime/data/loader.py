@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from patchgen.runtime.data.problems import Counters, DataError
@@ -44,6 +44,15 @@ class Loader(ABC):
         """Goes to a position. The next batch is the one that followed it.
 
         Raises DataError if the position is of other data or other settings: the batches would not be the same.
+        """
+
+    @abstractmethod
+    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+        """The position to go on from on these ranks, whatever the number of ranks that saved.
+
+        Args:
+            own: what this rank saved; None if there were another number of them.
+            all_ranks: gives what all ranks saved, at the same moment.
         """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from patchgen.runtime.data.collate import collate
@@ -80,3 +80,6 @@ class PlannedLoader(Loader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         require_same("samples or settings", self._settings, state["settings"])
         self._plan.load_state_dict(state["plan"])
+
+    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+        return own if own is not None else all_ranks()[0]  # the plan is the same on all

@@ -15,6 +15,15 @@ class DataError(ValueError):
     """The data cannot be used as asked; the message says which file and line, and what to do."""
 
 
+class RefusedElsewhere(DataError):
+    """Another rank cannot go on with its data, and so neither can this one."""
+
+    MESSAGE = "Another rank cannot go on with its data: its own message says why."
+
+    def __init__(self) -> None:
+        super().__init__(self.MESSAGE)
+
+
 class BadSample(Exception):
     """One sample cannot be used: `where` it is (file and line) and `reason`."""
 

@@ -1,6 +1,6 @@
 """Records of several sources one after the other, mixed by weight, of which each rank takes its share.
 
-Every rank walks through the same records and takes every n-th:
+Every rank walks through the same records, which are numbered through all epochs, and takes every n-th:
 
     mixed     a0 b0 a1 a2 b1 a3 a4 ...      rank 0 of 2: a0 a1 b1 a4      rank 1 of 2: b0 a2 a3
 
@@ -17,6 +17,23 @@ from typing import Any
 from patchgen.runtime.data.order import permutation
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record, Source
+
+
+@dataclass(frozen=True)
+class Share:
+    """The records of one rank, by their numbers: from `since` on every `count`-th, and of those before it `left`.
+
+    Records are left where the ranks of an earlier start, of another number, came less far than others of them.
+    """
+
+    index: int
+    count: int
+    since: int = 0
+    left: frozenset[int] = frozenset()
+
+    def holds(self, number: int) -> bool:
+        """Whether the record of this number is one of them."""
+        return number % self.count == self.index if number >= self.since else number in self.left
 
 
 @dataclass
@@ -38,7 +55,7 @@ class MixedStream:
         repeat: a source that ends before the others starts again.
         shuffled: of each source, whether it is read by number, in a new order each lap; otherwise in its own order.
         epochs: None: without end.
-        share: `(index, number of shares)`.
+        share: those of this rank.
     """
 
     def __init__(
@@ -50,7 +67,7 @@ class MixedStream:
         seed: int,
         shuffled: Sequence[bool],
         epochs: int | None,
-        share: tuple[int, int],
+        share: Share,
     ) -> None:
         self._sources = sources
         self._repeat = repeat
@@ -58,22 +75,21 @@ class MixedStream:
         self._seed = seed
         self._shuffled = shuffled
         self._epochs = epochs
-        self._share = share
+        self.share = share
         self.epoch = 0
         self._taken = 0
         self._cursors = [Cursor() for _ in sources]
         self._readers: list[Iterator[tuple[Record, Any]] | None] = [None] * len(sources)
 
-    def __iter__(self) -> Iterator[tuple[int, Record]]:
-        """`(number of the source, record)`, this rank's share."""
-        index, shares = self._share
+    def __iter__(self) -> Iterator[tuple[int, int, Record]]:
+        """`(number of the record, number of its source, record)`, this rank's share."""
         while self._epochs is None or self.epoch < self._epochs:
-            while (number := self._next_source()) is not None:
-                mine = self._taken % shares == index
-                there, record = self._advance(number, wanted=mine)
+            while (source := self._next_source()) is not None:
+                number = self._taken
+                there, record = self._advance(source, wanted=self.share.holds(number))
                 self._taken += there
                 if record is not None:
-                    yield number, record
+                    yield number, source, record
             self.epoch += 1
             self._cursors = [Cursor() for _ in self._sources]
             self._readers = [None] * len(self._sources)

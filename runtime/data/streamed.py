@@ -4,27 +4,34 @@ Each rank reads its own share (`stream.py`), so ranks do not know each other's l
 each other at every batch whether any has one left; those without take part with a batch of padding. Without end they
 need not ask.
 
-A position holds the place of an earlier record, and which samples since then still wait: they are read and prepared again.
+A position holds the place of an earlier record, and which samples since then still wait: they are read and prepared
+again. The positions of all ranks together say which records are left, so any other number of ranks can share them:
+
+    2 ranks   rank 0 has used  0 2 4         waits: 6     next: 8        left: 3 6 and all from 5 on, 6 once
+              rank 1 has used  1             waits: 3     next: 5
+    3 ranks   3 5 6 7 dealt in turn:   3 7 | 5 | 6     then from 8 on every third
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
+from patchgen.runtime.data.agreement import BATCH, NOTHING, REFUSAL
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.loader import Loader, require_same
 from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.prepare import Prepare, Prepared
-from patchgen.runtime.data.problems import Counters, DataError, refuse_bad
+from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere, refuse_bad
 from patchgen.runtime.data.records import Record
-from patchgen.runtime.data.stream import MixedStream
+from patchgen.runtime.data.stream import MixedStream, Share
 
 PLACE_EVERY = 64  # records between two places that a position can start from
+POSITIONS = 2  # of this form: records are numbered over all ranks
 MOST_WAITING = 16384  # samples in the pool, whatever their tokens
 
 Entry = tuple[int, int, int, Record]  # number of the record, its epoch, its source, the record
@@ -43,7 +50,8 @@ class _Workers(Dataset):
 
 
 class StreamedLoader(Loader):
-    """Batches of prepared samples. A position holds for the same number of ranks, on the rank that it was saved on.
+    """Batches of prepared samples. A position holds on the rank that it was saved on; `position_of` makes those of
+    other numbers of ranks.
 
     Args:
         config: how samples become batches.
@@ -51,7 +59,7 @@ class StreamedLoader(Loader):
         prepare: makes samples of them.
         settings: what a saved position must agree with, of plain types.
         pad_token_id: fills padded batches.
-        agree: says whether its argument is true on any rank; see `agreement.any_rank`.
+        agree: the highest number of any rank; see `agreement.highest`.
     """
 
     reads_a_share = True
@@ -64,30 +72,38 @@ class StreamedLoader(Loader):
         *,
         settings: dict[str, Any],
         pad_token_id: int,
-        agree: Callable[[bool], bool],
+        agree: Callable[[int], int],
     ) -> None:
         self.counters = Counters()
         self._config = config
         self._stream = stream
         self._prepare = prepare
-        self._settings = settings
+        self._settings = settings | {"positions": POSITIONS}
         self._pad_token_id = pad_token_id
         self._pad_to = config.tokens_per_batch if config.pad_batches else None
         self._agree = agree
-        self._start(0, 0, [], None)
+        self._start(0, stream.share, [], None)
 
-    def _start(self, first: int, upto: int, waiting: list[Key], state: dict[str, Any] | None) -> None:
-        """Goes on with record `first`, which the stream gives next; of those before `upto` only `waiting` are used."""
+    def _start(self, first: int, share: Share, waiting: Sequence[Key], state: dict[str, Any] | None) -> None:
+        """Goes on with record `first`, which the stream gives next.
+
+        Args:
+            share: what of the stream is used, records of `waiting` among it.
+            waiting: samples that waited; of their records the others were used before.
+        """
         self._pool = Pool(self._config.tokens_per_batch, best_fit=self._config.packing)
         self._samples: dict[Key, dict[str, Any]] = {}
         self._epochs: dict[Key, int] = {}
         self._places = {first: self._stream.state_dict()}
+        self._stream.share = share
         self._next = first
-        self._upto = upto
-        self._waiting = set(waiting)
-        self._epoch = self._usable_epoch = self._stream.epoch
+        self._waiting: dict[int, set[int]] = {}
+        for number, piece in waiting:
+            self._waiting.setdefault(number, set()).add(piece)
+        self._upto = max(self._waiting, default=first - 1) + 1
+        self._epoch = self._stream.epoch
+        self._usable_epoch: int | None = None
         self._prepared: Iterator[tuple[int, int, Prepared]] | None = None
-        self._first = first
         self._loaded = state
 
     @property
@@ -96,8 +112,8 @@ class StreamedLoader(Loader):
 
     def _entries(self) -> Iterator[Entry]:
         """Runs in this process, as far ahead as the workers are fed."""
-        for number, (source, record) in enumerate(self._stream, self._first):
-            if (number + 1) % PLACE_EVERY == 0:
+        for count, (number, source, record) in enumerate(self._stream, 1):
+            if count % PLACE_EVERY == 0:
                 self._places[number + 1] = self._stream.state_dict()
             yield number, self._stream.epoch, source, record
 
@@ -123,31 +139,44 @@ class StreamedLoader(Loader):
 
     def _take_in(self, number: int, epoch: int, prepared: Prepared) -> None:
         self._next = number + 1
-        again = number < self._upto
-        if prepared.problem is not None and not again:
+        waiting = self._waiting.pop(number, None)  # None: it was not read before
+        if prepared.problem is not None and waiting is None:
             outcome, where, reason = prepared.problem
             if outcome == "bad" and self._config.on_bad == "error":
                 raise refuse_bad(where, reason)
             self.counters.add(outcome, where, reason)
-        if epoch > self._usable_epoch + 1:
-            raise DataError(f"No usable sample for this rank in a whole epoch: {self.counters.summary()}.")
-        if prepared.samples:
-            self._usable_epoch = epoch
+        self._require_usable(number, epoch, prepared)
         for piece, sample in enumerate(prepared.samples):
             key = (number, piece)
-            if not again or key in self._waiting:
+            if waiting is None or piece in waiting:
                 self._samples[key] = sample
                 self._epochs[key] = epoch
                 self._pool.add(key, sample["input_ids"].shape[-1])
 
+    def _require_usable(self, number: int, epoch: int, prepared: Prepared) -> None:
+        """Refuses a share of the samples of which none was usable in a whole epoch: an endless search."""
+        if number < self._stream.share.since:  # what an earlier start left of some epoch says nothing of whole ones
+            return
+        if self._usable_epoch is None or prepared.samples:
+            self._usable_epoch = epoch
+        elif epoch > self._usable_epoch + 1:
+            raise DataError(f"No usable sample for this rank in a whole epoch: {self.counters.summary()}.")
+
     def __next__(self) -> dict[str, Any]:
-        self._refill()
-        mine = len(self._pool) > 0
-        if not mine and not (self._config.epochs is not None and self._agree(False)):
+        refusal = None
+        try:
+            self._refill()
+        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+            refusal = error
+        mine = REFUSAL if refusal else BATCH if len(self._pool) else NOTHING
+        any_rank = self._agree(mine) if self._config.epochs is not None else mine
+        if refusal is not None:
+            raise refusal
+        if any_rank == REFUSAL:
+            raise RefusedElsewhere
+        if any_rank == NOTHING:
             raise StopIteration
-        if mine and self._config.epochs is not None:
-            self._agree(True)
-        keys = self._pool.take() if mine else []
+        keys = self._pool.take() if mine == BATCH else []
         samples = [self._samples.pop(key) for key in keys]
         if keys:
             self._epoch = self._epochs[keys[0]]
@@ -171,21 +200,74 @@ class StreamedLoader(Loader):
         if self._loaded is not None:
             return self._loaded
         place = max(number for number in self._places if number <= self._oldest())
+        share = self._stream.share
         return {
             "settings": self._settings,
+            "share": [share.index, share.count],
             "stream": self._places[place],
             "first": place,
-            "upto": self._next,
+            "since": max(share.since, self._next),
+            "left": sorted(number for number in share.left if number >= self._next),
             "waiting": [list(key) for key in self._pool],
             "counters": self.counters.as_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        require_same("samples, settings or ranks", self._settings, state["settings"])
+        require_same("samples or settings", self._settings, state["settings"])
+        index, count = self._stream.share.index, self._stream.share.count
+        if state["share"] != [index, count]:
+            raise DataError(
+                f"The saved position is of share {state['share'][0]} of {state['share'][1]} of the samples, and this "
+                f"rank reads share {index} of {count}. Take the positions of all ranks: loader.position_of(None, ...)."
+            )
         self._stream.load_state_dict(state["stream"])
-        # Positions that were saved without counters count from here on.
-        self.counters = Counters.from_dict(state.get("counters", Counters().as_dict()))
-        self._start(state["first"], state["upto"], [tuple(key) for key in state["waiting"]], state)
+        self.counters = Counters.from_dict(state["counters"])
+        waiting = [(number, piece) for number, piece in state["waiting"]]
+        left = frozenset(state["left"]).union(number for number, _ in waiting)
+        self._start(state["first"], Share(index, count, state["since"], left), waiting, state)
+
+    def position_of(self, own: dict[str, Any] | None, all_ranks: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
+        share = self._stream.share
+        if own is not None and own.get("share") == [share.index, share.count]:
+            return own
+        states = all_ranks()
+        for state in states:
+            require_same("samples or settings", self._settings, state["settings"])
+        return dealt_anew(states, share.index, share.count)
+
+
+def dealt_anew(states: Sequence[dict[str, Any]], index: int, count: int) -> dict[str, Any]:
+    """The position of rank `index` of `count` out of those of all ranks of an earlier start, saved at one moment.
+
+    Raises:
+        DataError: a share of the samples has no position.
+    """
+    by_share = {state["share"][0]: state for state in states}  # ranks of one SP group have the same
+    shares = states[0]["share"][1]
+    if missing := sorted(set(range(shares)) - set(by_share)):
+        raise DataError(f"The saved positions are of {shares} shares of the samples, and of {missing} there is none.")
+    since = max(state["since"] for state in states)
+    left: dict[int, list[int] | None] = {}  # number of the record -> the samples of it that waited; None: all of it
+    for share, state in by_share.items():
+        left |= dict.fromkeys(state["left"])
+        left |= dict.fromkeys(number for number in range(state["since"], since) if number % shares == share)
+        for number, piece in state["waiting"]:
+            left.setdefault(number, []).append(piece)
+    mine = sorted(left)[index::count]
+    earliest = min(states, key=lambda state: state["first"])
+    counters = Counters()
+    for state in by_share.values() if index == 0 else ():  # counted once over all ranks
+        counters.merge(Counters.from_dict(state["counters"]))
+    return {
+        "settings": earliest["settings"],
+        "share": [index, count],
+        "stream": earliest["stream"],
+        "first": earliest["first"],
+        "since": since,
+        "left": [number for number in mine if left[number] is None],
+        "waiting": [[number, piece] for number in mine for piece in left[number] or ()],
+        "counters": counters.as_dict(),
+    }
 
 
 def _as_it_is(sample: Any) -> Any:

@@ -1,7 +1,8 @@
 """The micro-batches of a step, and what all ranks agree on before they begin it.
 
 Ranks must take the same number of steps, or one waits forever for the others. So before each step they add up, in one
-collective on the host, whether anyone's data have ended, whether anyone was asked to stop, and what the step holds:
+collective on the host, whether anyone's data have ended or were refused, whether anyone was asked to stop, and what the
+step holds:
 
     rank 0: has 2 batches, 1,950 labels           total: 0 ended, 1 asked to stop, 7,801 labels
     rank 1: has 2 batches, 1,947 labels, Ctrl-C     ->  nobody begins; all save and leave
@@ -9,29 +10,20 @@ collective on the host, whether anyone's data have ended, whether anyone was ask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data import DataError, Loader
+from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
-
-
-class Loader(Protocol):
-    """What the trainer needs of a loader: whole micro-batches, and a position to continue from."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -99,27 +91,40 @@ class Feed:
         """The next step; every rank must call this, and all get a step or all get the end.
 
         Raises:
-            DataError: on all ranks, a whole step without a label.
+            DataError: on all ranks, a whole step without a label, or data that any rank refuses.
         """
-        whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
-        mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
+        failure, whole, mine, own = None, [], [], [0.0] * 4
+        try:
+            whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
+            mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
+            own = [not whole, *self._figures(whole, mine)]
+        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+            failure = error
         # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
         short = len(whole) < self.num_micro_batches
+        ended, tokens, labels, flops, stops, failures = all_reduce(
+            torch.tensor([*own, self.should_stop(), failure is not None], dtype=torch.float64),
+            operation="agree on the next step",
+        ).tolist()
+        if failures:
+            raise_on_all_ranks(failure)
+        if stops:
+            return End("stop")
+        if ended or (short and not labels):
+            return End("data")
+        if not labels:
+            raise DataError(
+                f"A step holds {int(tokens)} tokens and not one label: there is nothing to learn from it. Look at how "
+                "the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
+            )
+        return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops)
+
+    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> tuple[int, int, float]:
+        """Tokens, labels and FLOPs that this rank adds to the step."""
         # SP ranks hold the same rows: the first of them counts. Labels are counted in slices.
         lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
         labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
-        own = [not whole, self.should_stop(), sum(lengths), labels, self.cost.flops(lengths)]
-        total = all_reduce(torch.tensor(own, dtype=torch.float64), operation="agree on the next step").tolist()
-        if total[1]:
-            return End("stop")
-        if total[0] or (short and not total[3]):
-            return End("data")
-        if not total[3]:
-            raise DataError(
-                f"A step holds {int(total[2])} tokens and not one label: there is nothing to learn from it. Look at how "
-                "the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
-            )
-        return StepBatches(mine, self.loader.state_dict(), int(total[2]), int(total[3]), total[4])
+        return sum(lengths), labels, self.cost.flops(lengths)
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:

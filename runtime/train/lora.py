@@ -58,7 +58,9 @@ def add_adapters(
         missing = [target for target in targets if not any(_ends_with(name, target) for name in there)]
         if missing:
             raise RecipeError(f"lora.{kind}: {', '.join(missing)} match nothing in {type(model).__name__}.")
-    with torch.random.fork_rng():
+    # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         adapted = peft.get_peft_model(
             model,

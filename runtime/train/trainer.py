@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
-from patchgen.runtime.data import DataError
-from patchgen.runtime.data.agreement import counters_of_all_ranks
+from patchgen.runtime.data import DataError, Loader
+from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, lora, optimizers, setup
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train.feed import End, Feed, Loader, StepBatches, micro_batches_per_step, to_device
+from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
 from patchgen.runtime.train.signals import StopRequest
@@ -59,11 +59,8 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
-        self.parts = setup.data_parts(recipe)
-        self.loader: Loader = setup.open_loader(recipe.data, self.parts, self.state)
-        self.eval_loader: Loader | None = None
-        if recipe.eval_data is not None:  # now: what is wrong with it would else be told after hours
-            self.eval_loader = setup.open_loader(recipe.eval_data, self.parts, self.state)
+        self.parts, self.loader, self.eval_loader = together(self.open_data)
+        if self.eval_loader is not None:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
@@ -79,6 +76,13 @@ class Trainer:
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
         self.step, self.skipped, self.saved_step = 0, 0, 0
+
+    def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
+        """Tokenizer and processor, and the loaders: both now, for what is wrong with the evaluation's would else be told
+        after hours."""
+        recipe, parts = self.recipe, setup.data_parts(self.recipe)
+        loader = setup.open_loader(recipe.data, parts, self.state)
+        return parts, loader, setup.open_loader(recipe.eval_data, parts, self.state) if recipe.eval_data else None
 
     # ------------------------------------------------------------------------------------------ the loop
 
@@ -199,10 +203,9 @@ class Trainer:
         saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, wanted, strict=True):
             group.update(options)  # the recipe decides, changed or not since then
-        # A plan of cached samples holds for any number of ranks; a stream's own position says so if it does not fit.
-        own = saved["rank"] if saved["rank"] is not None else saved["ranks"][0]
-        self.step, position = saved["step"], own["loader"]
-        self.saved_step = self.step
+        own = saved["rank"]["loader"] if saved["rank"] is not None else None
+        position = self.loader.position_of(own, lambda: [rank["loader"] for rank in saved["ranks"]])
+        self.step = self.saved_step = saved["step"]
         self.loader.load_state_dict(position)
         return position
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from patchgen.runtime import parallel
+from patchgen.runtime.data import DataError
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.records import Evaluation, Listener, StepRecord, Summary
@@ -56,6 +60,43 @@ def divergence(values: dict) -> str:
     except TrainingStopped as error:
         return str(error)
     raise AssertionError("the run went on")
+
+
+def data_error(values: dict) -> tuple[str, float]:
+    """What a run is refused with on this rank because of its data, and the seconds until then."""
+    started = time.monotonic()
+    try:
+        train(values)
+    except DataError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("the data were accepted")
+
+
+def data_error_where_one_sees_nothing(values: dict) -> str:
+    """The same where the files of a source are on the disk of rank 0 only."""
+    source = Path(values["data"]["sources"][0]["path"])
+    if dist.get_rank() == 0:
+        (source.parent / "rank-0.jsonl").write_text('{"text": "here"}\n')
+    else:
+        values["data"]["sources"][0]["path"] = str(source.with_name("elsewhere-*.jsonl"))
+    return data_error(values)[0]
+
+
+def documents(values: dict) -> tuple[list[list[int]], Summary]:
+    """The documents that this rank's batch group trained on, token by token, and the end of the run."""
+    trainer = Trainer(from_dict(values), torch.device("cpu"))
+    forward_backward, found = trainer.forward_backward, []
+
+    def noted(batches):
+        for row in batches.micro_batches:
+            ids, bounds = row["input_ids"][0].tolist(), row["cu_seq_lens_q"].tolist()
+            labels = row["shift_labels"][0].tolist()
+            pieces = [(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(bounds)]
+            found.extend(tokens for tokens, learned in pieces if set(learned) != {-100})
+        return forward_backward(batches)
+
+    trainer.forward_backward = noted
+    return found, trainer.run()
 
 
 PROBE = [5, 80, 33, 120, 7, 61, 250, 9]

@@ -70,6 +70,57 @@ def test_all_ranks_end_with_the_data(trainer_folder, tmp_path, four_ranks):
     assert len({summary.steps for summary in summaries}) == 1 and 0 < summaries[0].steps < 1000
 
 
+@pytest.mark.parametrize("epochs", [None, 1], ids=["endless", "one epoch"])
+def test_a_sample_that_one_rank_refuses_ends_all_with_the_same_words(epochs, trainer_folder, tmp_path, two_ranks):
+    """The second of two ranks meets the broken line, steps after the first: no rank waits for it."""
+    lines = (trainer_folder / "text.jsonl").read_text().splitlines()
+    (tmp_path / "broken.jsonl").write_text("\n".join([*lines[:81], '{"text": ', *lines[81:]]))
+    values = cases.recipe_of(
+        trainer_folder,
+        data={"sources": [{"path": str(tmp_path / "broken.jsonl"), "streaming": True}], "pool": 1, "epochs": epochs},
+        train={"steps": 1000, "batches_per_step": 2},
+        log={"directory": str(tmp_path / "run")},
+    )
+    told = two_ranks.run(cases.data_error, values, timeout=60)
+
+    assert told[0][0] == told[1][0]
+    assert f"rank 1: {tmp_path / 'broken.jsonl'}:82: not readable" in told[0][0]
+    assert "data.on_bad" in told[0][0]
+
+
+def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_path, two_ranks):
+    source = {"path": str(tmp_path / "rank-*.jsonl"), "streaming": True}
+    values = cases.recipe_of(trainer_folder, data={"sources": [source]}, log={"directory": str(tmp_path / "run")})
+    told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, timeout=60)
+    assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
+
+
+def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(
+    trainer_folder, tmp_path, one_rank, two_ranks, four_ranks
+):
+    """Four ranks, then one, then two; each stops at a step, the last at the end of the data."""
+    changes = {
+        "data": {
+            "sources": [{"path": str(trainer_folder / "text.jsonl"), "streaming": True}],
+            "epochs": 1,
+            "on_long": "split",
+        },
+        "checkpoint": {"export": False},
+        "log": {"directory": str(tmp_path / "run")},
+    }
+    seen = []
+    for pool, layout, steps in ((four_ranks, {"ep": 2}, 5), (one_rank, {}, 9), (two_ranks, {}, 1000)):
+        values = cases.recipe_of(
+            trainer_folder, parallel=layout, train={"steps": steps, "batches_per_step": 4}, **changes
+        )
+        found = pool.run(cases.documents, values)
+        seen += [document for documents, _ in found for document in documents]
+    assert {summary.reason for _, summary in found} == {"data"}
+    whole = cases.recipe_of(trainer_folder, **{**changes, "log": {"directory": str(tmp_path / "whole")}})
+    expected = one_rank.run(cases.documents, {**whole, "train": {"steps": 1000, "batches_per_step": 4}})[0][0]
+    assert sorted(seen) == sorted(expected)
+
+
 def test_muon_has_the_same_curve_on_four_ranks(trainer_folder, tmp_path, one_rank, four_ranks):
     """Its Newton-Schulz iteration computes in bfloat16, so curves part earlier than those of AdamW."""
     optim = {"name": "muon", "lr": 3e-3, "muon_lr": 1e-2}

@@ -34,7 +34,7 @@ def make_loaders(corpus: Corpus, num_batches: int, *, streaming: bool = False, *
         sources = [SourceConfig(**{**vars(source), "streaming": True}) for source in config.sources]
         config = DataConfig(**{**vars(config), "sources": tuple(sources)})
     return [
-        build_loader(config, tokenizer=corpus[1], batch_index=index, num_batches=num_batches, agree=bool)
+        build_loader(config, tokenizer=corpus[1], batch_index=index, num_batches=num_batches, agree=int)
         for index in range(num_batches)
     ]
 

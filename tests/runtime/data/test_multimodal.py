@@ -46,7 +46,7 @@ def loader_of(path, *, index: int = 0, count: int = 1, processor: Any = None, **
     config = DataConfig(
         sources=(SourceConfig(str(path)),), kind="multimodal", **{"tokens_per_batch": 200, "epochs": 1, **changes}
     )
-    return build_loader(config, processor=processor or PROCESSOR, batch_index=index, num_batches=count, agree=bool)
+    return build_loader(config, processor=processor or PROCESSOR, batch_index=index, num_batches=count, agree=int)
 
 
 PROCESSOR = image_processor()

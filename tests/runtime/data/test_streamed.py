@@ -11,7 +11,7 @@ from corpora import documents_of, everything_in, make_corpus, make_loaders
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loader
+from patchgen.runtime.data import Counters, DataConfig, DataError, SourceConfig, build_loader
 
 
 @pytest.fixture(scope="module")
@@ -19,37 +19,75 @@ def corpus(tmp_path_factory):
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """The corpus with a broken line at the end of each file."""
+    corpus = make_corpus(tmp_path_factory.mktemp("broken"))
+    for source in corpus[0].sources:
+        with open(source.path, "a") as file:
+            file.write('{"text": \n')
+    return corpus
+
+
 def drain(loader, seen):
     for batch in loader:
         seen.update(documents_of(batch))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
-    num_batches=st.integers(1, 5),
-    stops=st.lists(st.integers(0, 6), min_size=1, max_size=3),
+    num_batches=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    stops=st.lists(st.integers(0, 6), min_size=3, max_size=3),
     packing=st.booleans(),
     pool=st.integers(1, 8),
     tokens=st.integers(16, 200),
     epochs=st.integers(1, 3),
 )
 def test_each_token_once_for_any_ranks_and_resume_points(corpus, num_batches, stops, packing, pool, tokens, epochs):
+    """Each start on another number of ranks, or the same."""
     changes = {"packing": packing, "pool": pool, "tokens_per_batch": tokens, "epochs": epochs, "streaming": True}
     expected = Counter({document: count * epochs for document, count in everything_in(corpus, tokens).items()})
     seen = Counter()
-    loaders = make_loaders(corpus, num_batches, **changes)
-    for stop in stops:
+    loaders = make_loaders(corpus, num_batches[0], **changes)
+    for stop, ranks in zip(stops, num_batches[1:], strict=False):
         for loader in loaders:
             for _, batch in zip(range(stop), loader, strict=False):
                 seen.update(documents_of(batch))
-        states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
-        loaders = make_loaders(corpus, num_batches, **changes)
-        for loader, state in zip(loaders, states, strict=True):
-            loader.load_state_dict(state)
-            assert json.loads(json.dumps(loader.state_dict())) == state
+        loaders = resumed(corpus, loaders, ranks, **changes)
     for loader in loaders:
         drain(loader, seen)
     assert seen == expected
+
+
+def resumed(corpus, loaders, ranks, **changes):
+    """Loaders on another number of ranks, or the same, that go on where these are."""
+    states = [json.loads(json.dumps(loader.state_dict())) for loader in loaders]
+    after = make_loaders(corpus, ranks, **changes)
+    for rank, loader in enumerate(after):
+        own = states[rank] if len(states) == ranks else None
+        state = json.loads(json.dumps(loader.position_of(own, lambda: states)))
+        loader.load_state_dict(state)
+        assert json.loads(json.dumps(loader.state_dict())) == state
+        assert own is None or state == own
+    return after
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_batches=st.tuples(*[st.integers(1, 4)] * 3), stops=st.tuples(*[st.integers(0, 4)] * 2))
+def test_samples_are_counted_once_however_many_ranks_resume(broken, num_batches, stops):
+    """Bad samples, those left by a rank that was ahead of the others among them."""
+    changes = {"streaming": True, "on_bad": "skip", "tokens_per_batch": 64, "pool": 1, "epochs": 2}
+    loaders = make_loaders(broken, num_batches[0], **changes)
+    for stop, ranks in zip(stops, num_batches[1:], strict=True):
+        for number, loader in enumerate(loaders):
+            list(zip(range(stop + number), loader, strict=False))
+        loaders = resumed(broken, loaders, ranks, **changes)
+    total = Counters()
+    for loader in loaders:
+        list(loader)
+        total.merge(loader.counters)
+    assert total.counts == {"bad": 4}
+    assert len(total.places) == 4
 
 
 @settings(max_examples=20, deadline=None)
@@ -110,21 +148,39 @@ def test_weights_set_the_shares_and_no_source_is_left_out(corpus):
 
 def test_a_position_of_another_rank_is_refused(corpus):
     one, other = make_loaders(corpus, 2, streaming=True)
-    with pytest.raises(DataError, match="batch_index: saved 0, now 1"):
+    with pytest.raises(DataError, match="is of share 0 of 2 of the samples, and this rank reads share 1 of 2"):
         other.load_state_dict(one.state_dict())
+    with pytest.raises(DataError, match=r"of 2 shares of the samples, and of \[1\] there is none"):
+        other.position_of(None, lambda: [one.state_dict()])
+    (different,) = make_loaders(corpus, 1, streaming=True, tokens_per_batch=64)
+    with pytest.raises(DataError, match="tokens_per_batch: saved 128, now 64"):
+        different.position_of(None, lambda: [one.state_dict(), other.state_dict()])
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
-    corpus = make_corpus(tmp_path)
-    for source in corpus[0].sources:
-        with open(source.path, "a") as file:
-            file.write('{"text": \n')
+def test_ranks_that_share_sequences_count_once_among_the_positions(corpus):
+    """Two SP groups of two ranks become four groups: each sample once."""
+    pairs = [make_loaders(corpus, 2, streaming=True, tokens_per_batch=64, pool=1) for _ in range(2)]
+    seen = Counter()
+    for twins in zip(*pairs, strict=True):
+        found = [next(loader) for loader in twins]
+        assert torch.equal(found[0]["input_ids"], found[1]["input_ids"])
+        seen.update(documents_of(found[0]))
+    ranks = [twin for twins in zip(*pairs, strict=True) for twin in twins]
+    after = make_loaders(corpus, 4, streaming=True, tokens_per_batch=64, pool=1)
+    for loader, rank in zip(after, ranks, strict=True):
+        # The number of ranks is the same, so each has a position of its own, of another share.
+        loader.load_state_dict(loader.position_of(rank.state_dict(), lambda: [one.state_dict() for one in ranks]))
+        drain(loader, seen)
+    assert seen == everything_in(corpus, 64)
+
+
+def test_a_resumed_run_goes_on_counting(broken):
     changes = {"streaming": True, "on_bad": "skip", "tokens_per_batch": 64, "pool": 1, "epochs": 2}
-    (whole,) = make_loaders(corpus, 1, **changes)
+    (whole,) = make_loaders(broken, 1, **changes)
     states = [whole.state_dict() for _ in whole]
     assert whole.counters.counts == {"bad": 4}
     for state in (states[0], states[len(states) // 2], states[-1]):
-        (again,) = make_loaders(corpus, 1, **changes)
+        (again,) = make_loaders(broken, 1, **changes)
         again.load_state_dict(state)
         list(again)
         assert again.counters == whole.counters
