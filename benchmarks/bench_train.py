@@ -235,22 +235,25 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
 
 
 def profile(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
-    """The kernels that take most of one step, with their share of it, and the share without any kernel."""
+    """The kernels and the calls of the host that take most of one step, with their share of it."""
     step: Callable = their_step if name == THEIRS else our_step
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
     synchronise(setting)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    both = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=both) as profiler:
         started = time.perf_counter()
         step(model, optimizer, inputs, state, items)
         synchronise(setting)
         seconds = time.perf_counter() - started
     if dist.get_rank() == 0:
-        kernels = sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)
+        events = profiler.key_averages()
         print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
-        for event in kernels[:14]:
-            share = event.device_time_total / 1e6 / seconds
-            print(f"  {share:6.1%} {event.count:>6} x  {event.key[:120]}", flush=True)
+        kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        for time_of, chosen in (("self_device_time_total", kernels), ("self_cpu_time_total", events)):
+            for event in sorted(chosen, key=lambda event: -getattr(event, time_of))[:14]:
+                share = getattr(event, time_of) / 1e6 / seconds
+                print(f"  {share:6.1%} {event.count:>6} x  {event.key[:120]}", flush=True)
 
 
 # ------------------------------------------------------------------------------------------------- the run
