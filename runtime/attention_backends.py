@@ -8,7 +8,8 @@ Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)`
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -375,18 +376,22 @@ def _needs(module: str | None, package: str) -> Callable[[], str | None]:
     def reason() -> str | None:
         if not torch.cuda.is_available():
             return "it needs a CUDA device"
-        if module is not None and not _importable(module):
-            return f"it needs the package {package} (`pip install {package}`)"
+        failure = _failed_import(module) if module is not None else None
+        if failure is not None:
+            return f"it needs the package {package} (`pip install {package}`): {failure}"
         return None
 
     return reason
 
 
-def _importable(module: str) -> bool:
+@functools.cache
+def _failed_import(module: str) -> str | None:
+    """Why `module` cannot be imported: missing, lacking something in turn, or built for another torch."""
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package of `module` is missing
-        return False
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 # The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.

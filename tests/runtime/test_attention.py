@@ -13,7 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from patchgen.runtime import attention
+from patchgen.runtime import attention, attention_backends
 from patchgen.runtime.attention_backends import BACKENDS, Attention, Documents
 
 SIZES = {
@@ -239,3 +239,12 @@ def test_masks_of_packed_rows_are_those_of_each_document(way, told):
     assert torch.equal(within[0, 0] == 0, expected)
     assert told == "lengths" or within is mask
     assert attention._within_documents(mask, bounds, "Attention") is within
+
+
+def test_a_package_that_lacks_a_package_is_unavailable_with_that_reason(tmp_path, monkeypatch):
+    """There is a difference between a package that can be found and one that can be imported."""
+    (tmp_path / "kernels_without_base.py").write_text("import the_missing_base\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = attention_backends._needs("kernels_without_base", "kernels")()
+    assert "kernels" in reason and "No module named 'the_missing_base'" in reason
