@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
@@ -100,6 +102,15 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
                 part.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+def is_whole(export: Path) -> bool:
+    """Whether a folder holds all that an export of a model, or of adapters, was written with."""
+    index = export / INDEX
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE, CONFIG}
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    has = {file.name for file in export.glob("*")}
+    return INCOMPLETE not in has and (files <= has or adapter <= has)
 
 
 def listeners(recipe: Recipe) -> tuple[Listener, ...]:

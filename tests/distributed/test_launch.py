@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -69,6 +70,26 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, o
     assert losses(tmp_path / "run") == whole, "bit for bit, as if never stopped"
 
 
+def test_a_run_that_is_done_does_nothing_again_but_write_an_export_that_is_gone(trainer_folder, tmp_path):
+    arguments = command(trainer_folder, tmp_path, train={"steps": 3}, checkpoint={"export": True})
+
+    def told() -> str:
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    weights = tmp_path / "run" / "export" / "model.safetensors"
+    assert "Nothing" not in told()
+    written = weights.stat().st_mtime_ns
+    again = told()
+    assert "Nothing to train: " in again and "has 3 of 3 steps" in again
+    assert "Nothing to export: " in again and weights.stat().st_mtime_ns == written
+    assert len(losses(tmp_path / "run")) == 3
+    weights.unlink()
+    assert "Nothing to export" not in told()
+    assert weights.is_file()
+
+
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(trainer_folder, tmp_path):
     changes = {"train": {"restarts": 1}, "checkpoint": {"every": 5, "export": False}}
@@ -97,6 +118,48 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
     assert process.returncode == launch.STOPPED, text
     assert "stopped as asked" in text
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.slow
+def test_two_agents_train_as_one_and_outlive_a_killed_rank(trainer_folder, tmp_path):
+    """Two machines are two agents that meet at a port: here both are on this one, with a rank each.
+
+    The same losses, bit for bit, as one agent with two ranks; also when the rank of the second agent is killed once, for
+    both agents then start theirs again from the last checkpoint.
+    """
+    changes = {"train": {"restarts": 1}, "checkpoint": {"every": 5, "export": False}, "parallel": {"ep": 2}}
+    (tmp_path / "one").mkdir()
+    arguments = command(trainer_folder, tmp_path / "one", "--nproc", "2", **changes)
+    one = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
+    assert one.returncode == 0, one.stdout + one.stderr
+
+    for name, kill in (("two", False), ("killed", True)):
+        place = tmp_path / name
+        place.mkdir()
+        meeting = f"localhost:{free_port()}"
+        arguments = command(
+            trainer_folder, place, "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", meeting, **changes
+        )
+        agents = [start(arguments) for _ in range(2)]
+        try:
+            if kill:
+                wait_for_step(agents[0], place / "run", 12)
+                os.kill(ranks_of(agents[1].pid)[0], signal.SIGKILL)
+            told = [agent.communicate(timeout=240)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                if agent.poll() is None:
+                    os.killpg(agent.pid, signal.SIGKILL)
+        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(told)
+        assert ("continued after step" in "".join(told)) == kill
+        assert losses(place / "run") == losses(tmp_path / "one" / "run")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
 
 
 def ranks_of(pid: int) -> list[int]:
