@@ -70,26 +70,6 @@ def test_ctrl_c_saves_and_the_same_command_continues(trainer_folder, tmp_path, o
     assert losses(tmp_path / "run") == whole, "bit for bit, as if never stopped"
 
 
-def test_a_run_that_is_done_does_nothing_again_but_write_an_export_that_is_gone(trainer_folder, tmp_path):
-    arguments = command(trainer_folder, tmp_path, train={"steps": 3}, checkpoint={"export": True})
-
-    def told() -> str:
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    weights = tmp_path / "run" / "export" / "model.safetensors"
-    assert "Nothing" not in told()
-    written = weights.stat().st_mtime_ns
-    again = told()
-    assert "Nothing to train: " in again and "has 3 of 3 steps" in again
-    assert "Nothing to export: " in again and weights.stat().st_mtime_ns == written
-    assert len(losses(tmp_path / "run")) == 3
-    weights.unlink()
-    assert "Nothing to export" not in told()
-    assert weights.is_file()
-
-
 @pytest.mark.slow
 def test_a_killed_rank_is_restarted_from_the_last_checkpoint(trainer_folder, tmp_path):
     changes = {"train": {"restarts": 1}, "checkpoint": {"every": 5, "export": False}}

@@ -49,6 +49,21 @@ def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank
     close(rest, losses[3:], 1e-5)
 
 
+def test_a_run_that_is_done_writes_only_an_export_that_is_gone(trainer_folder, tmp_path, one_rank):
+    values = cases.recipe_of(
+        trainer_folder, train={"steps": 3}, checkpoint={"export": True}, log={"directory": str(tmp_path / "run")}
+    )
+    weights = tmp_path / "run" / "export" / "model.safetensors"
+    assert len(one_rank.run(cases.train, values)[0][0]) == 3
+    written = weights.stat().st_mtime_ns
+    losses, _, summary = one_rank.run(cases.train, values)[0]
+    assert losses == [] and summary.export == str(weights.parent)
+    assert weights.stat().st_mtime_ns == written
+    weights.unlink()
+    one_rank.run(cases.train, values)
+    assert weights.is_file()
+
+
 def test_a_changed_learning_rate_counts_when_a_run_continues(trainer_folder, tmp_path, one_rank):
     values = cases.recipe_of(
         trainer_folder, optim={"warmup_steps": 0}, train={"steps": 2}, log={"directory": str(tmp_path / "run")}
