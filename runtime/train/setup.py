@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,9 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
+
+
+SHARED_SECONDS = 30.0  # network file systems show what others wrote after a while
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,34 @@ def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
         batch_index=state.batch_index,
         num_batches=state.config.num_batches,
     )
+
+
+def require_shared(directory: Path) -> None:
+    """Refuses a run directory that is not the same on all machines; every rank must call it.
+
+    Raises:
+        RecipeError: on all ranks, with those that do not see what rank 0 writes there.
+    """
+    mark = [f".seen-by-all-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(mark, src=0)
+    path = directory / mark[0]
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    dist.barrier()
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    answers: list[tuple[bool, str]] = [(True, "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (seen, socket.gethostname()))
+    if dist.get_rank() == 0:
+        path.unlink()
+    blind = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]
+    if blind:
+        raise RecipeError(
+            f"The directory of the run, {directory.resolve()}, must be one that all machines share: ranks {', '.join(blind)} "
+            "do not see what rank 0 writes there, and checkpoints would be in pieces. Set log.directory to a shared disk."
+        )
 
 
 def checkpointer(recipe: Recipe) -> Checkpointer:

@@ -60,6 +60,7 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
+        setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
@@ -103,7 +104,7 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
-            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
+            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=stop.reached))
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)

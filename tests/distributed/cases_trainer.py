@@ -99,6 +99,16 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
     return found, trainer.run()
 
 
+def refusal_of_a_disk_of_its_own(directory: str) -> str:
+    """What two ranks are told whose run directories are not the same."""
+    setup.SHARED_SECONDS = 0.5
+    try:
+        setup.require_shared(Path(directory) / str(dist.get_rank()))
+    except RecipeError as error:
+        return str(error)
+    raise AssertionError("the directory was accepted")
+
+
 PROBE = [5, 80, 33, 120, 7, 61, 250, 9]
 
 

@@ -110,6 +110,13 @@ def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_pa
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
 
 
+def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):
+    for told in two_ranks.run(cases.refusal_of_a_disk_of_its_own, str(tmp_path), timeout=60):
+        assert "must be one that all machines share: ranks 1 (" in told
+        assert "Set log.directory to a shared disk" in told
+    assert not list((tmp_path / "0").iterdir())
+
+
 def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(
     trainer_folder, tmp_path, one_rank, two_ranks, four_ranks
 ):
