@@ -26,7 +26,6 @@ from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
 
-
 SHARED_SECONDS = 30.0  # network file systems show what others wrote after a while
 
 
