@@ -89,8 +89,8 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
 
     def noted(batches):
         for row in batches.micro_batches:
-            ids, bounds = row["input_ids"][0].tolist(), row["cu_seq_lens_q"].tolist()
-            labels = row["shift_labels"][0].tolist()
+            ids, labels, positions = (row[name][0].tolist() for name in ("input_ids", "shift_labels", "position_ids"))
+            bounds = [place for place, position in enumerate(positions) if position == 0] + [len(ids)]
             pieces = [(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(bounds)]
             found.extend(tokens for tokens, learned in pieces if set(learned) != {-100})
         return forward_backward(batches)

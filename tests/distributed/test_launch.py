@@ -163,6 +163,7 @@ def ranks_of(pid: int) -> list[int]:
         ({}, ["model.overrides.hiden_size=8"], "has no such field. Near: hidden_size"),
         ({}, ["kernels.fused_moe=fast"], "has no implementation 'fast'. Available: eager"),
         ({}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
+        ({"dry_run": True}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, trainer_folder, tmp_path, monkeypatch):
