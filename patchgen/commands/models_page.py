@@ -31,7 +31,6 @@ def _row(name: str) -> dict[str, object]:
     record = provenance.read(directory)
     digest = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
     proof = _of_this_file(directory / "verify.json", digest)
-    ranks = _of_this_file(directory / "verify_ranks.json", digest)
     cases = proof.get("cases", [])
     config = Path(model_configs.__file__).parent / f"{name}.py"
     return {
@@ -52,7 +51,7 @@ def _row(name: str) -> dict[str, object]:
         "config_lines": len(config.read_text(encoding="utf-8").splitlines()) if config.is_file() else 0,
         "syncs": _excused(record),
         "open_syncs": next((step["notes"] for step in record["passes"] if step["name"] == SYNC_PASS), []),
-        "ranks": _ranks(ranks),
+        "ranks": rank_results(directory, name),
     }
 
 
@@ -72,8 +71,10 @@ def _excused(record: dict) -> list[dict[str, str]]:
     return [{"site": site, "code": code, "why": why} for site, code, why in found]
 
 
-def _ranks(record: dict) -> dict[str, str]:
-    """Layout -> the largest difference over its batches, or how many failed."""
+def rank_results(directory: Path, name: str) -> dict[str, str]:
+    """Layout -> the largest difference over its batches, or how many failed; of the file that stands there now."""
+    digest = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
+    record = _of_this_file(directory / "verify_ranks.json", digest)
     found = {}
     for layout, result in record.get("layouts", {}).items():
         cases = result["cases"].values()

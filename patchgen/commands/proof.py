@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from patchgen import provenance
+from patchgen.commands import support_matrix
 from patchgen.commands.generation import committed
 from patchgen.commands.models_page import write_models_page
 from patchgen.errors import ConfigError, UpstreamNotFound
@@ -38,6 +39,7 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
             failed.append(name)
     if directory is None:
         write_models_page()
+        support_matrix.write()
     return 1 if failed else 0
 
 
@@ -70,6 +72,7 @@ def verify_on_ranks(models: list[str], *, every: bool, head: str | None, ranks: 
             failed.append(name)
     pool.close()
     write_models_page()
+    support_matrix.write()
     return 1 if failed else 0
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from patchgen import __version__, provenance, upstream
+from patchgen.commands import support_matrix
 from patchgen.errors import ConfigError
 from patchgen.templates import render
 
@@ -77,6 +78,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
             if not console.is_terminal:
                 console.print(f"{row['model_type']}: {row['status']} {row['reason']}", soft_wrap=True)
     _write(path, key, rows)
+    if output is None:
+        support_matrix.write()
     asked = [rows[keys[kind]] for kind in wanted]
     counts = {status: sum(row["status"] == status for row in asked) for status in (PROVEN, GENERATED, FAILED)}
     moe = sum(row["status"] == PROVEN and row["moe"] for row in asked)
@@ -103,6 +106,8 @@ def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | No
         worst = max((d for d in differences if d == d), default=None)  # NaN: not measured
         known.setdefault("ranks", {})[layout] = {"difference": worst, "reason": found.reason}
     _write(path, key, rows)
+    if output is None:
+        support_matrix.write()
     agreeing = sum(not found.reason for found in measured)
     console.print(
         f"{agreeing} of {len(measured)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True
@@ -288,12 +293,17 @@ def _previous(path: Path) -> dict[tuple[bool, str], dict]:
 def _write(path: Path, key: dict[str, str], rows: dict[tuple[bool, str], dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [rows[kind] for kind in sorted(rows)]
-    older = [row["model_type"] for row in ordered if row["made_with"] != _made_with(key)]
-    layouts = sorted({layout for row in ordered for layout in row.get("ranks", {})}, reverse=True)
     for target, text in (
         (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
-        (path.with_suffix(".md"), render("coverage.jinja", key=key, rows=ordered, older=older, layouts=layouts)),
+        (path.with_suffix(".md"), coverage_page(key, ordered)),
     ):
         temporary = target.with_suffix(target.suffix + ".tmp")
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(target)
+
+
+def coverage_page(key: dict[str, str], rows: list[dict]) -> str:
+    """The text of `coverage.md`. It follows from the record alone."""
+    older = [row["model_type"] for row in rows if row["made_with"] != _made_with(key)]
+    layouts = sorted({layout for row in rows for layout in row.get("ranks", {})}, reverse=True)
+    return render("coverage.jinja", key=key, rows=rows, older=older, layouts=layouts)

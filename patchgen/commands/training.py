@@ -37,18 +37,17 @@ def train(
         if script is not None:
             print(start_script(script, path, recipe.name, assignments, processes, nodes), end="")
             return 0
-        if dry_run:
-            from patchgen.runtime.train import plan
-
-            world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
-            print(plan.describe(recipe, world))
-            return 0
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
+        from patchgen.runtime.train import plan
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
+            if dry_run:
+                world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
+                print(plan.describe(recipe, world))
+                return 0
             return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
         except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
             raise PatchgenError(str(error)) from error

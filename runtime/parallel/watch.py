@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 EXIT_STATUS = 75
+# Of a process that was asked to end: enough for the rest of a step, unless silences of this run were longer.
+HURRIED_SECONDS = 60.0
 
 
 @dataclass
@@ -80,10 +82,19 @@ class Watch:
         model: its modules report when they are entered, forward and backward.
         timeout: seconds without progress after which the process ends.
         on_stall: called with the message instead of ending the process.
+        hurried: says, in the watching thread, whether this process was asked to end, because another rank has died
+            perhaps: then it waits less long, three times its longest silence or `HURRIED_SECONDS`.
     """
 
-    def __init__(self, model: nn.Module, timeout: float, on_stall: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        timeout: float,
+        on_stall: Callable[[str], None] | None = None,
+        hurried: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.model = model
+        self.hurried = hurried
         self.timeout = timeout
         self.on_stall = on_stall or _end_process
         self._handles: list = []
@@ -106,9 +117,15 @@ class Watch:
             handle.remove()
 
     def _run(self) -> None:
+        longest = 0.0
         while not self._stop.wait(min(1.0, self.timeout / 4)):
             silent = time.monotonic() - _PROGRESS.changed
-            if silent > self.timeout and not _PROGRESS.paused:
+            allowed = self.timeout
+            if self.hurried():
+                allowed = min(allowed, max(HURRIED_SECONDS, 3 * longest))
+            else:
+                longest = max(longest, silent)
+            if silent > allowed and not _PROGRESS.paused:
                 self.on_stall(
                     f"No progress for {silent:.0f} s on {describe()}. The other ranks of this collective have not "
                     "come: compare this line on every rank; those that differ took another path through the model or "

@@ -51,13 +51,7 @@ def add_adapters(
             "module runs, which FSDP2 does as well; both at once is not supported. Train adapters of experts on one "
             "rank, or target linear layers (lora.target_modules)."
         )
-    for kind, targets, there in (
-        ("target_modules", config.target_modules, [name for name, _ in model.named_modules()]),
-        ("target_parameters", config.target_parameters, [name for name, _ in model.named_parameters()]),
-    ):
-        missing = [target for target in targets if not any(_ends_with(name, target) for name in there)]
-        if missing:
-            raise RecipeError(f"lora.{kind}: {', '.join(missing)} match nothing in {type(model).__name__}.")
+    require_targets(model, config)
     # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -75,6 +69,21 @@ def add_adapters(
         )
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted
+
+
+def require_targets(model: nn.Module, config: LoraConfig) -> None:
+    """Refuses targets that would get no adapter.
+
+    Raises:
+        RecipeError: a name matches nothing.
+    """
+    for kind, targets, there in (
+        ("target_modules", config.target_modules, [name for name, _ in model.named_modules()]),
+        ("target_parameters", config.target_parameters, [name for name, _ in model.named_parameters()]),
+    ):
+        missing = [target for target in targets if not any(_ends_with(name, target) for name in there)]
+        if missing:
+            raise RecipeError(f"lora.{kind}: {', '.join(missing)} match nothing in {type(model).__name__}.")
 
 
 def reduce_gradients(model: nn.Module) -> None:

@@ -40,9 +40,10 @@ class Estimate:
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations + self.logits
 
     def text(self) -> str:
-        """A table, GiB."""
+        """A table, in GiB, or in MiB for a toy."""
         rows = [(name, getattr(self, name)) for name in self.__dataclass_fields__] + [("total", self.total)]
-        lines = [f"  {name:<12} {size / 2**30:>9.2f} GiB" for name, size in rows]
+        unit, name_of_unit = (2**30, "GiB") if self.total >= 2**30 else (2**20, "MiB")
+        lines = [f"  {name:<12} {size / unit:>9.2f} {name_of_unit}" for name, size in rows]
         return "\n".join(["memory of one rank (estimate)", *lines])
 
 

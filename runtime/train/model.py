@@ -20,7 +20,7 @@ from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import optimizers
+from patchgen.runtime.train import lora, optimizers
 from patchgen.runtime.train.recipe import ModelConfig, ParallelSection, Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -146,7 +146,11 @@ def choose_attention(wanted: str | None) -> str:
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
-    """The generated model of a recipe without memory, frozen where the recipe says so."""
+    """The generated model of a recipe without memory, frozen where the recipe says so.
+
+    Raises:
+        RecipeError: no such model, or a pattern or target that matches none of its parameters.
+    """
     config = read_config(recipe.model)
     attention.register()
     try:
@@ -159,6 +163,10 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=choose_attention(recipe.model.attention), dtype=dtype)
     optimizers.freeze(model, recipe.model.freeze)
+    if recipe.lora is None:
+        optimizers.require_matches(model, recipe.optim.groups)
+    else:  # groups are of adapters, which are not there yet
+        lora.require_targets(model, recipe.lora)
     return model.train()
 
 

@@ -83,7 +83,7 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         model: sharded, and with its weights.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    _require_matches(config.groups, trained)
+    require_matches(model, config.groups)
     matrices = _matrices(model, trained) if config.name == "muon" else {}
     rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
     fused = next(iter(trained.values())).is_cuda
@@ -142,7 +142,13 @@ def _matrices(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, n
     }
 
 
-def _require_matches(groups: Iterable[GroupConfig], trained: dict[str, nn.Parameter]) -> None:
+def require_matches(model: nn.Module, groups: Iterable[GroupConfig]) -> None:
+    """Refuses groups that would be empty.
+
+    Raises:
+        RecipeError: a pattern matches no trained parameter.
+    """
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for group in groups:
         if not fnmatch.filter(trained, group.pattern):
             raise RecipeError(f"optim.groups: '{group.pattern}' matches no trained parameter. {_some(trained)}")

@@ -330,15 +330,35 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
         near = sorted(str(other) for other in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         raise RecipeError(f"There is no recipe {path}." + (f" Beside it: {', '.join(near)}." if near else ""))
     try:
-        values = yaml.safe_load(path.read_text()) or {}
+        values = yaml.load(path.read_text(), _EachKeyOnce) or {}
     except yaml.YAMLError as error:
         raise RecipeError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
         raise RecipeError(f"{path} must hold sections ({', '.join(_names(Recipe))}), not a {type(values).__name__}.")
     values.setdefault("name", path.stem)
     for key, value in (overrides or {}).items():
-        _place(values, key, yaml.safe_load(value) if isinstance(value, str) else value)
+        _place(values, key, _read(key, value) if isinstance(value, str) else value)
     return from_dict(values, where=str(path))
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error: plain readers keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for key, _ in node.value:
+            name = self.construct_object(key, deep=True)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key '{name}' stands twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+def _read(key: str, text: str) -> Any:
+    try:
+        return yaml.load(text, _EachKeyOnce)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {key}: '{text}' is not YAML: {error}") from error
 
 
 def from_dict(values: Mapping[str, Any], *, where: str = "recipe") -> Recipe:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import socket
+import time
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
@@ -20,6 +25,8 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
+
+SHARED_SECONDS = 30.0  # network file systems show what others wrote after a while
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,34 @@ def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
     )
 
 
+def require_shared(directory: Path) -> None:
+    """Refuses a run directory that is not the same on all machines; every rank must call it.
+
+    Raises:
+        RecipeError: on all ranks, with those that do not see what rank 0 writes there.
+    """
+    mark = [f".seen-by-all-{uuid.uuid4().hex}"]
+    dist.broadcast_object_list(mark, src=0)
+    path = directory / mark[0]
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    dist.barrier()
+    deadline = time.monotonic() + SHARED_SECONDS
+    while not (seen := path.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    answers: list[tuple[bool, str]] = [(True, "")] * dist.get_world_size()
+    dist.all_gather_object(answers, (seen, socket.gethostname()))
+    if dist.get_rank() == 0:
+        path.unlink()
+    blind = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]
+    if blind:
+        raise RecipeError(
+            f"The directory of the run, {directory.resolve()}, must be one that all machines share: ranks {', '.join(blind)} "
+            "do not see what rank 0 writes there, and checkpoints would be in pieces. Set log.directory to a shared disk."
+        )
+
+
 def checkpointer(recipe: Recipe) -> Checkpointer:
     """The training state of a run, in `checkpoints/`."""
     return Checkpointer(recipe.directory / "checkpoints", keep=recipe.checkpoint.keep)
@@ -100,6 +135,15 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
                 part.save_pretrained(folder)
     dist.barrier()
     return folder
+
+
+def is_whole(export: Path) -> bool:
+    """Whether a folder holds all that an export of a model, or of adapters, was written with."""
+    index = export / INDEX
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE, CONFIG}
+    adapter = {"adapter_model.safetensors", "adapter_config.json"}
+    has = {file.name for file in export.glob("*")}
+    return INCOMPLETE not in has and (files <= has or adapter <= has)
 
 
 def listeners(recipe: Recipe) -> tuple[Listener, ...]:

@@ -1,8 +1,15 @@
-"""Ctrl-C and SIGTERM ask a run to save and leave; asked again, it leaves at once."""
+"""Ctrl-C and SIGTERM ask a run to save and leave; asked again, it leaves at once.
+
+SIGTERM also comes from the elastic agent when another rank has died. Then this one may wait for it in a collective of the
+device, where Python runs no handler: `reached` tells the watching thread all the same, through a socket to which Python
+writes each signal as it arrives.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import socket
 import time
 from types import FrameType
 
@@ -16,12 +23,25 @@ class StopRequest:
     def __init__(self) -> None:
         self._since: float | None = None
         self._before: dict[int, object] = {}
+        self._reached = False
 
     def requested(self) -> bool:
         """Whether this process was asked to stop."""
         return self._since is not None
 
+    def reached(self) -> bool:
+        """Whether a request has arrived, even while the main thread is blocked and could not note it; for any thread."""
+        if self._since is None and not self._reached:
+            with contextlib.suppress(BlockingIOError):
+                arrived = self._arrivals.recv(1024)
+                self._reached = bool({signal.SIGINT, signal.SIGTERM} & set(arrived))
+        return self._reached or self._since is not None
+
     def __enter__(self) -> StopRequest:
+        self._arrivals, self._written = socket.socketpair()
+        for end in (self._arrivals, self._written):
+            end.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             self._before[number] = signal.signal(number, self._note)
         return self
@@ -29,6 +49,9 @@ class StopRequest:
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._arrivals.close()
+        self._written.close()
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

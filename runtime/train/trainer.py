@@ -13,6 +13,7 @@ import math
 import random
 import time
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -27,7 +28,7 @@ from patchgen.runtime.parallel import gradients, loss, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora, optimizers, setup
+from patchgen.runtime.train import flops, lora, optimizers, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, to_dict
@@ -59,6 +60,7 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
+        setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
@@ -94,14 +96,15 @@ class Trainer:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
             position = self.resume()
+            self.first_step = self.step
             if self.step >= steps and dist.get_rank() == 0:
                 print(
-                    f"Nothing to do: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
+                    f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
                     "train.steps to go on.",
                     flush=True,
                 )
             self.announce()
-            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout))
+            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=stop.reached))
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)
@@ -234,11 +237,11 @@ class Trainer:
             )
         folder = None
         if reason != "stop" and self.recipe.checkpoint.export:
-            if self.adapted is None:
-                folder = setup.export(self.recipe, self.model, self.parts)
-            else:
-                folder = self.recipe.directory / "adapter"
-                lora.save(self.adapted, folder)
+            folder = self.exported_before() if self.step == self.first_step else None
+            if folder is None:
+                folder = self.export()
+            elif dist.get_rank() == 0:
+                print(f"Nothing to export: {folder} has the model of step {self.step}.", flush=True)
         counters = self.loader.counters
         if self.loader.reads_a_share:
             counters = counters_of_all_ranks(counters, batch_index=self.state.batch_index)
@@ -252,6 +255,23 @@ class Trainer:
         for listener in self.listeners:
             listener.on_end(summary)
         return summary
+
+    def export(self) -> Path:
+        """Writes the model, or its adapters; every rank must call it."""
+        if self.adapted is None:
+            return setup.export(self.recipe, self.model, self.parts)
+        lora.save(self.adapted, self.recipe.directory / "adapter")
+        return self.recipe.directory / "adapter"
+
+    def exported_before(self) -> Path | None:
+        """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
+        found = [None]
+        if dist.get_rank() == 0:
+            before = run_log.read_summary(self.recipe.directory)
+            if before is not None and before["steps"] == self.step and before["export"]:
+                found = [before["export"] if setup.is_whole(Path(before["export"])) else None]
+        dist.broadcast_object_list(found, src=0)
+        return Path(found[0]) if found[0] is not None else None
 
     # -------------------------------------------------------------------------------------------- records
 

@@ -89,14 +89,24 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
 
     def noted(batches):
         for row in batches.micro_batches:
-            ids, bounds = row["input_ids"][0].tolist(), row["cu_seq_lens_q"].tolist()
-            labels = row["shift_labels"][0].tolist()
+            ids, labels, positions = (row[name][0].tolist() for name in ("input_ids", "shift_labels", "position_ids"))
+            bounds = [place for place, position in enumerate(positions) if position == 0] + [len(ids)]
             pieces = [(ids[a:b], labels[a:b]) for a, b in itertools.pairwise(bounds)]
             found.extend(tokens for tokens, learned in pieces if set(learned) != {-100})
         return forward_backward(batches)
 
     trainer.forward_backward = noted
     return found, trainer.run()
+
+
+def refusal_of_a_disk_of_its_own(directory: str) -> str:
+    """What two ranks are told whose run directories are not the same."""
+    setup.SHARED_SECONDS = 0.5
+    try:
+        setup.require_shared(Path(directory) / str(dist.get_rank()))
+    except RecipeError as error:
+        return str(error)
+    raise AssertionError("the directory was accepted")
 
 
 PROBE = [5, 80, 33, 120, 7, 61, 250, 9]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -99,6 +100,48 @@ def test_ctrl_c_reaches_all_ranks_of_the_agent(trainer_folder, tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
+def test_two_agents_train_as_one_and_outlive_a_killed_rank(trainer_folder, tmp_path):
+    """Two machines are two agents that meet at a port: here both are on this one, with a rank each.
+
+    The same losses, bit for bit, as one agent with two ranks; also when the rank of the second agent is killed once, for
+    both agents then start theirs again from the last checkpoint.
+    """
+    changes = {"train": {"restarts": 1}, "checkpoint": {"every": 5, "export": False}, "parallel": {"ep": 2}}
+    (tmp_path / "one").mkdir()
+    arguments = command(trainer_folder, tmp_path / "one", "--nproc", "2", **changes)
+    one = subprocess.run(arguments, capture_output=True, text=True, timeout=240)
+    assert one.returncode == 0, one.stdout + one.stderr
+
+    for name, kill in (("two", False), ("killed", True)):
+        place = tmp_path / name
+        place.mkdir()
+        meeting = f"localhost:{free_port()}"
+        arguments = command(
+            trainer_folder, place, "--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", meeting, **changes
+        )
+        agents = [start(arguments) for _ in range(2)]
+        try:
+            if kill:
+                wait_for_step(agents[0], place / "run", 12)
+                os.kill(ranks_of(agents[1].pid)[0], signal.SIGKILL)
+            told = [agent.communicate(timeout=240)[0] for agent in agents]
+        finally:
+            for agent in agents:
+                if agent.poll() is None:
+                    os.killpg(agent.pid, signal.SIGKILL)
+        assert [agent.returncode for agent in agents] == [0, 0], "\n".join(told)
+        assert ("continued after step" in "".join(told)) == kill
+        assert losses(place / "run") == losses(tmp_path / "one" / "run")
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
 def ranks_of(pid: int) -> list[int]:
     """The processes that the agent started, in the order of their ranks."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -120,6 +163,7 @@ def ranks_of(pid: int) -> list[int]:
         ({}, ["model.overrides.hiden_size=8"], "has no such field. Near: hidden_size"),
         ({}, ["kernels.fused_moe=fast"], "has no implementation 'fast'. Available: eager"),
         ({}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
+        ({"dry_run": True}, ["data.sources.0.path=nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )
 def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, trainer_folder, tmp_path, monkeypatch):

@@ -49,6 +49,21 @@ def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank
     close(rest, losses[3:], 1e-5)
 
 
+def test_a_run_that_is_done_writes_only_an_export_that_is_gone(trainer_folder, tmp_path, one_rank):
+    values = cases.recipe_of(
+        trainer_folder, train={"steps": 3}, checkpoint={"export": True}, log={"directory": str(tmp_path / "run")}
+    )
+    weights = tmp_path / "run" / "export" / "model.safetensors"
+    assert len(one_rank.run(cases.train, values)[0][0]) == 3
+    written = weights.stat().st_mtime_ns
+    losses, _, summary = one_rank.run(cases.train, values)[0]
+    assert losses == [] and summary.export == str(weights.parent)
+    assert weights.stat().st_mtime_ns == written
+    weights.unlink()
+    one_rank.run(cases.train, values)
+    assert weights.is_file()
+
+
 def test_a_changed_learning_rate_counts_when_a_run_continues(trainer_folder, tmp_path, one_rank):
     values = cases.recipe_of(
         trainer_folder, optim={"warmup_steps": 0}, train={"steps": 2}, log={"directory": str(tmp_path / "run")}
@@ -93,6 +108,13 @@ def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_pa
     values = cases.recipe_of(trainer_folder, data={"sources": [source]}, log={"directory": str(tmp_path / "run")})
     told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, timeout=60)
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
+
+
+def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):
+    for told in two_ranks.run(cases.refusal_of_a_disk_of_its_own, str(tmp_path), timeout=60):
+        assert "must be one that all machines share: ranks 1 (" in told
+        assert "Set log.directory to a shared disk" in told
+    assert not list((tmp_path / "0").iterdir())
 
 
 def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(

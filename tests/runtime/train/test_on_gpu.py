@@ -1,7 +1,7 @@
 """Whole runs as `patchgen train` starts them, in bf16 on one and two GPUs, against one CPU rank in fp32.
 
     python -m pytest tests/runtime/train/test_on_gpu.py -m gpu      # on the GPUs of this machine
-    python -m pytest tests/runtime/train/test_on_gpu.py             # the same runs on CPU ranks
+    python -m pytest tests/runtime/train/test_on_gpu.py             # and the same runs on CPU ranks
 
 Needs no network: the model is random, the text made up, the tokenizer trained on it. Each run is a process of its own, as
 a user's is: process groups and kernels are not those of the tests.
@@ -30,8 +30,7 @@ from patchgen.runtime.train.recipe import from_dict
 sys.exit(launch(from_dict(json.loads(sys.argv[1])), processes=int(sys.argv[2])))
 """
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
-on_each_device = pytest.mark.parametrize("device", ["cpu", GPU])
-on_each_device_slow_on_cpu = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
+on_each_device = pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), GPU])
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +174,7 @@ def test_one_device_trains_saves_continues_and_exports(device, text, expected, t
     check_export(tmp_path, text, 0.8 * expected[0])
 
 
-@on_each_device_slow_on_cpu
+@on_each_device
 def test_two_devices_share_experts_and_one_continues(device, text, expected, tmp_path):
     """Half of the steps with EP 2, the others on one device, from the same checkpoint."""
     require_two(device)
@@ -188,7 +187,7 @@ def test_two_devices_share_experts_and_one_continues(device, text, expected, tmp
     check_export(tmp_path, text, 0.8 * expected[0])
 
 
-@on_each_device_slow_on_cpu
+@on_each_device
 def test_two_devices_share_sequences_under_muon(device, text, tmp_path_factory):
     """Muon's own iteration is in bf16 everywhere: the bar is wider, and the fp32 run is one of Muon."""
     require_two(device)
@@ -199,7 +198,7 @@ def test_two_devices_share_sequences_under_muon(device, text, tmp_path_factory):
     check(both, device, losses(alone), 0.05)
 
 
-@on_each_device_slow_on_cpu
+@on_each_device
 def test_adapters_train_on_one_device(device, text, expected, tmp_path):
     """LoRA on random weights learns little; its first loss is that of the model without adapters."""
     pytest.importorskip("peft")

@@ -44,6 +44,9 @@ def test_a_dry_run_says_what_would_run():
         ({"kernels": {"swiglu": "compiled"}}, 1, "no module of this model calls that seam"),
         ({"model": {"overrides": {"hiden_size": 64}}}, 1, "has no such field. Near: hidden_size"),
         ({"model": {"source": "qwen3_mo"}}, 1, "no model type"),
+        ({"model": {"freeze": ["model.vision.*"]}}, 1, "'model.vision.*' matches no parameter"),
+        ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trained parameter"),
+        ({"lora": {"target_modules": ["nope"]}}, 1, "lora.target_modules: nope match nothing"),
     ],
 )
 def test_what_cannot_run_is_refused(sections, world, told, monkeypatch):

@@ -81,6 +81,17 @@ def test_assignments_need_an_equals_sign():
         recipes.parse_overrides(["parallel.ep"])
 
 
+def test_what_is_not_yaml_is_told_with_its_line(path):
+    with pytest.raises(recipes.RecipeError, match=r"--set model.overrides: '\{a: \[' is not YAML"):
+        recipes.load(path, {"model.overrides": "{a: ["})
+    path.write_text("model: {source: qwen3_moe}\ndata: {\n")
+    with pytest.raises(recipes.RecipeError, match=r"(?s)mine.yaml is not YAML: .* line 3"):
+        recipes.load(path)
+    path.write_text("model: {source: qwen3_moe}\ntrain:\n  steps: 3\n  steps: 5\ndata: {}\n")
+    with pytest.raises(recipes.RecipeError, match=r"(?s)the key 'steps' stands twice.* line 4"):
+        recipes.load(path)
+
+
 def test_a_missing_file_names_its_neighbours(path):
     with pytest.raises(recipes.RecipeError, match=r"There is no recipe .*other.yaml. Beside it: .*mine.yaml"):
         recipes.load(path.with_name("other.yaml"))

@@ -1,0 +1,72 @@
+"""The support matrix in docs/parallel.md, from the records of `patchgen sweep --sp 2`, `--ep 2` and `patchgen verify --ranks`.
+
+python -m patchgen.commands.support_matrix      # writes it again
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from patchgen import provenance
+from patchgen.commands.generation import committed
+from patchgen.commands.models_page import rank_results
+from patchgen.errors import PatchgenError
+
+BEGIN, END = "<!-- support matrix: written, not edited -->\n", "<!-- end of the support matrix -->\n"
+LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
+NOT_MEASURED = "not measured"
+
+
+def docs() -> Path:
+    """The folder of the documentation."""
+    return provenance.generated_root().resolve().parent / "docs"
+
+
+def support_matrix() -> str:
+    """The text between the marks. It follows from the records alone."""
+    rows = json.loads((docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
+    of_text = {row["model_type"]: row.get("ranks", {}) for row in rows if row.get("family", "text") == "text"}
+    lines = [
+        f"| model | {' | '.join(f'text, {name}' for name in LAYOUTS.values())} | images, video, audio |",
+        f"| --- | {'---: | ' * len(LAYOUTS)}--- |",
+    ]
+    for name in committed():
+        ranks = of_text.get(name) or of_text.get(f"{name}_text") or {}
+        layouts = rank_results(provenance.generated_root() / name, name)
+        media = "; ".join(f"{layout}: {difference}" for layout, difference in layouts.items())
+        cells = [_cell(ranks.get(layout)) for layout in LAYOUTS]
+        lines.append(f"| {name} | {' | '.join(cells)} | {media} |")
+    counts = []
+    for layout, name in LAYOUTS.items():
+        compared = [ranks[layout] for ranks in of_text.values() if layout in ranks]
+        counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
+    return "\n".join([*lines, "", f"Of all types of this release agree: {', '.join(counts)}."]) + "\n"
+
+
+def _cell(result: dict | None) -> str:
+    if result is None:
+        return NOT_MEASURED
+    return "no" if result["reason"] else f"{result['difference'] or 0:.0e}"
+
+
+def page(text: str) -> str:
+    """The page with the matrix between its marks."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise PatchgenError(f"docs/parallel.md has lost its marks: {BEGIN.strip()} ... {END.strip()}")
+    return f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}"
+
+
+def write() -> Path | None:
+    """Writes the matrix into docs/parallel.md; an installation without documentation has none."""
+    path = docs() / "parallel.md"
+    if not path.is_file():
+        return None
+    path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return path
+
+
+if __name__ == "__main__":
+    print(write())
