@@ -235,18 +235,18 @@ def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
 def _write(directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int) -> None:
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
-    failed = ""
     with FileReader() as reader:
-        try:
-            for output in (output for file in planned for output in file.outputs):
-                if writer.has_failed:
-                    break
-                out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
-                _fill(reader, output.moved, whole(out.shape), out)
-                writer.write(output, out)
-        except CheckpointError as error:
-            failed = str(error)
-    writer.close(files, failed=failed)
+        for output in (output for file in planned for output in file.outputs):
+            writer.attempt(lambda output=output: writer.write(output, _read_whole(reader, output)))
+            if writer.has_failed:
+                break
+    writer.close(files)
+
+
+def _read_whole(reader: FileReader, output: Output) -> Tensor:
+    out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
+    _fill(reader, output.moved, whole(out.shape), out)
+    return out
 
 
 def _fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
