@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs, saved_tensors
+from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
     DERIVED,
@@ -151,13 +152,23 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if problem:
             raise CheckpointError(f"{run} is not a whole checkpoint: {problem}.")
         return run
+    known: list[int] = []
+    broken: dict[str, str] = {}
     for parent in (run, run / "checkpoints"):
         checkpointer = Checkpointer.reader(parent)
-        found = checkpointer.latest() if step is None else step if step in checkpointer.complete() else None
+        known += checkpointer.complete()
+        broken |= checkpointer.broken()
+        found = checkpointer.latest() if step is None else step if step in known else None
         if found is not None:
             return checkpointer.folder_of(found)
-    which = "" if step is None else f" of step {step}"
-    raise CheckpointError(f"{run} holds no whole checkpoint{which}, and neither does {run / 'checkpoints'}.")
+    if known:
+        raise CheckpointError(f"{run} holds no whole checkpoint of step {step}, but of {', '.join(map(str, known))}.")
+    if broken:
+        problems = [f"{name}: {problem}" for name, problem in sorted(broken.items())]
+        raise CheckpointError(f"{run} holds no whole checkpoint:", problems)
+    raise CheckpointError(
+        f"{run} holds no whole checkpoint of a training run, and neither does {run / 'checkpoints'}. {describe(run)}"
+    )
 
 
 @dataclass(frozen=True)

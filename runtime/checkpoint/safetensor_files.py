@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.moves import Box, box_shape
 
 INDEX = "model.safetensors.index.json"
@@ -69,7 +70,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
             number. All problems are in it.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
+        raise CheckpointError(f"A checkpoint is a folder with safetensors files. {describe(directory)}")
     if (directory / INCOMPLETE).exists():
         raise CheckpointError(
             f"{directory} is not a whole checkpoint: {INCOMPLETE} says that its writing was cut short while files were "
@@ -91,11 +92,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
                 "them, is missing."
             )
     if not names:
-        others = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)
-        )
-        there = f" It has {', '.join(others[:5])}: save these as safetensors first." if others else ""
-        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors.{there}")
+        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors. {describe(directory)}")
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         try:

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.folders import is_training_checkpoint
 from patchgen.runtime.checkpoint.moves import Moved
 from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
@@ -142,7 +143,12 @@ class FolderWriter:
         self._finished: list[FileWriter] = []
         self._open: FileWriter | None = None
         self._of = {output.name: file for file in self._mine.values() for output in file.outputs}
-        self.attempt(lambda: directory.mkdir(parents=True, exist_ok=True))
+        self.attempt(self._make_folder)
+
+    def _make_folder(self) -> None:
+        if is_training_checkpoint(self.directory):
+            raise CheckpointError("it is a training checkpoint, which would be damaged: give another folder")
+        self.directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, output: Output, tensor: Tensor) -> None:
         """Writes the next tensor of this rank's files; tensors come in the order of the plan."""
