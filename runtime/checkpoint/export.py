@@ -12,8 +12,10 @@ sends the writer what it holds of it:
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
 from patchgen.runtime.checkpoint.model_files import config_files, side_files
-from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, pull, whole
+from patchgen.runtime.checkpoint.moves import Box, Moved, Pull, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import (
+    FAILURES,
     box_of_rank,
     intersection,
     local_tensor,
@@ -59,24 +63,41 @@ def export_pretrained(
         max_file: bytes of a file.
 
     Raises:
-        CheckpointError: on every rank, naming file and key; files that were there before are as they were.
+        CheckpointError: on every rank, naming rank, file and key, as soon as one rank cannot go on; files that were
+            there before are as they were.
     """
     directory = Path(directory)
     tensors = saved_tensors(model)
 
-    def prepare() -> tuple[dict[str, str | Path], list[PlannedFile]]:
+    def prepare() -> tuple[dict[str, str | Path], list[PlannedFile], _Gatherer]:
         others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
         leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
         written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
-        return others, plan(outputs(model, written, dtype), max_file=max_file)
+        return others, plan(outputs(model, written, dtype), max_file=max_file), _Gatherer(tensors)
 
-    others, files = together(prepare, f"{directory} could not be written; what was there before is as it was:")
+    others, files, gatherer = together(
+        prepare, f"{directory} could not be written; what was there before is as it was:"
+    )
     writer = FolderWriter(directory, files)
-    gatherer = _Gatherer(tensors)
-    for round_ in _rounds([(file.writer, output) for file in files for output in file.outputs]):
-        for output, tensor in gatherer.gather(round_):
-            writer.write(output, tensor)
+    for round_ in _rounds([(file, output) for file in files for output in file.outputs]):
+        exchange = writer.attempt(lambda round_=round_: gatherer.prepare(round_))
+        if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
+            break
+        try:
+            exchange.run()
+        except RuntimeError as error:  # another rank is gone: asking the others would wait for it
+            writer.abandon()
+            keys = f"{round_[0][1].name} ... {round_[-1][1].name}"
+            raise CheckpointError(
+                f"{directory} could not be written: {keys} could not be exchanged: {error}"
+            ) from error
+        writer.attempt(lambda exchange=exchange: _write(writer, exchange))
     writer.close(others)
+
+
+def _write(writer: FolderWriter, exchange: _Exchange) -> None:
+    for output, tensor in exchange.whole_tensors():
+        writer.write(output, tensor)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -103,24 +124,63 @@ def outputs(model: nn.Module, written: dict[str, Moved], dtype: torch.dtype | No
     return [Output(name, moved, stored(name, moved.dtype)) for name, moved in written.items()]
 
 
-def _rounds(work: Sequence[tuple[int, Output]]) -> Iterator[list[tuple[int, Output]]]:
-    """One tensor for each writer at a time, all of a round no larger than the largest tensor of all."""
-    queues: dict[int, list[Output]] = {}
-    for writer, output in work:
-        queues.setdefault(writer, []).append(output)
+def _rounds(work: Sequence[tuple[PlannedFile, Output]]) -> Iterator[list[tuple[PlannedFile, Output]]]:
+    """Tensors of all writers in turn, those of a round together no larger than the largest tensor of all."""
+    queues: dict[int, list[tuple[PlannedFile, Output]]] = {}
+    for file, output in work:
+        queues.setdefault(file.writer, []).append((file, output))
     limit = max((output.num_bytes for _, output in work), default=0)
+    round_: list[tuple[PlannedFile, Output]] = []
+    size = 0
     for column in itertools.zip_longest(*queues.values()):
-        round_: list[tuple[int, Output]] = []
-        size = 0
-        for writer, output in zip(queues, column, strict=True):
-            if output is None:
-                continue
+        for file, output in filter(None, column):
             if round_ and size + output.num_bytes > limit:
                 yield round_
                 round_, size = [], 0
-            round_.append((writer, output))
+            round_.append((file, output))
             size += output.num_bytes
+    if round_:
         yield round_
+
+
+@dataclass
+class _Exchange:
+    """What this rank sends and receives for the tensors of a round.
+
+    Attributes:
+        operations: alike in number and order on the two ranks of each.
+        arrivals: (part of a tensor, the buffer that it arrives in) where it cannot arrive in its place.
+        made: what this rank writes: the output, its elements on the device, how its last elements come to their place.
+    """
+
+    operations: list[dist.P2POp] = field(default_factory=list)
+    arrivals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    made: list[tuple[PlannedFile, Output, Tensor, Pull]] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Waits until all has been sent and received."""
+        for request in dist.batch_isend_irecv(self.operations) if self.operations else ():
+            request.wait()
+
+    def whole_tensors(self) -> Iterator[tuple[Output, Tensor]]:
+        """The tensors that this rank writes, on the CPU."""
+        for target, arrived in self.arrivals:
+            target.copy_(arrived)
+        for file, output, tensor, part in self.made:
+            with _named(file, output):
+                finish(part)
+                on_cpu = tensor.cpu()
+            yield output, on_cpu
+
+
+@contextlib.contextmanager
+def _named(file: PlannedFile, output: Output) -> Iterator[None]:
+    """Says of an error which tensor it befell."""
+    try:
+        yield
+    except FAILURES as error:
+        what = f"{output.name} could not be gathered for {file.name}: {type(error).__name__}: {error}"
+        raise CheckpointError(what) from error
 
 
 class _Gatherer:
@@ -135,46 +195,54 @@ class _Gatherer:
         if self._device.type == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
 
-    def gather(self, round_: Sequence[tuple[int, Output]]) -> list[tuple[Output, Tensor]]:
-        """The tensors of a round that this rank writes, whole and on the CPU. Every rank calls it."""
-        operations: list[dist.P2POp] = []
-        arrivals: list[tuple[Tensor, Tensor]] = []
-        made = []
+    def is_any(self, flag: bool) -> bool:
+        """Whether it is so on any rank. Every rank calls it."""
+        if self._world == 1:
+            return flag
+        flags = torch.tensor([flag], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def prepare(self, round_: Sequence[tuple[PlannedFile, Output]]) -> _Exchange:
+        """What this rank has to do with the tensors of a round. Every rank calls it; none waits for another.
+
+        Raises:
+            CheckpointError: naming the tensor that this rank cannot take part in.
+        """
+        exchange = _Exchange()
         transfers = itertools.count()  # counted alike on all ranks: a tag for each pair of send and receive
-        for writer, output in round_:
-            mine = writer == self._rank
-            shape = tuple(output.moved.shape)
-            out = torch.empty(shape, dtype=output.dtype, device=self._device if mine else "meta")
-            part = pull(output.moved, whole(shape), out)
-            for found, box, view in part.reads:
-                for holders, held in self._holders[found.name]:
-                    shared = intersection(box, held)
-                    if shared is None:
-                        continue
-                    sender = writer if writer in holders else holders[writer % len(holders)]
-                    tag = next(transfers)
-                    target = within(view, box, shared)
-                    if self._rank == sender:
-                        piece = within(self._local[found.name], held, shared)
-                        if mine:
-                            target.copy_(piece)
-                        else:
-                            sent = piece.to(self._device, output.dtype).contiguous()
-                            operations.append(dist.P2POp(dist.isend, sent, writer, tag=tag))
-                    elif mine:
-                        arrived = target if target.is_contiguous() else torch.empty_like(target).contiguous()
-                        operations.append(dist.P2POp(dist.irecv, arrived, sender, tag=tag))
-                        if arrived is not target:
-                            arrivals.append((target, arrived))
-            if mine:
-                made.append((output, out, part))
-        for request in dist.batch_isend_irecv(operations) if operations else ():
-            request.wait()
-        for target, arrived in arrivals:
-            target.copy_(arrived)
-        for _, _, part in made:
-            finish(part)
-        return [(output, out.cpu()) for output, out, _ in made]
+        for file, output in round_:
+            with _named(file, output):
+                self._prepare(file, output, exchange, transfers)
+        return exchange
+
+    def _prepare(self, file: PlannedFile, output: Output, exchange: _Exchange, transfers: Iterator[int]) -> None:
+        mine = file.writer == self._rank
+        shape = tuple(output.moved.shape)
+        out = torch.empty(shape, dtype=output.dtype, device=self._device if mine else "meta")
+        part = pull(output.moved, whole(shape), out)
+        for found, box, view in part.reads:
+            for holders, held in self._holders[found.name]:
+                shared = intersection(box, held)
+                if shared is None:
+                    continue
+                sender = file.writer if file.writer in holders else holders[file.writer % len(holders)]
+                tag = next(transfers)
+                target = within(view, box, shared)
+                if self._rank == sender:
+                    piece = within(self._local[found.name], held, shared)
+                    if mine:
+                        target.copy_(piece)
+                    else:
+                        sent = piece.to(self._device, output.dtype).contiguous()
+                        exchange.operations.append(dist.P2POp(dist.isend, sent, file.writer, tag=tag))
+                elif mine:
+                    arrived = target if target.is_contiguous() else torch.empty_like(target).contiguous()
+                    exchange.operations.append(dist.P2POp(dist.irecv, arrived, sender, tag=tag))
+                    if arrived is not target:
+                        exchange.arrivals.append((target, arrived))
+        if mine:
+            exchange.made.append((file, output, out, part))
 
 
 def _holders(tensor: Tensor, size: int) -> list[tuple[list[int], Box]]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime.checkpoint import initialise
+from patchgen.runtime.checkpoint import initialise, large_pages
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.moves import Moved, Pull, leaf, leaves, pull
@@ -263,8 +263,9 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
     """Fills this rank's parts, in the order of the files; returns what went wrong."""
     simple, others = [], []
     for name, moved in wanted.items():
-        target = state[name]
-        part = pull(moved, box_of_rank(target), local_tensor(target))
+        target = local_tensor(state[name])
+        large_pages.prefer(target)
+        part = pull(moved, box_of_rank(state[name]), target)
         if part.finishes:
             others.append(part)
         else:

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs, saved_tensors
+from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
     DERIVED,
@@ -151,13 +152,23 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
         if problem:
             raise CheckpointError(f"{run} is not a whole checkpoint: {problem}.")
         return run
+    known: list[int] = []
+    broken: dict[str, str] = {}
     for parent in (run, run / "checkpoints"):
         checkpointer = Checkpointer.reader(parent)
-        found = checkpointer.latest() if step is None else step if step in checkpointer.complete() else None
+        known += checkpointer.complete()
+        broken |= checkpointer.broken()
+        found = checkpointer.latest() if step is None else step if step in known else None
         if found is not None:
             return checkpointer.folder_of(found)
-    which = "" if step is None else f" of step {step}"
-    raise CheckpointError(f"{run} holds no whole checkpoint{which}, and neither does {run / 'checkpoints'}.")
+    if known:
+        raise CheckpointError(f"{run} holds no whole checkpoint of step {step}, but of {', '.join(map(str, known))}.")
+    if broken:
+        problems = [f"{name}: {problem}" for name, problem in sorted(broken.items())]
+        raise CheckpointError(f"{run} holds no whole checkpoint:", problems)
+    raise CheckpointError(
+        f"{run} holds no whole checkpoint of a training run, and neither does {run / 'checkpoints'}. {describe(run)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -235,18 +246,18 @@ def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
 def _write(directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int) -> None:
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
-    failed = ""
     with FileReader() as reader:
-        try:
-            for output in (output for file in planned for output in file.outputs):
-                if writer.has_failed:
-                    break
-                out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
-                _fill(reader, output.moved, whole(out.shape), out)
-                writer.write(output, out)
-        except CheckpointError as error:
-            failed = str(error)
-    writer.close(files, failed=failed)
+        for output in (output for file in planned for output in file.outputs):
+            writer.attempt(lambda output=output: writer.write(output, _read_whole(reader, output)))
+            if writer.has_failed:
+                break
+    writer.close(files)
+
+
+def _read_whole(reader: FileReader, output: Output) -> Tensor:
+    out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
+    _fill(reader, output.moved, whole(out.shape), out)
+    return out
 
 
 def _fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.moves import Box, box_shape
 
 INDEX = "model.safetensors.index.json"
@@ -39,6 +40,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 STAGING = 32 << 20
 """Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
+BLOCK = 4 << 20
+"""Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
 SHORT_RUN = 64 << 10
 """Rows shorter than this are read together with what lies between them."""
 
@@ -67,7 +70,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
             number. All problems are in it.
     """
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a folder: a checkpoint is one, with safetensors files.")
+        raise CheckpointError(f"A checkpoint is a folder with safetensors files. {describe(directory)}")
     if (directory / INCOMPLETE).exists():
         raise CheckpointError(
             f"{directory} is not a whole checkpoint: {INCOMPLETE} says that its writing was cut short while files were "
@@ -89,11 +92,7 @@ def read_folder(directory: Path) -> dict[str, StoredTensor]:
                 "them, is missing."
             )
     if not names:
-        others = sorted(
-            path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for path in directory.glob(pattern)
-        )
-        there = f" It has {', '.join(others[:5])}: save these as safetensors first." if others else ""
-        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors.{there}")
+        raise CheckpointError(f"{directory} has neither {INDEX} nor *.safetensors. {describe(directory)}")
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         try:
@@ -286,22 +285,25 @@ class FileReader:
         return buffer[:num_bytes]
 
     def _fill(self, stored: StoredTensor, out: Tensor, offset: int) -> None:
-        """Reads into contiguous memory, then looks for NaN while the bytes are in the cache."""
+        """Reads into contiguous memory, block by block, and looks for NaN while a block is in the cache."""
         num_bytes = out.numel() * out.dtype.itemsize
         if num_bytes == 0:
             return
         # One element may have any stride and still count as contiguous.
-        memory = memoryview(out.as_strided((out.numel(),), (1,)).view(torch.uint8).numpy())
-        done, descriptor = 0, self._open(stored.file)
-        while done < num_bytes:
-            got = os.preadv(descriptor, [memory[done:]], offset + done)
-            if got == 0:
-                raise EOFError(f"the file ends at byte {offset + done}, {num_bytes - done} bytes short")
-            done += got
+        flat = out.as_strided((out.numel(),), (1,))
+        memory = memoryview(flat.view(torch.uint8).numpy())
+        descriptor = self._open(stored.file)
+        for start in range(0, num_bytes, BLOCK):
+            done, end = start, min(start + BLOCK, num_bytes)
+            while done < end:
+                got = os.preadv(descriptor, [memory[done:end]], offset + done)
+                if got == 0:
+                    raise EOFError(f"the file ends at byte {offset + done}, {num_bytes - done} bytes short")
+                done += got
+            if flat.is_floating_point() and has_nan(flat[start // out.itemsize : end // out.itemsize]):
+                raise CheckpointError(f"{stored.name} in {stored.file} holds NaN.")
         with self._lock:
             self.bytes_read += num_bytes
-        if out.is_floating_point() and has_nan(out):
-            raise CheckpointError(f"{stored.name} in {stored.file} holds NaN.")
 
     def _open(self, file: Path) -> int:
         with self._lock:
@@ -336,4 +338,5 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
 
 def has_nan(tensor: Tensor) -> bool:
     """Whether a floating-point tensor holds NaN. One fast pass where it does not: a sum is finite only then."""
-    return not math.isfinite(float(tensor.sum())) and bool(torch.isnan(tensor).any())
+    wide = torch.float32 if tensor.dtype == torch.float16 else None  # whose own range a sum leaves soon
+    return not math.isfinite(float(tensor.sum(dtype=wide))) and bool(torch.isnan(tensor).any())

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.folders import is_training_checkpoint
 from patchgen.runtime.checkpoint.moves import Moved
-from patchgen.runtime.checkpoint.placement import all_gather, world
+from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
 
 MAX_FILE = 5_000_000_000
@@ -98,7 +99,10 @@ class FileWriter:
         try:
             self._stream = self._temporary.open("wb")
             self._stream.write(len(text).to_bytes(8, "little") + text)
+            self._stream.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):  # there may be no such file, nor folder
+                self._temporary.unlink()
             raise CheckpointError(f"{file} cannot be written: {error}") from error
 
     def write(self, name: str, tensor: Tensor) -> None:
@@ -139,7 +143,12 @@ class FolderWriter:
         self._finished: list[FileWriter] = []
         self._open: FileWriter | None = None
         self._of = {output.name: file for file in self._mine.values() for output in file.outputs}
-        self._keep(lambda: directory.mkdir(parents=True, exist_ok=True))
+        self.attempt(self._make_folder)
+
+    def _make_folder(self) -> None:
+        if is_training_checkpoint(self.directory):
+            raise CheckpointError("it is a training checkpoint, which would be damaged: give another folder")
+        self.directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, output: Output, tensor: Tensor) -> None:
         """Writes the next tensor of this rank's files; tensors come in the order of the plan."""
@@ -154,29 +163,30 @@ class FolderWriter:
                 self._finished.append(self._open)
                 self._open = None
 
-        self._keep(append)
+        self.attempt(append)
 
-    def _keep(self, work) -> None:
+    def attempt(self, work: Callable[[], Result]) -> Result | None:
+        """Does something that this rank's files need; None, and the error kept, if it fails or something did before."""
         if self._error:
-            return
+            return None
         try:
-            work()
-        except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
+            return work()
+        except FAILURES as error:  # whatever it is, the other ranks must hear of it: they would wait
             self._error = str(error) if isinstance(error, CheckpointError | OSError) else repr(error)
+            return None
 
     @property
     def has_failed(self) -> bool:
         """Whether this rank could not write something: the others need not know yet."""
         return bool(self._error)
 
-    def close(self, others: Mapping[str, str | Path], *, failed: str = "") -> None:
+    def close(self, others: Mapping[str, str | Path]) -> None:
         """Writes index and further files, then puts all in place, and removes what an earlier checkpoint left there.
 
         Every rank calls it.
 
         Args:
             others: further files, name -> text or the file to copy; rank 0 writes them.
-            failed: what else went wrong on this rank.
 
         Raises:
             CheckpointError: on every rank, if a file could not be written on any: then none is replaced; or could not
@@ -184,25 +194,29 @@ class FolderWriter:
         """
         rank, _ = world()
         prepared: list[Path] = []
-        if rank == 0 and not failed:
-            self._keep(lambda: self._prepare(others, prepared))
+        if rank == 0:
+            self.attempt(lambda: self._prepare(others, prepared))
         try:
-            self._agree(self._error or failed, "what was there before is as it was")
+            self._agree(self._error, "what was there before is as it was")
         except CheckpointError:
-            for writer in [*self._finished, *([self._open] if self._open else [])]:
-                writer.abandon()
-            for file in prepared:
-                _partial(file).unlink(missing_ok=True)
+            self.abandon(prepared)
             raise
         lost = f"it holds no whole checkpoint any more ({INCOMPLETE} marks it). Write it again"
         if rank == 0:
-            self._keep(lambda: self._invalidate(prepared))
+            self.attempt(lambda: self._invalidate(prepared))
         self._agree(self._error, lost)
-        self._keep(lambda: [writer.place() for writer in self._finished])
+        self.attempt(lambda: [writer.place() for writer in self._finished])
         self._agree(self._error, lost)
         if rank == 0:
-            self._keep(lambda: self._complete(prepared))
+            self.attempt(lambda: self._complete(prepared))
         self._agree(self._error, lost)
+
+    def abandon(self, prepared: Iterable[Path] = ()) -> None:
+        """Removes what this rank wrote under temporary names."""
+        for writer in [*self._finished, *([self._open] if self._open else [])]:
+            writer.abandon()
+        for file in prepared:
+            _partial(file).unlink(missing_ok=True)
 
     def _invalidate(self, prepared: Iterable[Path]) -> None:
         """Marks the folder, and takes away what makes an earlier checkpoint there one."""

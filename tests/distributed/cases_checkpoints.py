@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import resource
+import time
 
 import cases_models
 import cases_sequence
@@ -62,6 +65,41 @@ def export_fails(head: str, file: str, source: str, target: str) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def export_fails_midway(head: str, file: str, source: str, target: str, rank: int, what: str) -> tuple[str, float]:
+    """The message of this rank and the seconds until it came, where one rank fails in the middle of an export.
+
+    Args:
+        what: "disk": the rank's files may not grow over a limit of the system; "tensor": it cannot give its part of one.
+    """
+    from patchgen.runtime.checkpoint import export
+
+    model = meta_model(head, file)
+    sharding.shard_model(model, cases_sequence.state_of())
+    load_pretrained(model, source)
+    fails = rank == dist.get_rank()
+    limits, within = resource.getrlimit(resource.RLIMIT_FSIZE), export.within
+    calls = itertools.count()
+
+    def broken(*args):
+        if next(calls) == 20:
+            raise MemoryError("no memory for a part")
+        return within(*args)
+
+    if fails and what == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    elif fails:
+        export.within = broken
+    text, started = "", time.monotonic()
+    try:
+        export_pretrained(model, target, max_file=40_000)
+    except CheckpointError as error:
+        text = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        export.within = within
+    return text, time.monotonic() - started
 
 
 def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:

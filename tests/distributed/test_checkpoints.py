@@ -143,6 +143,26 @@ def test_an_export_that_cannot_be_written(tmp_path, two_ranks):
     assert all("target could not be written" in text and "File exists" in text for text in texts)
 
 
+@pytest.mark.parametrize(("rank", "what"), [(0, "disk"), (1, "disk"), (2, "tensor")])
+def test_an_export_that_fails_midway_on_one_rank(rank, what, tmp_path, four_ranks):
+    """Nobody waits for the rank that cannot go on; rank, file and key are named; the export before is as it was."""
+    head, file = upstream_checkpoint("qwen3_moe", tmp_path / "original")
+    target = shutil.copytree(tmp_path / "original", tmp_path / "target")
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    told = four_ranks.run(
+        cases.export_fails_midway, head, file, str(tmp_path / "original"), str(target), rank, what, timeout=60
+    )
+    texts = [text for text, _ in told]
+    assert len(set(texts)) == 1 and max(seconds for _, seconds in told) < 20, told
+    assert f"rank {rank}: " in texts[0] and not any(f"rank {other}: " in texts[0] for other in {0, 1, 2, 3} - {rank})
+    reason = "File too large" if what == "disk" else "MemoryError: no memory for a part"
+    assert reason in texts[0] and ".safetensors" in texts[0], texts[0]
+    assert any(key in texts[0] for key in tensors(tmp_path / "original"))
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    four_ranks.run(cases.round_trip, head, file, str(tmp_path / "original"), str(target), 1)
+    assert fingerprint(target) == fingerprint(tmp_path / "original")
+
+
 def test_new_parts_are_the_same_on_any_number_of_ranks(tmp_path, one_rank, two_ranks):
     from safetensors.torch import save_file
 

@@ -1,0 +1,36 @@
+"""What lies in a folder, told to a reader who expected something else there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from patchgen.runtime.checkpoint.manifest import MANIFEST
+
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+
+
+def is_training_checkpoint(folder: Path) -> bool:
+    """Whether it is what a training run saved at a step."""
+    return (folder / MANIFEST).is_file()
+
+
+def describe(path: Path) -> str:
+    """One or two sentences: what is there, and which command is for that."""
+    if not path.exists():
+        return f"{path} does not exist."
+    if not path.is_dir():
+        return f"{path} is a file: give the folder that it is in."
+    if is_training_checkpoint(path) or any(
+        is_training_checkpoint(step) for parent in (path, path / "checkpoints") for step in parent.glob("step-*")
+    ):
+        return f"{path} holds training checkpoints: `patchgen export {path} --output DIR` writes their weights."
+    if any(path.glob("*.safetensors")):
+        return f"{path} is a Hugging Face checkpoint: load it, or `patchgen convert {path} DIR` rewrites it."
+    others = sorted(file.name for pattern in OTHER_WEIGHTS for file in path.glob(pattern))
+    if others:
+        return (
+            f"{path} holds weights in another format, {', '.join(others[:5])}: load them with transformers, and write "
+            "them with save_pretrained, which makes safetensors files of them."
+        )
+    found = sorted(file.name for file in path.iterdir())
+    return f"{path} holds {', '.join(found[:5]) if found else 'nothing'}{', ...' if found[5:] else ''}."
