@@ -74,6 +74,8 @@ class ParallelSection:
         expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
+        exchange_gradients: send gradients as computed and sum them on arrival, instead of a reduce-scatter in
+            `reduce_dtype`; null: where that saves bytes and the ranks share a host.
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: layers gathered ahead of the one that runs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -89,6 +91,7 @@ class ParallelSection:
     expert_capacity: Count | None = None
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName = "float32"
+    exchange_gradients: bool | None = None
     reshard_after_forward: bool = True
     prefetch: CountOrZero = 1
     cpu_offload: bool = False
