@@ -27,21 +27,29 @@ def support_matrix() -> str:
     """The text between the marks. It follows from the records alone."""
     rows = json.loads((docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
     of_text = {row["model_type"]: row.get("ranks", {}) for row in rows if row.get("family", "text") == "text"}
-    lines = [
-        f"| model | {' | '.join(f'text, {name}' for name in LAYOUTS.values())} | images, video, audio |",
-        f"| --- | {'---: | ' * len(LAYOUTS)}--- |",
-    ]
-    for name in committed():
-        ranks = of_text.get(name) or of_text.get(f"{name}_text") or {}
-        layouts = rank_results(provenance.generated_root() / name, name)
-        media = "; ".join(f"{layout}: {difference}" for layout, difference in layouts.items())
-        cells = [_cell(ranks.get(layout)) for layout in LAYOUTS]
-        lines.append(f"| {name} | {' | '.join(cells)} | {media} |")
+    of_media = {name: rank_results(provenance.generated_root() / name, name) for name in committed()}
+    text = {
+        name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}
+        for name in committed()
+        if (ranks := of_text.get(name) or of_text.get(f"{name}_text") or {}) or not of_media[name]
+    }
+    media = {name: found for name, found in of_media.items() if found}
+    lines = ["Text:", "", *_table(text), "", "Images, video and audio:", "", *_table(media)]
     counts = []
     for layout, name in LAYOUTS.items():
         compared = [ranks[layout] for ranks in of_text.values() if layout in ranks]
         counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
     return "\n".join([*lines, "", f"Of all types of this release agree: {', '.join(counts)}."]) + "\n"
+
+
+def _table(cells: dict[str, dict[str, str]]) -> list[str]:
+    """One row per model, one column per layout."""
+    columns = sorted({layout for row in cells.values() for layout in row})
+    rows = [
+        f"| {name} | {' | '.join(row.get(column, NOT_MEASURED) for column in columns)} |"
+        for name, row in cells.items()
+    ]
+    return [f"| model | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}", *rows]
 
 
 def _cell(result: dict | None) -> str:
