@@ -347,6 +347,17 @@ def test_layouts_that_do_not_exist(checkpoint, tmp_path):
     assert not (tmp_path / "oss").exists() and not (tmp_path / "out").exists()
 
 
+def test_weights_of_three_dimensions_are_not_taken_for_experts(tmp_path):
+    """A model without experts has them in convolutions; per expert, it is written as it is."""
+    from transformers import Qwen3_5ForCausalLM
+
+    model = small_models.build(Qwen3_5ForCausalLM, small_config(Qwen3_5ForCausalLM.config_class).config)
+    assert any(parameter.ndim == 3 for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", layout="per-expert")
+    assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "in")
+
+
 def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path):
     """A wrong folder is told from a damaged one, with the command that it is for."""
     run_folder, pickled = tmp_path / "run", tmp_path / "pickled"
