@@ -4,11 +4,13 @@
     python benchmarks/bench_checkpoints.py --directory /scratch --layers 15 --ranks 4 --ep 4
 
 Makes files in the shape of Qwen3-30B-A3B (48 layers there, `--layers` here) with one key per expert, in bf16, and removes
-them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it. With
-`--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its own share and talks to nobody.
+them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it (with
+`--warm`: all in it). With `--ranks` the process is rank 0 of that many, on torch's fake process group: it reads its own
+share and talks to nobody.
 
-speed_ratio        beside reading into one buffer that is used again
-speed_ratio_kept   beside reading into memory of its own, which the kernel must find and clear, as for weights
+speed_ratio        beside reading the same files one after the other into one buffer that is used again
+speed_ratio_kept   beside reading them into memory of its own, in large pages, as weights need it
+memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`)
 Appends to benchmarks/results_checkpoints.csv.
 """
 
@@ -33,7 +35,7 @@ RESULTS = Path(__file__).with_name("results_checkpoints.csv")
 COLUMNS = (
     "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
     "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
-    "speed_ratio_kept", "load_average",
+    "speed_ratio_kept", "load_average", "page_cache", "memory_at_hand",
 )  # fmt: skip
 BLOCK = 16 << 20
 GIB = 1 << 30
@@ -101,9 +103,12 @@ def drop(directory: Path) -> None:
 def settle(num_bytes: int) -> None:
     """Lets the machine have this much free memory at hand, by touching and freeing it in another process.
 
-    On a virtual machine the host takes back what is freed, and gives it again page by page, which costs more than
-    reading a file does. Whoever is measured first, or comes after imports of a few seconds, would pay for that.
+    No more than three quarters of what is free: others may run here, and files stay in the page cache. On a virtual
+    machine the host takes back what is freed, and gives it again page by page, which costs more than reading a file
+    does. Whoever is measured first, or comes after imports of a few seconds, would pay for that.
     """
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    num_bytes = min(num_bytes, int(fields["MemFree"].split()[0]) * 1024 * 3 // 4)
     code = (
         f"import mmap; memory = mmap.mmap(-1, {num_bytes}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n"
         "memory.madvise(mmap.MADV_HUGEPAGE)\n"
@@ -120,7 +125,8 @@ def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
         if keep:
-            kept.append(mmap.mmap(-1, file.stat().st_size))
+            kept.append(mmap.mmap(-1, file.stat().st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            kept[-1].madvise(mmap.MADV_HUGEPAGE)
         with file.open("rb", buffering=0) as stream:
             place = 0
             while count := stream.readinto(memoryview(kept[-1])[place : place + BLOCK] if keep else buffer):
@@ -196,12 +202,19 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
 
     shape = ["--directory", str(directory), "--layers", str(options.layers)]
     loads, reads, keeps = [], [], []
+
+    def prepare() -> None:
+        if options.warm:
+            subprocess.run(["cat", *map(str, directory.glob("*.safetensors"))], check=True, stdout=subprocess.DEVNULL)
+        else:
+            drop(directory)
+
     for _ in range(options.repeat):
-        drop(directory)
+        prepare()
         reads.append(in_a_process(*shape, "--part", "read"))
-        drop(directory)
+        prepare()
         keeps.append(in_a_process(*shape, "--part", "keep"))
-        drop(directory)
+        prepare()
         loads.append(in_a_process(*shape, "--part", "load", "--ranks", str(options.ranks), "--ep", str(options.ep)))
         print(f"read {reads[-1]}\nkeep {keeps[-1]}\nload {loads[-1]}", flush=True)
     sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
@@ -226,6 +239,8 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "speed_ratio": round(statistics.median(ratios), 2),
         "speed_ratio_kept": round(statistics.median(kept_ratios), 2),
         "load_average": round(os.getloadavg()[0], 1),
+        "page_cache": "warm" if options.warm else "cold",
+        "memory_at_hand": "yes",
     }
     return row
 
@@ -237,6 +252,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--warm", action="store_true", help="files in the page cache; they and the model must fit memory"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
     parser.add_argument("--part", choices=("read", "keep", "load"), help=argparse.SUPPRESS)
     options = parser.parse_args()

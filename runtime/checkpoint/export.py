@@ -80,24 +80,31 @@ def export_pretrained(
     )
     writer = FolderWriter(directory, files)
     for round_ in _rounds([(file, output) for file in files for output in file.outputs]):
-        exchange = writer.attempt(lambda round_=round_: gatherer.prepare(round_))
-        if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
+        if not _write_round(writer, gatherer, round_):
             break
-        try:
-            exchange.run()
-        except RuntimeError as error:  # another rank is gone: asking the others would wait for it
-            writer.abandon()
-            keys = f"{round_[0][1].name} ... {round_[-1][1].name}"
-            raise CheckpointError(
-                f"{directory} could not be written: {keys} could not be exchanged: {error}"
-            ) from error
-        writer.attempt(lambda exchange=exchange: _write(writer, exchange))
     writer.close(others)
 
 
-def _write(writer: FolderWriter, exchange: _Exchange) -> None:
-    for output, tensor in exchange.whole_tensors():
-        writer.write(output, tensor)
+def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tuple[PlannedFile, Output]]) -> bool:
+    """Brings a round's tensors to their files; False, and nothing done, if a rank cannot go on."""
+    exchange = writer.attempt(lambda: gatherer.prepare(round_))
+    if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
+        return False
+    try:
+        exchange.run()
+    except RuntimeError as error:  # another rank is gone: asking the others would wait for it
+        writer.abandon()
+        keys = f"{round_[0][1].name} ... {round_[-1][1].name}"
+        raise CheckpointError(
+            f"{writer.directory} could not be written: {keys} could not be exchanged: {error}"
+        ) from error
+
+    def write() -> None:
+        for output, tensor in exchange.whole_tensors():
+            writer.write(output, tensor)
+
+    writer.attempt(write)
+    return True
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

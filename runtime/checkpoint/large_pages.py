@@ -16,15 +16,16 @@ PAGE = 2 << 20
 
 
 def prefer(tensor: Tensor) -> None:
-    """Asks the kernel for large pages where `tensor` lies; of what is already there, and elsewhere than Linux, nothing.
+    """Asks the kernel for large pages where `tensor` lies. Without effect on what is written already.
 
-    Takes no memory: only pages that lie whole inside of a CPU tensor are named.
+    Takes no memory: only pages that lie whole inside of the storage are named. Elsewhere than on Linux, and on devices,
+    nothing is asked.
     """
     if tensor.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return
-    start = tensor.data_ptr()
-    first = -(-start // PAGE) * PAGE
-    last = (start + tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()) // PAGE * PAGE
+    storage = tensor.untyped_storage()
+    first = -(-storage.data_ptr() // PAGE) * PAGE
+    last = (storage.data_ptr() + storage.nbytes()) // PAGE * PAGE
     if last > first:
         # A request: the kernel may be told to refuse it, and then memory comes in small pages as without it.
         _madvise()(first, last - first, mmap.MADV_HUGEPAGE)

@@ -286,11 +286,12 @@ def disassemble(
     available = [entry for entry in conversions(model, legacy=False) if _splits_experts(entry)]
     if layout == PER_EXPERT:
         chosen = [entry for entry in chosen if not _splits_experts(entry)] + available
-        if not available and any(tensor.ndim == 3 for tensor in tensors.values()):
-            stacks = [name for name, tensor in tensors.items() if tensor.ndim == 3][:3]
+        counts = set(_expert_counts(model.config.to_dict()))
+        stacks = [name for name, tensor in tensors.items() if tensor.ndim == 3 and tensor.shape[0] in counts]
+        if stacks and not available:
             raise CheckpointError(
                 f"{class_name(model)} has no layout with one key per expert: transformers keeps "
-                f"{', '.join(stacks)} as they are. Write it with its own layout."
+                f"{', '.join(stacks[:3])} as they are. Write it with its own layout."
             )
     elif layout == STACKED:
         chosen = [entry for entry in chosen if not _splits_experts(entry)]
@@ -310,6 +311,15 @@ def disassemble(
     stacks = {key: tensor for key, tensor in written.items() if tensor.ndim == 3 and _pattern(key) in shapes}
     turned += _squares_of_turned(stacks, set(turned))
     return written | {key: written[key].transpose(1, 2) for key in turned}
+
+
+def _expert_counts(config: Mapping) -> Iterator[int]:
+    """The numbers of experts that a config names, for the whole model or a part of it."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _expert_counts(value)
+        elif "expert" in str(key) and type(value) is int:
+            yield value
 
 
 def _used(model: PreTrainedModel, origin: Origin | None) -> list[WeightTransform]:

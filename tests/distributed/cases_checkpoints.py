@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pathlib
 import resource
 import time
 
@@ -102,6 +103,34 @@ def export_fails_midway(head: str, file: str, source: str, target: str, rank: in
     return text, time.monotonic() - started
 
 
+def export_peak(head: str, file: str, target: str) -> tuple[int, int]:
+    """Bytes that this rank's memory grew by at most in an export, and those of the largest tensor (embeddings)."""
+    cls = generated_class(head, file)
+    config = cls.config_class(
+        vocab_size=65536, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, num_experts=64, num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = cls._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    sharding.shard_model(model, cases_sequence.state_of(ep=2))
+    sharding.materialise(model, "cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(dist.get_rank())
+    export_pretrained(model, target, max_file=40_000_000)  # what a first call needs for good does not count
+
+    def kilobytes(name: str) -> int:
+        line = next(
+            line for line in pathlib.Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+        )
+        return int(line.split()[1])
+
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the peak back
+    before = kilobytes("VmRSS")
+    export_pretrained(model, target, max_file=40_000_000)
+    return (kilobytes("VmHWM") - before) * 1024, config.vocab_size * config.hidden_size * 4
+
+
 def initialised_parts(head: str, file: str, source: str) -> torch.Tensor:
     """A head that the checkpoint lacks, gathered."""
     model = meta_model(head, file)
@@ -153,8 +182,6 @@ def train(
 
 def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> str:
     """A save in which one rank's file cannot be written: every rank hears of it, and the next save works."""
-    import pathlib
-
     from patchgen.runtime.checkpoint import train_state
 
     attention.register()

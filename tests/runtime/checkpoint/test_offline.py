@@ -347,15 +347,48 @@ def test_layouts_that_do_not_exist(checkpoint, tmp_path):
     assert not (tmp_path / "oss").exists() and not (tmp_path / "out").exists()
 
 
-def test_errors_of_commands_are_for_their_reader(checkpoint, tmp_path):
+def test_weights_of_three_dimensions_are_not_taken_for_experts(tmp_path):
+    """A model without experts has them in convolutions; per expert, it is written as it is."""
+    from transformers import Qwen3_5ForCausalLM
+
+    model = small_models.build(Qwen3_5ForCausalLM, small_config(Qwen3_5ForCausalLM.config_class).config)
+    assert any(parameter.ndim == 3 for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", layout="per-expert")
+    assert fingerprint(tmp_path / "out") == fingerprint(tmp_path / "in")
+
+
+def test_errors_of_commands_are_for_their_reader(original, checkpoint, tmp_path):
+    """A wrong folder is told from a damaged one, with the command that it is for."""
+    run_folder, pickled = tmp_path / "run", tmp_path / "pickled"
+    Checkpointer(run_folder / "checkpoints").save(1, model=original, asynchronous=False)
+    saved = run_folder / "checkpoints" / "step-00000001"
+    pickled.mkdir()
+    torch.save(original.state_dict(), pickled / "pytorch_model.bin")
+    (pickled / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     for arguments, text in (
         (("fingerprint", tmp_path / "nowhere"), "nowhere holds no whole checkpoint"),
         (("convert", checkpoint, checkpoint), "would be read and written at once"),
-        (("export", checkpoint, "--output", tmp_path / "x"), "holds no whole checkpoint"),
+        (("export", checkpoint, "--output", tmp_path / "x"), "is a Hugging Face checkpoint"),
+        (("export", run_folder, "--output", tmp_path / "x", "--step", 7), "no whole checkpoint of step 7, but of 1"),
+        (("export", run_folder, "--output", saved), "it is a training checkpoint, which would be damaged"),
+        (("convert", run_folder, tmp_path / "x"), f"`patchgen export {run_folder} --output DIR` writes their weights"),
+        (("convert", saved, tmp_path / "x"), f"`patchgen export {saved} --output DIR` writes their weights"),
+        (("convert", pickled, tmp_path / "x"), "holds weights in another format, pytorch_model.bin"),
+        (("fingerprint", pickled), "holds weights in another format, pytorch_model.bin"),
+        (("fingerprint", checkpoint / "config.json"), "config.json is a file: give the folder that it is in"),
         (("convert", checkpoint, tmp_path / "x", "--dtype", "int4"), "There is no dtype 'int4'"),
     ):
         done = run(*arguments)
         assert isinstance(done.exception, ConfigError) and text in str(done.exception), (arguments, done.exception)
+
+
+def test_a_run_whose_checkpoints_are_all_broken(original, tmp_path):
+    Checkpointer(tmp_path).save(3, model=original, asynchronous=False)
+    (tmp_path / "step-00000003" / ".metadata").unlink()
+    with pytest.warns(UserWarning, match="not whole"):
+        done = run("export", tmp_path, "--output", tmp_path / "x")
+    assert "holds no whole checkpoint:\n  step-00000003: .metadata is missing" in str(done.exception)
 
 
 def test_damage_is_found_before_anything_is_written(checkpoint, tmp_path):
