@@ -295,6 +295,10 @@ class Recipe:
                 f"optim.warmup_steps={optim.warmup_steps} and optim.decay_steps={optim.decay_steps} are more than "
                 f"train.steps={train.steps}."
             )
+        if optim.schedule == "wsd" and not optim.decay_steps:
+            raise ValueError(
+                "optim.schedule 'wsd' needs optim.decay_steps: without them it never decays ('constant')."
+            )
         if optim.decay_steps and optim.schedule != "wsd":
             raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
         if optim.name != "muon":

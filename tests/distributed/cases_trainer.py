@@ -39,6 +39,13 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
 
 
+def train_and_log(values: dict) -> tuple[list[float], Summary]:
+    """Losses and the end of a run that leaves its files behind."""
+    kept, recipe = Kept(), from_dict(values)
+    summary = Trainer(recipe, torch.device("cpu"), (kept, *setup.listeners(recipe))).run()
+    return [record.loss for record in kept.steps], summary
+
+
 def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
     """Losses and evaluations of a run."""
     kept = Kept()

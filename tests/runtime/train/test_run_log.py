@@ -7,6 +7,7 @@ import json
 import pytest
 
 from patchgen.runtime.train import page, run_log, view
+from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary
 
 START = RunStart(
@@ -55,6 +56,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     tracker.on_start(START)
     tracker.on_step(record(1, loss=3.5, grad_norm=float("nan")))
     tracker.on_end(END)
+    tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("train/loss")[0].value == 3.5
     assert "train/grad_norm" not in events.Tags()["scalars"]
@@ -62,7 +64,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ImportError, match="log.trackers names 'wandb', which is not installed"):
+    with pytest.raises(RecipeError, match="log.trackers names 'wandb', which is not installed"):
         run_log.Tracker("wandb", "patchgen", tmp_path)
 
 
