@@ -110,7 +110,12 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
+        told = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
+        if most > 1:
+            told += (
+                "\nThis is what this machine saw. If a connection was lost here, look at the messages of the others."
+            )
+        raise LaunchFailed(told) from error
     summary = read_summary(recipe.directory)
     return STOPPED if summary is not None and summary["reason"] == "stop" else 0
 

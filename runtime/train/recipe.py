@@ -390,6 +390,14 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return TypeAdapter(Recipe).dump_python(recipe, mode="json")
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested dicts."""
+    found = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as YAML, every default included; `load` reads it back."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False)

@@ -60,6 +60,7 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
+        setup.require_same_recipe(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:

@@ -106,6 +106,12 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
     return found, trainer.run()
 
 
+def refusal_of_another_recipe(values: dict) -> str:
+    """What two ranks are told that were started with different recipes."""
+    values = {**values, "optim": {"lr": 1e-3 * (1 + dist.get_rank())}}
+    return refusal(values)
+
+
 def refusal_of_a_disk_of_its_own(directory: str) -> str:
     """What two ranks are told whose run directories are not the same."""
     setup.SHARED_SECONDS = 0.5

@@ -110,6 +110,12 @@ def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_pa
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
 
 
+def test_machines_with_different_recipes_are_refused(trainer_folder, tmp_path, two_ranks):
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    for told in two_ranks.run(cases.refusal_of_another_recipe, values, timeout=60):
+        assert "different recipes" in told and "optim.lr: 0.001 on rank 0, 0.002 on rank 1" in told
+
+
 def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):
     for told in two_ranks.run(cases.refusal_of_a_disk_of_its_own, str(tmp_path), timeout=60):
         assert "must be one that all machines share: ranks 1 (" in told
