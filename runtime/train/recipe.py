@@ -180,7 +180,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps; the run ends earlier if the data do.
         batches_per_step: packed batches of one step over all ranks; what each batch group gets of them is accumulated.
-            The same number gives the same losses on any number of ranks.
+            The same number gives the same losses on any number of ranks, unless samples are read as a stream.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
         eval_every: steps between evaluations; 0: none.

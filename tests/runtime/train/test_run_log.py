@@ -83,6 +83,12 @@ def test_plain_lines_say_what_counts(capsys):
     assert "step 4: all steps taken   run: runs/mine   export: runs/mine/export" in text
 
 
+def test_samples_that_were_left_out_are_told_at_the_end():
+    assert "samples" not in view.ending(END)
+    some = Summary(**vars(END) | {"data": "2 bad (first: a.jsonl:3: no field 'text')"})
+    assert view.ending(some).endswith("\nsamples: 2 bad (first: a.jsonl:3: no field 'text')")
+
+
 def test_the_live_view_draws_on_a_terminal(monkeypatch):
     import io
 
