@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
@@ -108,6 +109,11 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         elastic_launch(config, sys.executable)("-m", "patchgen.runtime.launch", json.dumps(to_dict(recipe)))
     except SignalException:
         return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
+    except RendezvousError as error:
+        raise LaunchFailed(
+            f"The {most} machines did not meet at {endpoint}: {type(error).__name__}: {error} Start the same command on all of "
+            "them, with a port that they all reach on the machine that --rdzv-endpoint names."
+        ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         told = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
