@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.elastic.rendezvous import RendezvousError
 
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
@@ -110,9 +111,19 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
         elastic_launch(config, sys.executable)("-m", "patchgen.runtime.launch", json.dumps(to_dict(recipe)))
     except SignalException:
         return STOPPED  # by now the ranks have saved and left: the agent handed the signal on and waited
+    except RendezvousError as error:
+        raise LaunchFailed(
+            f"The {most} machines did not meet at {endpoint}: {type(error).__name__}: {error} Start the same command on all of "
+            "them, with a port that they all reach on the machine that --rdzv-endpoint names."
+        ) from error
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise LaunchFailed(f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}") from error
+        told = f"Rank {rank} failed first (exit {failure.exitcode}).\n{_reason(failure)}"
+        if most > 1:
+            told += (
+                "\nThis is what this machine saw. If a connection was lost here, look at the messages of the others."
+            )
+        raise LaunchFailed(told) from error
     summary = read_summary(recipe.directory)
     return STOPPED if summary is not None and summary["reason"] == "stop" else 0
 

@@ -146,7 +146,9 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             lengths.append(len(found.ids))
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
-        raise DataError(f"No usable sample in {source.fingerprint()}: {counters.summary()}.")
+        raise DataError(
+            f"No usable sample in {source.name}: {counters.summary() if counters.counts else 'it has none'}."
+        )
 
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     np.save(folder / "bounds.npy", bounds)

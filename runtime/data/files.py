@@ -43,6 +43,7 @@ class Files:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self.files = list(files)
+        self.name = str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more files"
 
     def fingerprint(self) -> list[list[Any]]:
         """Path, size and time of change of each file."""

@@ -99,5 +99,10 @@ def _open_saved(source: SourceConfig) -> Any:
     if isinstance(found, datasets.DatasetDict):
         if source.split not in found:
             raise DataError(f"{source.path} has the splits {', '.join(found)}, not {source.split} (source.split).")
-        found = found[source.split]
+        return found[source.split]
+    if source.split not in (SourceConfig.split, str(found.split)):
+        raise DataError(
+            f"{source.path} is one dataset without splits, and the source asks for split = {source.split}. Leave it out, or "
+            "name the folder of that split."
+        )
     return found

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 Outcome = Literal["bad", "skipped", "truncated"]
 REMEMBERED = 1000
+ALL_USED = "all samples used"
 
 
 class DataError(ValueError):
@@ -61,7 +62,7 @@ class Counters:
     def summary(self) -> str:
         """One line for people: the counts, and the first place of each."""
         if not self.counts:
-            return "all samples used"
+            return ALL_USED
         first: dict[str, str] = {}
         for outcome, where, reason in self.places:
             first.setdefault(outcome, f"{where}: {reason}")

@@ -44,7 +44,12 @@ class Source(Protocol):
     """Samples in a fixed order.
 
     A position is what `read` hands out beside each record: reading on from it gives the records that follow.
+
+    Attributes:
+        name: what messages call it.
     """
+
+    name: str
 
     def read(self, position: Any = None) -> Iterator[tuple[Record, Any]]:
         """The records from `position` on (None: from the first), each with the position behind it."""

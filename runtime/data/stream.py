@@ -122,7 +122,7 @@ class MixedStream:
             there = record is not None
         if not there:
             if cursor.count == 0:
-                raise DataError(f"No samples in {source.fingerprint()}.")
+                raise DataError(f"No samples in {source.name}.")
             cursor.ended, cursor.lap, cursor.position = True, cursor.lap + 1, None
             self._readers[number] = None
             return False, None

@@ -55,7 +55,8 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
     lines = [_title(model, state)]
     for name, users in {**attention_users(model), **used}.items():
         modules = ", ".join(f"{count} {label}" for label, count in users.items())
-        lines.append(f"  {name:<16} {_served_by(name, state):<64} {modules}")
+        label = name.partition(":")[0]
+        lines.append(f"  {label:<16} {_served_by(name, state):<64} {modules}")
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):
         lines.append(f"  {group.label:<50} {group.count:>6} {_size(group.whole):>11} {_size(group.local):>11}")

@@ -120,7 +120,7 @@ def write_png(entries: list[dict[str, Any]], path: Path) -> bool:
         )
         return False
     matplotlib.use("agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     figure, axes = pyplot.subplots(2, 1, figsize=(9, 7), sharex=True, layout="constrained")
     for axis, key in zip(axes, ("loss", "tokens_per_second_per_device"), strict=True):
@@ -133,6 +133,7 @@ def write_png(entries: list[dict[str, Any]], path: Path) -> bool:
         axes[0].plot([x for x, _ in evaluations], [y for _, y in evaluations], "o-", label="evaluation")
         axes[0].legend()
     axes[-1].set_xlabel("step")
+    axes[-1].xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True

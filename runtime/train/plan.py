@@ -10,7 +10,7 @@ import torch
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import flops, memory, optimizers
+from patchgen.runtime.train import flops, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
@@ -28,6 +28,8 @@ def require_valid(recipe: Recipe, world: int) -> None:
     layout = models.parallel_config(recipe.parallel, world)
     micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
     models.choose_attention(recipe.model.attention)
+    for kind in recipe.log.trackers:
+        run_log.require_tracker(kind)
     if recipe.lora is not None and recipe.model.freeze:
         raise RecipeError("lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them.")
     first_rank = os.environ.get("RANK", "0") == "0"

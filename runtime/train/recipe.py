@@ -183,7 +183,7 @@ class TrainConfig:
     Attributes:
         steps: optimizer steps; the run ends earlier if the data do.
         batches_per_step: packed batches of one step over all ranks; what each batch group gets of them is accumulated.
-            The same number gives the same losses on any number of ranks.
+            The same number gives the same losses on any number of ranks, unless samples are read as a stream.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
         eval_every: steps between evaluations; 0: none.
@@ -298,6 +298,10 @@ class Recipe:
                 f"optim.warmup_steps={optim.warmup_steps} and optim.decay_steps={optim.decay_steps} are more than "
                 f"train.steps={train.steps}."
             )
+        if optim.schedule == "wsd" and not optim.decay_steps:
+            raise ValueError(
+                "optim.schedule 'wsd' needs optim.decay_steps: without them it never decays ('constant')."
+            )
         if optim.decay_steps and optim.schedule != "wsd":
             raise ValueError(f"optim.decay_steps is for schedule 'wsd'; '{optim.schedule}' would ignore it.")
         if optim.name != "muon":
@@ -387,6 +391,14 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Nested dicts of plain values, every default included."""
     return TypeAdapter(Recipe).dump_python(recipe, mode="json")
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of nested dicts."""
+    found = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def to_yaml(recipe: Recipe) -> str:

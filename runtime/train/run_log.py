@@ -11,10 +11,12 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TextIO
 
 import yaml
 
+from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
 
 STEPS, SUMMARY = "steps.jsonl", "summary.json"
@@ -25,6 +27,7 @@ class RunLog(Listener):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self._file: TextIO | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def on_start(self, start: RunStart) -> None:
@@ -44,7 +47,10 @@ class RunLog(Listener):
 
     def on_end(self, summary: Summary) -> None:
         (self.directory / SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
-        self._file.close()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
         self._file.write(json.dumps(entry) + "\n")
@@ -72,24 +78,35 @@ def read_summary(directory: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
+def require_tracker(kind: str) -> ModuleType:
+    """The package of a tracker.
+
+    Raises:
+        RecipeError: it is not installed.
+    """
+    packages = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+    try:
+        return importlib.import_module(packages[kind])
+    except ImportError as error:
+        raise RecipeError(
+            f"log.trackers names '{kind}', which is not installed ({error}). `pip install {kind}`, or remove it."
+        ) from error
+
+
 class Tracker(Listener):
     """Hands the numbers of each step to TensorBoard, wandb or trackio."""
 
     def __init__(self, kind: str, project: str, directory: Path) -> None:
         self.kind, self.project, self.directory = kind, project, directory
-        packages = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
-        try:
-            self._package = importlib.import_module(packages[kind])
-        except ImportError as error:
-            raise ImportError(
-                f"log.trackers names '{kind}', which is not installed ({error}). `pip install {kind}`, or remove it."
-            ) from error
+        self._package = require_tracker(kind)
+        self._is_open = False
 
     def on_start(self, start: RunStart) -> None:
         if self.kind == "tensorboard":
             self._writer = self._package.SummaryWriter(self.directory / "tensorboard", purge_step=start.first_step + 1)
         else:
             self._package.init(project=self.project, name=start.name, config=start.recipe)
+        self._is_open = True
 
     def on_step(self, record: StepRecord) -> None:
         values = {f"train/{name}": value for name, value in dataclasses.asdict(record).items() if _is_plottable(value)}
@@ -98,8 +115,9 @@ class Tracker(Listener):
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._write({"eval/loss": evaluation.loss}, evaluation.step)
 
-    def on_end(self, summary: Summary) -> None:
-        self._writer.close() if self.kind == "tensorboard" else self._package.finish()
+    def close(self) -> None:
+        if self._is_open:  # after errors, too: what was handed over is kept
+            self._writer.close() if self.kind == "tensorboard" else self._package.finish()
 
     def _write(self, values: dict[str, float], step: int) -> None:
         if self.kind != "tensorboard":

@@ -18,10 +18,11 @@ import torch.distributed as dist
 from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
+from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.train.recipe import Recipe, RecipeError, flat, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
@@ -90,6 +91,28 @@ def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
         batch_index=state.batch_index,
         num_batches=state.config.num_batches,
     )
+
+
+def require_same_recipe(recipe: Recipe) -> None:
+    """Refuses ranks that were started with different recipes; every rank must call it.
+
+    Raises:
+        RecipeError: on all ranks, with the keys that differ from those of rank 0.
+    """
+    mine = flat(to_dict(recipe))
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest(mine))
+    other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+    if other is None:
+        return
+    both = [mine]
+    dist.broadcast_object_list(both, src=0)
+    first, both = both[0], [mine]
+    dist.broadcast_object_list(both, src=other)
+    second = both[0]
+    keys = [key for key in first | second if first.get(key) != second.get(key)]
+    lines = "".join(f"\n  {key}: {first.get(key)!r} on rank 0, {second.get(key)!r} on rank {other}" for key in keys)
+    raise RecipeError(f"The machines were started with different recipes; give all of them the same:{lines}")
 
 
 def require_shared(directory: Path) -> None:

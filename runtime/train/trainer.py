@@ -60,6 +60,7 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
+        setup.require_same_recipe(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:
@@ -156,10 +157,14 @@ class Trainer:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
+            saved = (
+                f"The last checkpoint is that of step {self.saved_step}."
+                if self.saved_step
+                else "No checkpoint was saved."
+            )
             raise TrainingStopped(
                 f"{self.skipped} steps in a row had gradients that are not finite, the last of them step "
-                f"{self.step + 1}. The last checkpoint is in {self.recipe.directory / 'checkpoints'}. Lower optim.lr, "
-                "lengthen optim.warmup_steps, or look at the data of these steps."
+                f"{self.step + 1}. {saved} Lower optim.lr, lengthen optim.warmup_steps, or look at the data of these steps."
             )
         return float(norm), rate
 

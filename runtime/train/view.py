@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
+from patchgen.runtime.data.problems import ALL_USED
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -148,9 +149,10 @@ def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
 
 
 def ending(summary: Summary) -> str:
-    """One line on how it ended, and where things are."""
+    """How it ended, and where things are; a second line where samples were left out or cut."""
     where = f"   export: {summary.export}" if summary.export else ""
-    return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}"
+    left_out = f"\nsamples: {summary.data}" if summary.data not in ("", ALL_USED) else ""
+    return f"step {summary.steps}: {ENDINGS[summary.reason]}   run: {summary.directory}{where}{left_out}"
 
 
 def bars(values: list[float], width: int) -> str:

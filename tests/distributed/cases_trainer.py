@@ -39,6 +39,13 @@ def train(values: dict) -> tuple[list[float], list[float], Summary]:
     return [record.loss for record in kept.steps], [record.grad_norm for record in kept.steps], summary
 
 
+def train_and_log(values: dict) -> tuple[list[float], Summary]:
+    """Losses and the end of a run that leaves its files behind."""
+    kept, recipe = Kept(), from_dict(values)
+    summary = Trainer(recipe, torch.device("cpu"), (kept, *setup.listeners(recipe))).run()
+    return [record.loss for record in kept.steps], summary
+
+
 def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
     """Losses and evaluations of a run."""
     kept = Kept()
@@ -97,6 +104,12 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
 
     trainer.forward_backward = noted
     return found, trainer.run()
+
+
+def refusal_of_another_recipe(values: dict) -> str:
+    """What two ranks are told that were started with different recipes."""
+    values = {**values, "optim": {"lr": 1e-3 * (1 + dist.get_rank())}}
+    return refusal(values)
 
 
 def refusal_of_a_disk_of_its_own(directory: str) -> str:

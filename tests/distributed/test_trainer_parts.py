@@ -54,13 +54,13 @@ def test_a_run_that_is_done_writes_only_an_export_that_is_gone(trainer_folder, t
         trainer_folder, train={"steps": 3}, checkpoint={"export": True}, log={"directory": str(tmp_path / "run")}
     )
     weights = tmp_path / "run" / "export" / "model.safetensors"
-    assert len(one_rank.run(cases.train, values)[0][0]) == 3
+    assert len(one_rank.run(cases.train_and_log, values)[0][0]) == 3
     written = weights.stat().st_mtime_ns
-    losses, _, summary = one_rank.run(cases.train, values)[0]
+    losses, summary = one_rank.run(cases.train_and_log, values)[0]
     assert losses == [] and summary.export == str(weights.parent)
     assert weights.stat().st_mtime_ns == written
     weights.unlink()
-    one_rank.run(cases.train, values)
+    one_rank.run(cases.train_and_log, values)
     assert weights.is_file()
 
 
@@ -110,6 +110,12 @@ def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_pa
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
 
 
+def test_machines_with_different_recipes_are_refused(trainer_folder, tmp_path, two_ranks):
+    values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
+    for told in two_ranks.run(cases.refusal_of_another_recipe, values, timeout=60):
+        assert "different recipes" in told and "optim.lr: 0.001 on rank 0, 0.002 on rank 1" in told
+
+
 def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):
     for told in two_ranks.run(cases.refusal_of_a_disk_of_its_own, str(tmp_path), timeout=60):
         assert "must be one that all machines share: ranks 1 (" in told
@@ -121,9 +127,11 @@ def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(
     trainer_folder, tmp_path, one_rank, two_ranks, four_ranks
 ):
     """Four ranks, then one, then two; each stops at a step, the last at the end of the data."""
+    lines = (trainer_folder / "text.jsonl").read_text().splitlines()
+    (tmp_path / "text.jsonl").write_text("\n".join(lines[:30]))
     changes = {
         "data": {
-            "sources": [{"path": str(trainer_folder / "text.jsonl"), "streaming": True}],
+            "sources": [{"path": str(tmp_path / "text.jsonl"), "streaming": True}],
             "epochs": 1,
             "on_long": "split",
         },
@@ -131,7 +139,7 @@ def test_a_streamed_run_goes_on_with_other_ranks_and_each_document_comes_once(
         "log": {"directory": str(tmp_path / "run")},
     }
     seen = []
-    for pool, layout, steps in ((four_ranks, {"ep": 2}, 5), (one_rank, {}, 9), (two_ranks, {}, 1000)):
+    for pool, layout, steps in ((four_ranks, {"ep": 2}, 3), (one_rank, {}, 5), (two_ranks, {}, 1000)):
         values = cases.recipe_of(
             trainer_folder, parallel=layout, train={"steps": steps, "batches_per_step": 4}, **changes
         )

@@ -95,6 +95,15 @@ def test_a_split_of_files_that_have_none_is_refused(folder, name, asked):
         open_source(SourceConfig(str(folder / name), **asked))
 
 
+def test_a_split_of_one_saved_dataset_is_refused(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "saved")
+    assert len(open_source(SourceConfig(str(tmp_path / "saved")))) == 1
+    with pytest.raises(DataError, match="is one dataset without splits, and the source asks for split = test"):
+        open_source(SourceConfig(str(tmp_path / "saved"), split="test"))
+
+
 @pytest.mark.parametrize(
     "value", [b'{"text": "\\ud83d"}', b'{"list": [{"text": "a\xed\xa0\xbd"}]}', {"text": "\ud83d", "image": b"\xff"}]
 )

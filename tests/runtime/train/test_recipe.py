@@ -44,6 +44,7 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
         ("data.tokens_per_batch", "0", "data.tokens_per_batch must be at least 1, not 0"),
         ("optim.warmup_steps", "5000", "are more than train.steps=1000"),
         ("optim.decay_steps", "5", "is for schedule 'wsd'"),
+        ("optim.schedule", "wsd", "'wsd' needs optim.decay_steps"),
         ("optim.muon_lr", "1e-2", "optim.muon_lr is for optimizer 'muon'; 'adamw' would ignore it"),
         ("optim.momentum", "0.9", "optim.momentum is for optimizer 'muon'"),
         ("train.profile_start", "3", "train.profile_steps is 0"),

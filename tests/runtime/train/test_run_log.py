@@ -7,6 +7,7 @@ import json
 import pytest
 
 from patchgen.runtime.train import page, run_log, view
+from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary
 
 START = RunStart(
@@ -55,6 +56,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
     tracker.on_start(START)
     tracker.on_step(record(1, loss=3.5, grad_norm=float("nan")))
     tracker.on_end(END)
+    tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert events.Scalars("train/loss")[0].value == 3.5
     assert "train/grad_norm" not in events.Tags()["scalars"]
@@ -62,7 +64,7 @@ def test_tensorboard_gets_the_numbers(tmp_path):
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ImportError, match="log.trackers names 'wandb', which is not installed"):
+    with pytest.raises(RecipeError, match="log.trackers names 'wandb', which is not installed"):
         run_log.Tracker("wandb", "patchgen", tmp_path)
 
 
@@ -79,6 +81,12 @@ def test_plain_lines_say_what_counts(capsys):
     assert "MFU 41.7%   peak 62.0 GiB   busiest expert 1.5x   left 0:00:01" in text
     assert "norm 0.500 SKIPPED" in text, "a skipped step is always shown"
     assert "step 4: all steps taken   run: runs/mine   export: runs/mine/export" in text
+
+
+def test_samples_that_were_left_out_are_told_at_the_end():
+    assert "samples" not in view.ending(END)
+    some = Summary(**vars(END) | {"data": "2 bad (first: a.jsonl:3: no field 'text')"})
+    assert view.ending(some).endswith("\nsamples: 2 bad (first: a.jsonl:3: no field 'text')")
 
 
 def test_the_live_view_draws_on_a_terminal(monkeypatch):
