@@ -10,7 +10,7 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import combine, moe_plan, moe_triton
+from patchgen.kernels import combine, grouped_gemm_weights, moe_plan, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
 
 on_gpu = torch.cuda.is_available()
@@ -229,6 +229,27 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
     for name in yardstick:
         allowed = 1.5 * relative_error(eager[name], yardstick[name])
         assert relative_error(found[name], yardstick[name]) <= allowed, name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("routing", ["left_out", "one_expert"])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_the_pipelined_weight_gradients_are_the_scheduled_ones_bit_for_bit(
+    routing: str, is_transposed: bool, monkeypatch
+):
+    """Gluon against Triton, with experts of no rows, of less than a tile and of many."""
+    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: True)
+    top_k = 1 if routing == "one_expert" else 2
+    case = Case("pipelined", 3000, 24, 520, 392, top_k, routing=routing, is_transposed=is_transposed)
+    tensors = case.tensors(torch.bfloat16, "cuda")
+    if not grouped_gemm_weights.has_pipelined(tensors["hidden_states"]):
+        pytest.skip("neither this device nor this Triton has it")
+    pipelined = run(case, tensors, "triton")
+    monkeypatch.setattr(grouped_gemm_weights, "has_pipelined", lambda tensor: False)
+    scheduled = run(case, tensors, "triton")
+    for name in scheduled:
+        assert torch.equal(pipelined[name], scheduled[name]), name
 
 
 @pytest.mark.gpu
