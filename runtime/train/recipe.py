@@ -394,10 +394,11 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested dicts."""
+    """Dotted key -> value of nested dicts and lists, as `--set` takes them."""
     found = {}
     for key, value in values.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": value}
     return found
 
 

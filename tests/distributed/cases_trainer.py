@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from pathlib import Path
@@ -79,14 +80,14 @@ def data_error(values: dict) -> tuple[str, float]:
     raise AssertionError("the data were accepted")
 
 
-def data_error_where_one_sees_nothing(values: dict) -> str:
-    """The same where the files of a source are on the disk of rank 0 only."""
-    source = Path(values["data"]["sources"][0]["path"])
+def data_error_where_one_sees_nothing(values: dict, disks: str) -> str:
+    """The same where each rank has a disk of its own, and the file is on that of rank 0 only."""
+    mine = Path(disks) / str(dist.get_rank())
+    mine.mkdir()
     if dist.get_rank() == 0:
-        (source.parent / "rank-0.jsonl").write_text('{"text": "here"}\n')
-    else:
-        values["data"]["sources"][0]["path"] = str(source.with_name("elsewhere-*.jsonl"))
-    return data_error(values)[0]
+        (mine / "text.jsonl").write_text('{"text": "here"}\n')
+    with contextlib.chdir(mine):
+        return data_error(values)[0]
 
 
 def documents(values: dict) -> tuple[list[list[int]], Summary]:

@@ -104,9 +104,9 @@ def test_a_sample_that_one_rank_refuses_ends_all_with_the_same_words(epochs, tra
 
 
 def test_a_source_that_only_one_rank_cannot_open_ends_all(trainer_folder, tmp_path, two_ranks):
-    source = {"path": str(tmp_path / "rank-*.jsonl"), "streaming": True}
+    source = {"path": "text.jsonl", "streaming": True}
     values = cases.recipe_of(trainer_folder, data={"sources": [source]}, log={"directory": str(tmp_path / "run")})
-    told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, timeout=60)
+    told = two_ranks.run(cases.data_error_where_one_sees_nothing, values, str(tmp_path), timeout=60)
     assert told[0] == told[1] and told[0].startswith("rank 1: No data at ")
 
 

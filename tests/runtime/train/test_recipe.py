@@ -76,6 +76,13 @@ def test_set_reads_values_as_yaml_and_makes_what_is_missing(path):
     assert recipe.optim.groups[0].lr == 1.0
 
 
+def test_a_flat_recipe_has_the_keys_that_set_takes(path):
+    recipe = recipes.load(path, {"optim.lr": "1e-3", "data.sources.1.path": "b.jsonl"})
+    found = recipes.flat(recipes.to_dict(recipe))
+    assert (found["optim.lr"], found["data.sources.1.path"], found["model.freeze"]) == (1e-3, "b.jsonl", [])
+    assert recipes.load(path, found) == recipe
+
+
 def test_assignments_need_an_equals_sign():
     assert recipes.parse_overrides(["a.b=c=d", "e="]) == {"a.b": "c=d", "e": ""}
     with pytest.raises(recipes.RecipeError, match="not 'parallel.ep'"):
