@@ -88,9 +88,9 @@ def export_pretrained(
 def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tuple[PlannedFile, Output]]) -> bool:
     """Brings a round's tensors to their files; False, and nothing done, if a rank cannot go on."""
     exchange = writer.attempt(lambda: gatherer.prepare(round_))
-    if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
-        return False
     try:
+        if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
+            return False
         exchange.run()
     except RuntimeError as error:  # another rank is gone: asking the others would wait for it
         writer.abandon()

@@ -24,15 +24,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from patchgen.runtime.checkpoint import initialise, large_pages
+from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.moves import Moved, Pull, leaf, leaves, pull
-from patchgen.runtime.checkpoint.placement import box_of_rank, local_tensor, together
+from patchgen.runtime.checkpoint.placement import box_of_rank, has_copies, local_tensor, together
 from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
+MAX_CACHED = 0.25
+"""Share of the free memory that files may take in the page cache, for the next who reads them."""
+SMALL = 1 << 20
+"""Bytes of tensors that every rank may read without harm."""
 DERIVED = (".rotary_emb.inv_freq",)
 """Old checkpoints hold these buffers; transformers computes them, and leaves them out when it loads."""
 
@@ -107,7 +111,7 @@ def load_pretrained(
             sharding.materialise(model, _own_device(model))
         state = model.state_dict()
         initialise.initialise(model, fit.initialised, seed=seed)
-        with FileReader() as reader:
+        with FileReader(keeps_pages=_is_worth_keeping(fit.num_bytes, state)) as reader:
             wanted = {owner: fit.parameters[name] for owner, name in fit.wanted.items()}
             errors = _read_all(reader, wanted, state)
             if not errors:
@@ -130,6 +134,7 @@ class _Fit:
         parameters: name in the state dict -> how it is made of the checkpoint's tensors.
         wanted: the name that owns a tensor -> the one of its names that the checkpoint holds.
         copies: further names that the checkpoint holds of a tensor, each with the owner's.
+        num_bytes: of all tensors of the checkpoint.
     """
 
     parameters: dict[str, Moved]
@@ -138,6 +143,7 @@ class _Fit:
     initialised: tuple[str, ...]
     ignored: tuple[str, ...]
     origin: Origin
+    num_bytes: int
 
 
 def _fit(
@@ -184,7 +190,8 @@ def _fit(
             "allow_unexpected=[PATTERN].",
         )
     origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
-    return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin)
+    num_bytes = sum(tensor.num_bytes for tensor in stored.values())
+    return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes)
 
 
 def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, Moved]:
@@ -259,12 +266,20 @@ def _found(name: str, expressions: set[str]) -> bool:
 # ---------------------------------------------------------------------------------------------- reading
 
 
+def _is_worth_keeping(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
+    """Whether files of this size should stay in the page cache: small beside free memory, or read by other ranks too."""
+    if num_bytes <= MAX_CACHED * host_memory.available():
+        return True
+    large = [tensor for tensor in state.values() if local_tensor(tensor).nbytes > SMALL]
+    return any(has_copies(tensor) for tensor in large)
+
+
 def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]) -> list[str]:
     """Fills this rank's parts, in the order of the files; returns what went wrong."""
     simple, others = [], []
     for name, moved in wanted.items():
         target = local_tensor(state[name])
-        large_pages.prefer(target)
+        host_memory.prefer_large_pages(target)
         part = pull(moved, box_of_rank(state[name]), target)
         if part.finishes:
             others.append(part)

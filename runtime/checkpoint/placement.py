@@ -53,6 +53,14 @@ def box_of_rank(tensor: Tensor, rank: int | None = None) -> Box | None:
     return tuple(box)
 
 
+def has_copies(tensor: Tensor) -> bool:
+    """Whether other ranks hold the same part of `tensor` as this one."""
+    if not isinstance(tensor, DTensor):
+        return world()[1] > 1
+    sizes = tensor.device_mesh.shape
+    return any(size > 1 and isinstance(one, Replicate) for size, one in zip(sizes, tensor.placements, strict=True))
+
+
 def world() -> tuple[int, int]:
     """This rank and the number of ranks; (0, 1) without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

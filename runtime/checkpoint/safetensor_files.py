@@ -7,10 +7,12 @@ process, and a copy more would cost as much as the read.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,8 @@ STAGING = 32 << 20
 """Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
 BLOCK = 4 << 20
 """Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
+DONT_CACHE = 0x80
+"""Linux' RWF_DONTCACHE (6.14 and newer): pages that a read brought into the cache leave it again."""
 SHORT_RUN = 64 << 10
 """Rows shorter than this are read together with what lies between them."""
 
@@ -205,10 +209,13 @@ class FileReader:
     """Reads boxes of stored tensors; may be used by several threads.
 
     Attributes:
+        keeps_pages: False: what comes from the disk does not stay in the page cache, where the system can do that.
+            Finding memory for pages that nobody reads again costs more than the disk does.
         bytes_read: how many bytes were asked of the files.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_pages: bool = True) -> None:
+        self.keeps_pages = keeps_pages or sys.platform != "linux"
         self._descriptors: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._staging = threading.local()
@@ -253,7 +260,8 @@ class FileReader:
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
                 rows = self._stage(count * row_bytes).view(stored.dtype).view(count, *sizes[1:])
-                self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes)
+                # Another rank may want what lies between.
+                self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes, keeps_pages=True)
                 _cast(stored, rows[(slice(None), *inner)], out[first : first + count])
             return
         for place in range(lengths[0]):
@@ -284,7 +292,7 @@ class FileReader:
             self._staging.buffer = buffer
         return buffer[:num_bytes]
 
-    def _fill(self, stored: StoredTensor, out: Tensor, offset: int) -> None:
+    def _fill(self, stored: StoredTensor, out: Tensor, offset: int, *, keeps_pages: bool = False) -> None:
         """Reads into contiguous memory, block by block, and looks for NaN while a block is in the cache."""
         num_bytes = out.numel() * out.dtype.itemsize
         if num_bytes == 0:
@@ -296,7 +304,7 @@ class FileReader:
         for start in range(0, num_bytes, BLOCK):
             done, end = start, min(start + BLOCK, num_bytes)
             while done < end:
-                got = os.preadv(descriptor, [memory[done:end]], offset + done)
+                got = self._pread(descriptor, memory[done:end], offset + done, keeps_pages or self.keeps_pages)
                 if got == 0:
                     raise EOFError(f"the file ends at byte {offset + done}, {num_bytes - done} bytes short")
                 done += got
@@ -304,6 +312,16 @@ class FileReader:
                 raise CheckpointError(f"{stored.name} in {stored.file} holds NaN.")
         with self._lock:
             self.bytes_read += num_bytes
+
+    def _pread(self, descriptor: int, memory: memoryview, offset: int, keeps_pages: bool) -> int:
+        if not keeps_pages:
+            try:
+                return os.preadv(descriptor, [memory], offset, DONT_CACHE)
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                    raise
+                self.keeps_pages = True  # an older kernel, or a file system that cannot
+        return os.preadv(descriptor, [memory], offset)
 
     def _open(self, file: Path) -> int:
         with self._lock:

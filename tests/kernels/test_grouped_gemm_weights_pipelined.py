@@ -1,4 +1,4 @@
-"""The weight gradients in Gluon, which has no interpreter: here they are compiled for Hopper, on any machine.
+"""The weight gradients in Gluon, without a GPU: their source run program after program, and compiled for Hopper.
 
 On a GPU `test_moe_triton.py` compares them with the Triton kernel, bit for bit.
 """
@@ -9,11 +9,75 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sequential_gluon import Descriptor, Pointer, run_kernel
 
 from patchgen.kernels.grouped_gemm_weights import has_pipelined
+
+needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
+TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
+
+
+@needs_gluon
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.lists(st.one_of(st.just(0), st.integers(1, 20)), min_size=1, max_size=6),
+    columns=st.tuples(st.integers(1, 14), st.integers(1, 20)),
+    programs=st.integers(1, 9),
+    stages=st.integers(2, 4),
+    group=st.integers(1, 3),
+    tokens_first=st.booleans(),
+)
+def test_every_expert_gets_the_product_of_its_rows(counts, columns, programs, stages, group, tokens_first):
+    """Against NumPy: experts without rows, tiles that no size divides, fewer and more tiles than programs.
+
+    What the kernels before it leave unwritten, half tiles at most, holds NaN, as does the output before.
+    """
+    from patchgen.kernels import grouped_gemm_weights_pipelined as module
+
+    counts = np.array(counts)
+    tiles = -(-counts // TILE_ROWS)
+    row_start, tile_start = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (counts, tiles))
+    generator = np.random.default_rng(0)
+    sides = [np.full((max(int(tile_start[-1]), 1) * TILE_ROWS, size), np.nan) for size in columns]
+    expected = np.zeros((len(counts), *columns))
+    for expert, count in enumerate(counts):
+        first = tile_start[expert] * TILE_ROWS
+        written = -(-count // (TILE_ROWS // 2)) * (TILE_ROWS // 2)
+        for side in sides:
+            side[first : first + written] = 0
+            side[first : first + count] = generator.standard_normal((count, side.shape[1]))
+        expected[expert] = sides[0][first : first + count].T @ sides[1][first : first + count]
+    if not tokens_first:
+        expected = expected.transpose(0, 2, 1)
+    out = np.full(expected.shape, np.nan)
+    run_kernel(
+        module,
+        "_pipelined_gemm_weights",
+        programs,
+        Descriptor(sides[0], [BLOCK_R, BLOCK_A]),
+        Descriptor(sides[1], [BLOCK_R, BLOCK_B]),
+        Descriptor(out, [1, BLOCK_A, BLOCK_B] if tokens_first else [1, BLOCK_B, BLOCK_A]),
+        Pointer(row_start),
+        Pointer(tile_start),
+        len(counts),
+        A=columns[0],
+        B=columns[1],
+        TOKENS_FIRST=tokens_first,
+        TILE_ROWS=TILE_ROWS,
+        BLOCK_A=BLOCK_A,
+        BLOCK_B=BLOCK_B,
+        BLOCK_R=BLOCK_R,
+        GROUP=group,
+        STAGES=stages,
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
+
 
 COMPILE = """
 from types import SimpleNamespace
@@ -43,7 +107,7 @@ for compiled in made:
 """
 
 
-@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
+@needs_gluon
 def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
     """Four products per step in one loop, the result stored by TMA, within the shared memory of a multiprocessor."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from patchgen.runtime.checkpoint import large_pages
-from patchgen.runtime.checkpoint.large_pages import PAGE
+from patchgen.runtime.checkpoint import host_memory
+from patchgen.runtime.checkpoint.host_memory import PAGE
 
 SMAPS = Path("/proc/self/smaps")
 pytestmark = pytest.mark.skipif(
@@ -32,7 +32,7 @@ def is_asked(address: int) -> bool:
 def test_whole_pages_of_a_tensor_and_no_others():
     tensor = torch.empty(5 * PAGE)  # more than malloc ever takes from memory that was used before
     assert not is_asked(tensor.data_ptr() + 2 * PAGE)
-    large_pages.prefer(tensor[7:])
+    host_memory.prefer_large_pages(tensor[7:])
     first = -(-tensor.data_ptr() // PAGE) * PAGE
     assert is_asked(first) and is_asked(first + PAGE)
     if first > tensor.data_ptr():
@@ -43,4 +43,4 @@ def test_whole_pages_of_a_tensor_and_no_others():
 
 def test_tensors_without_a_whole_page():
     for tensor in (torch.ones(3), torch.ones(()), torch.empty(0), torch.empty(PAGE, device="meta")):
-        large_pages.prefer(tensor)
+        host_memory.prefer_large_pages(tensor)
