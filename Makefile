@@ -80,7 +80,8 @@ lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff format --check .
 
 test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel -m "not gpu" $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel --ignore tests/distributed/test_checkpoints.py \
+		-m "not gpu" $(ARGS)
 
 train: $(VENV)/.setup-train  ## train the toy recipe on two CPU ranks that share the experts (minutes), load the export
 	@OMP_NUM_THREADS=1 $(PATCHGEN) train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2 --fresh $(ARGS)
