@@ -12,6 +12,8 @@ From copied rows `grouped_gemm_weights_pipelined` computes the same bits in less
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
 
 _BLOCK_A = 128
 _PIPELINED_RELEASES = ("3.6.",)
+_PIPELINED = "PATCHGEN_PIPELINED_WEIGHTS"  # environment: "1" asks for the kernel in Gluon
 
 
 def grouped_gemm_weights(
@@ -77,9 +80,13 @@ def grouped_gemm_weights(
 
 
 def has_pipelined(tensor: Tensor) -> bool:
-    """Whether the product from copied rows runs in Gluon: on the device and the Triton that it was run on."""
+    """Whether the product from copied rows runs in Gluon: where asked for, on the device and the Triton it was timed on.
+
+    Not by itself, until its tests for a GPU and the sanitizer have run on it (README.md beside this).
+    """
     return (
-        tensor.is_cuda
+        os.environ.get(_PIPELINED) == "1"
+        and tensor.is_cuda
         and torch.cuda.get_device_capability(tensor.device) == (9, 0)
         and triton.__version__.startswith(_PIPELINED_RELEASES)
     )

@@ -240,6 +240,7 @@ def test_the_pipelined_weight_gradients_are_the_scheduled_ones_bit_for_bit(
 ):
     """Gluon against Triton, with experts of no rows, of less than a tile and of many."""
     monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: True)
+    monkeypatch.setenv("PATCHGEN_PIPELINED_WEIGHTS", "1")
     top_k = 1 if routing == "one_expert" else 2
     case = Case("pipelined", 3000, 24, 520, 392, top_k, routing=routing, is_transposed=is_transposed)
     tensors = case.tensors(torch.bfloat16, "cuda")
