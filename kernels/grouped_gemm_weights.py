@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
 from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _BLOCK_A = 128
 _PIPELINED_RELEASES = ("3.6.",)
@@ -83,13 +84,20 @@ def has_pipelined(tensor: Tensor) -> bool:
     """Whether the product from copied rows runs in Gluon: where asked for, on the device and the Triton it was timed on.
 
     Not by itself, until its tests for a GPU and the sanitizer have run on it (README.md beside this).
+
+    Raises:
+        UnsupportedOptionError: asked for, and this is another device or another Triton.
     """
-    return (
-        os.environ.get(_PIPELINED) == "1"
-        and tensor.is_cuda
-        and torch.cuda.get_device_capability(tensor.device) == (9, 0)
-        and triton.__version__.startswith(_PIPELINED_RELEASES)
-    )
+    wanted = os.environ.get(_PIPELINED, "0")
+    if wanted == "0":
+        return False
+    here = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
+    if wanted != "1" or not here or not triton.__version__.startswith(_PIPELINED_RELEASES):
+        raise UnsupportedOptionError(
+            f"{_PIPELINED}={wanted}: it takes 0 or 1, and 1 needs compute capability 9.0 and Triton 3.6; found "
+            f"{tensor.device} and Triton {triton.__version__}."
+        )
+    return True
 
 
 @triton.jit

@@ -378,7 +378,7 @@ def _needs(module: str | None, package: str) -> Callable[[], str | None]:
             return "it needs a CUDA device"
         failure = _failed_import(module) if module is not None else None
         if failure is not None:
-            return f"it needs the package {package} (`pip install {package}`): {failure}"
+            return f"it needs the package {package} in a form that can be imported here (`pip install {package}`): {failure}"
         return None
 
     return reason
@@ -389,7 +389,7 @@ def _failed_import(module: str) -> str | None:
     """Why `module` cannot be imported: missing, lacking something in turn, or built for another torch."""
     try:
         importlib.import_module(module)
-    except (ImportError, OSError) as error:
+    except Exception as error:  # built for another torch or CUDA, packages fail in every way
         return f"{type(error).__name__}: {error}"
     return None
 

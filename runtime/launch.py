@@ -92,8 +92,6 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     # As torchrun does: ranks that each start a thread per core only fight for them.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    # Row counts that differ from step to step leave holes between segments of fixed size (docs/parallel.md has figures).
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     # A store per start: in one that outlives them, ranks that start again find addresses of those that are gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     config = LaunchConfig(
@@ -145,6 +143,10 @@ def worker(values: dict[str, Any]) -> str:
         values: a recipe as a dict, for it crosses a process border.
     """
     recipe = from_dict(values)
+    # Row counts that differ from step to step leave holes between segments of fixed size (docs/parallel.md has figures).
+    # torch reads it before it first allocates; either name may hold the user's own choice.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with process_group() as device:
         from patchgen.runtime.train import setup
         from patchgen.runtime.train.plan import require_valid

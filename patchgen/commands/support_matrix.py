@@ -55,7 +55,9 @@ def _table(cells: dict[str, dict[str, str]]) -> list[str]:
 def _cell(result: dict | None) -> str:
     if result is None:
         return NOT_MEASURED
-    return "no" if result["reason"] else f"{result['difference'] or 0:.0e}"
+    if result["reason"]:
+        return "no"
+    return NOT_MEASURED if result["difference"] is None else f"{result['difference']:.0e}"
 
 
 def page(text: str) -> str:

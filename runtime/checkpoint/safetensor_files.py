@@ -317,8 +317,8 @@ class FileReader:
         if not keeps_pages:
             try:
                 return os.preadv(descriptor, [memory], offset, DONT_CACHE)
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            except (OSError, NotImplementedError) as error:  # the latter: a Python built without the call
+                if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 self.keeps_pages = True  # an older kernel, or a file system that cannot
         return os.preadv(descriptor, [memory], offset)

@@ -65,7 +65,7 @@ def raise_on_all_ranks(failure: Exception | None) -> None:
 def _message(failure: Exception | None) -> str:
     if failure is None:
         return ""
-    return str(failure) if isinstance(failure, DataError) else f"{type(failure).__name__}: {failure}"
+    return str(failure) if isinstance(failure, DataError) and str(failure) else f"{type(failure).__name__}: {failure}"
 
 
 def counters_of_all_ranks(mine: Counters, *, batch_index: int) -> Counters:

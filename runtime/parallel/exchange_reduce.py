@@ -9,19 +9,26 @@ of the ranks, whatever the library of collectives does. Used by FSDP2 in place o
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from patchgen.runtime.parallel.state import ParallelState
+
+ATTRIBUTE = "_patchgen_gradient_exchanges"  # of a sharded model: its exchanges
 
 
 class ExchangeReduce(ReduceScatter):
     """A reduce-scatter over `world` ranks, for one unit of FSDP2; sums only.
 
     Args:
-        world: ranks of the group, at least two: FSDP2 allocates an input, then an output of `1 / world` of its size.
+        world: ranks of the group, at least two: FSDP2 asks for an input, then for an output of `1 / world` of its size.
         sent_dtype: what gradients are computed in, and travel in.
     """
 
@@ -34,7 +41,12 @@ class ExchangeReduce(ReduceScatter):
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The input in `sent_dtype`, then the output in `dtype`, that of the sum."""
         (numel,) = size
-        is_output = self._awaited_output == numel
+        is_output = self._awaited_output is not None
+        if is_output and numel != self._awaited_output:
+            raise RuntimeError(
+                f"FSDP2 was expected to ask for an output of {self._awaited_output} elements after its input, and asks for "
+                f"{numel}: this torch ({torch.__version__}) reduces in another way. Set exchange_gradients=False."
+            )
         self._awaited_output = None if is_output else numel // self.world
         narrow = self.as_computed and not is_output
         return torch.empty(numel, dtype=self.sent_dtype if narrow else dtype, device=device)
@@ -53,3 +65,66 @@ class ExchangeReduce(ReduceScatter):
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         torch.sum(received.view(self.world, -1), dim=0, dtype=output_tensor.dtype, out=output_tensor)
+
+
+def install(
+    model: nn.Module,
+    state: ParallelState,
+    experts: Sequence[nn.Module],
+    kept: Sequence[nn.Module],
+    *,
+    computed: torch.dtype | None,
+    summed: torch.dtype | None,
+    wanted: bool | None,
+) -> list[ExchangeReduce]:
+    """Lets units of a sharded model exchange their gradients, where these are narrower than their sum.
+
+    Args:
+        experts: units whose shards lie on the expert mesh.
+        kept: units that are computed and summed in fp32: nothing to save.
+        computed, summed: dtypes of gradients and of their sum; None: that of the parameters, and as computed.
+        wanted: None: on GPUs, in groups that each share a host. Between hosts many small messages may lose to a ring,
+            which is not measured. Every rank gets the same answer.
+
+    Raises:
+        ValueError: wanted, where no unit has bytes to save.
+    """
+    saves = computed is not None and summed is not None and computed.itemsize < summed.itemsize
+    asked = wanted is None and state.dense_mesh.device_type == "cuda"
+    own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
+    hosts = _hosts() if saves and asked else []
+    exchanges = []
+    for is_expert, mesh, dimension in ((False, state.dense_mesh, "fsdp"), (True, state.expert_mesh, "ep_shard")):
+        world = mesh.size(mesh.mesh_dim_names.index(dimension))
+        if not saves or world == 1 or not (wanted or (asked and share_hosts(mesh, dimension, hosts))):
+            continue
+        for module in model.modules():
+            if isinstance(module, FSDPModule) and id(module) not in as_is and (id(module) in own_mesh) == is_expert:
+                exchanges.append(ExchangeReduce(world, computed))
+                module.set_custom_reduce_scatter(exchanges[-1])
+    if wanted and not exchanges:
+        why = "no gradients are divided over ranks" if saves else "there are no bytes to save"
+        raise ValueError(
+            f"exchange_gradients: gradients are computed in {computed or 'the dtype of the parameters'} and summed in "
+            f"{summed or 'the same'}, over {dist.get_world_size()} rank(s): {why}. Leave it out, or set param_dtype=bfloat16 "
+            "and reduce_dtype=float32 on several shards."
+        )
+    return exchanges
+
+
+def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
+    """Whether the ranks of each group along a dimension of a mesh of all ranks run on one host.
+
+    Args:
+        hosts: the host of each rank.
+    """
+    place = mesh.mesh_dim_names.index(dimension)
+    groups = mesh.mesh.movedim(place, -1).reshape(-1, mesh.mesh.shape[place])
+    return all(len({hosts[rank] for rank in group}) == 1 for group in groups.tolist())
+
+
+def _hosts() -> list[str]:
+    """The host name of each rank; every rank must call it."""
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names

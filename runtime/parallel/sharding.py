@@ -22,12 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from patchgen.runtime.parallel import checkpointing
-from patchgen.runtime.parallel.exchange_reduce import ExchangeReduce
+from patchgen.runtime.parallel import checkpointing, exchange_reduce
 from patchgen.runtime.parallel.state import ParallelState
 
-HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # attributes of a sharded model
-EXCHANGES = "_patchgen_gradient_exchanges"
+HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
 
 
 @dataclass(frozen=True)
@@ -119,46 +117,19 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    exchange_gradients(model, state, experts, kept, options)
+    exchanges = exchange_reduce.install(
+        model,
+        state,
+        experts,
+        kept,
+        computed=options.param_dtype,
+        summed=options.reduce_dtype,
+        wanted=options.exchange_gradients,
+    )
+    setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     set_prefetch(layers, [*experts, *kept], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model
-
-
-def exchange_gradients(
-    model: nn.Module,
-    state: ParallelState,
-    experts: Sequence[nn.Module],
-    kept: Sequence[nn.Module],
-    options: ShardingOptions,
-) -> None:
-    """Lets units whose gradients are narrower than their sum exchange them instead of reduce-scattering.
-
-    Raises:
-        ValueError: asked for, where gradients are computed in the dtype of their sum.
-    """
-    computed, summed = options.param_dtype, options.reduce_dtype
-    saves = computed is not None and summed is not None and computed.itemsize < summed.itemsize
-    if options.exchange_gradients and not saves:
-        raise ValueError(
-            f"exchange_gradients: gradients are computed in {computed or 'the dtype of the parameters'} and summed in "
-            f"{summed or 'the same'}, so there are no bytes to save. Leave it out, or set param_dtype=torch.bfloat16 and "
-            "reduce_dtype=torch.float32."
-        )
-    if not saves or options.exchange_gradients is False:
-        return
-    own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
-    exchanges = []
-    for module in model.modules():
-        if not isinstance(module, FSDPModule) or id(module) in as_is:
-            continue
-        mesh = state.expert_fsdp_mesh if id(module) in own_mesh else state.fsdp_mesh
-        world = mesh.size(mesh.ndim - 1)
-        # Between hosts many small messages may lose to a ring: not measured, so only when asked for.
-        if world > 1 and (options.exchange_gradients or world <= torch.cuda.device_count()):
-            exchanges.append(ExchangeReduce(world, computed))
-            module.set_custom_reduce_scatter(exchanges[-1])
-    setattr(model, EXCHANGES, exchanges)
 
 
 # --------------------------------------------------------------------------------------------- the plan
@@ -322,13 +293,15 @@ def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead:
 def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = False) -> None:
     """Says, before a backward, whether it belongs to the last micro-batch of the step.
 
+    Not by FSDP2's own `set_requires_gradient_sync`: an exchange of gradients (`exchange_reduce.py`) has to hear of it.
+
     Args:
         is_last: replicas (HSDP) add up their gradients in this backward only.
         keep_whole: shards, too, are reduced in the last backward only: less communication, whole gradients in memory.
     """
     model.set_requires_all_reduce(is_last)
     model.set_requires_gradient_sync(is_last or not keep_whole)
-    for exchange in getattr(model, EXCHANGES, ()):
+    for exchange in getattr(model, exchange_reduce.ATTRIBUTE, ()):
         exchange.as_computed = not keep_whole  # FSDP2 accumulates whole gradients in the dtype of their sum
 
 

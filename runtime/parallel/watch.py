@@ -123,11 +123,12 @@ class Watch:
             allowed = self.timeout
             if self.hurried():
                 allowed = min(allowed, max(HURRIED_SECONDS, 3 * longest))
-            else:
+            elif not _PROGRESS.paused:
                 longest = max(longest, silent)
             if silent > allowed and not _PROGRESS.paused:
+                asked = " after this process was asked to end" if allowed < self.timeout else ""
                 self.on_stall(
-                    f"No progress for {silent:.0f} s on {describe()}. The other ranks of this collective have not "
+                    f"No progress for {silent:.0f} s on {describe()}{asked}. The other ranks of this collective have not "
                     "come: compare this line on every rank; those that differ took another path through the model or "
                     "stopped before."
                 )

@@ -74,8 +74,7 @@ class ParallelSection:
         expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
-        exchange_gradients: send gradients as computed and sum them on arrival, instead of a reduce-scatter in
-            `reduce_dtype`; null: where that saves bytes and the ranks share a host.
+        exchange_gradients: sum gradients on arrival, not on the way; null: where that saves bytes within a host.
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: layers gathered ahead of the one that runs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -352,12 +351,12 @@ class _EachKeyOnce(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error: plain readers keep the last in silence."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
-        for key, _ in node.value:
-            name = self.construct_object(key, deep=True)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key '{name}' stands twice", key.start_mark)
-            seen.add(name)
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")]
+        for place, key in enumerate(keys):
+            if key.value in {other.value for other in keys[:place]}:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{key.value}' stands twice", key.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 

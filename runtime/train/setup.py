@@ -27,7 +27,7 @@ from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
 
-SHARED_SECONDS = 30.0  # network file systems show what others wrote after a while
+SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ def export(recipe: Recipe, model, parts: DataParts) -> Path:
 def is_whole(export: Path) -> bool:
     """Whether a folder holds all that an export of a model, or of adapters, was written with."""
     index = export / INDEX
-    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE, CONFIG}
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {SINGLE}
     adapter = {"adapter_model.safetensors", "adapter_config.json"}
     has = {file.name for file in export.glob("*")}
-    return INCOMPLETE not in has and (files <= has or adapter <= has)
+    return INCOMPLETE not in has and (files | {CONFIG} <= has or adapter <= has)
 
 
 def listeners(recipe: Recipe) -> tuple[Listener, ...]:

@@ -51,6 +51,9 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
         self.recipe, self.device, self.listeners = recipe, device, listeners
+        setup.require_same_recipe(
+            recipe
+        )  # first: ranks that differ in their layout would wait for groups that nobody joins
         layout = models.parallel_config(recipe.parallel, dist.get_world_size())
         self.num_micro_batches = micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
         self.state = ParallelState.create(
@@ -60,7 +63,6 @@ class Trainer:
             head_groups=recipe.parallel.head_groups,
         )
         seed(recipe, self.state)
-        setup.require_same_recipe(recipe)
         setup.require_shared(recipe.directory)
         self.parts, self.loader, self.eval_loader = together(self.open_data)
         if self.eval_loader is not None:
@@ -105,7 +107,9 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
-            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=stop.reached))
+            # Not in the first step: kernels are compiled there, and nothing says yet how long a silence is usual.
+            hurried = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
+            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=hurried))
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)

@@ -108,8 +108,9 @@ def documents(values: dict) -> tuple[list[list[int]], Summary]:
 
 
 def refusal_of_another_recipe(values: dict) -> str:
-    """What two ranks are told that were started with different recipes."""
-    values = {**values, "optim": {"lr": 1e-3 * (1 + dist.get_rank())}}
+    """What two ranks are told that were started with different recipes, layouts included: they would wait for groups."""
+    rank = dist.get_rank()
+    values = {**values, "optim": {"lr": 1e-3 * (1 + rank)}, "parallel": {"ep": 1 + rank}}
     return refusal(values)
 
 

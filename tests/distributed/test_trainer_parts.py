@@ -114,6 +114,7 @@ def test_machines_with_different_recipes_are_refused(trainer_folder, tmp_path, t
     values = cases.recipe_of(trainer_folder, log={"directory": str(tmp_path / "run")})
     for told in two_ranks.run(cases.refusal_of_another_recipe, values, timeout=60):
         assert "different recipes" in told and "optim.lr: 0.001 on rank 0, 0.002 on rank 1" in told
+        assert "parallel.ep: 1 on rank 0, 2 on rank 1" in told
 
 
 def test_machines_that_do_not_share_the_run_directory_are_refused(tmp_path, two_ranks):

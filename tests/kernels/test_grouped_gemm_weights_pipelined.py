@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sequential_gluon import Descriptor, Pointer, run_kernel
 
 from patchgen.kernels.grouped_gemm_weights import has_pipelined
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
 TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
@@ -119,5 +120,9 @@ def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
     assert ran.stdout.splitlines() == ["4 True True"] * 2
 
 
-def test_a_cpu_has_it_not():
+def test_it_runs_where_it_is_asked_for_and_nowhere_silently(monkeypatch):
+    """Unasked no device has it; asked for, a CPU says what it lacks."""
     assert not has_pipelined(torch.zeros(1))
+    monkeypatch.setenv("PATCHGEN_PIPELINED_WEIGHTS", "1")
+    with pytest.raises(UnsupportedOptionError, match=r"1 needs compute capability 9\.0 and Triton 3\.6; found cpu"):
+        has_pipelined(torch.zeros(1))

@@ -120,3 +120,14 @@ def test_any_recipe_survives_printing(steps, lr, sizes, patterns):
     }
     recipe = recipes.from_dict(values)
     assert recipes.from_dict(yaml.safe_load(recipes.to_yaml(recipe))) == recipe
+
+
+def test_merged_keys_are_not_keys_that_stand_twice(tmp_path):
+    """YAML's `<<` takes the keys of another mapping; one that stands beside it counts."""
+    place = tmp_path / "merged.yaml"
+    place.write_text(
+        "model: {source: qwen3}\ndata: &first\n  sources: [{path: a.jsonl}]\n  seed: 1\n"
+        "train: {eval_every: 5}\neval_data:\n  <<: *first\n  seed: 2\n"
+    )
+    loaded = recipes.load(place)
+    assert (loaded.data.seed, loaded.eval_data.seed) == (1, 2)
