@@ -8,6 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A property holds however busy the machine is.
+settings.register_profile("patchgen", deadline=None)
+settings.load_profile("patchgen")
 
 # Triton looks once, when it is imported; torch, which could tell whether there is a GPU, is not needed by every test.
 if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None:

@@ -47,7 +47,7 @@ def touched(generated: pipeline.Generated) -> set[str]:
     return sites | mentions | imports
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(model=st.sampled_from((*COMMITTED, *OTHERS)))
 def test_code_outside_the_sites_keeps_its_bytes(model: str):
     """Blocks without a hit are upstream's, byte for byte, in upstream's order; in the others, every line that is not

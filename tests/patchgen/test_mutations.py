@@ -305,7 +305,7 @@ def _first_code_line(lines: list[str]) -> str:
 SPANS = {model: marked_statements(model) for model in ("qwen3_moe", "gpt_oss", "qwen3_next")}
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 @pytest.mark.parametrize("model", sorted(SPANS))
 def test_a_deleted_or_renamed_site_statement_never_loses_a_hit_in_silence(model: str, data: st.DataObject):

@@ -70,7 +70,7 @@ def run(tensors, steps):
 
 
 @given(programs(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_box_of_any_chain_of_moves(program, data):
     shape, count, steps = program
     numbers = torch.arange(count * torch.Size(shape).numel()).view(count, *shape)

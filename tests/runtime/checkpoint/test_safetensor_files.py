@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 
 
 @given(st.sampled_from(["three", "two", "one", "none", "whole", "flag"]), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_boxes(folder, name, data):
     stored = read_folder(folder)[name]
     whole = load_file(folder / "model.safetensors")[name]
@@ -183,7 +183,7 @@ def test_other_formats_are_named(tmp_path):
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
     from patchgen.runtime.checkpoint.moves import leaf
 

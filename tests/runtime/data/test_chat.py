@@ -77,7 +77,7 @@ contents = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Co"))
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     name=st.sampled_from(sorted(MARKED)),
     system=st.booleans(),

@@ -71,7 +71,7 @@ def test_batches_hold_what_the_processor_makes(folder):
         assert not (batch["labels"] == PROCESSOR.image_token_id).any()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(count=st.integers(1, 3), stop=st.integers(0, 3), pool=st.integers(1, 3))
 def test_each_image_once_wherever_a_run_is_resumed(folder, count, stop, pool):
     seen: Counter[str] = Counter()

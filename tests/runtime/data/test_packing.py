@@ -15,7 +15,7 @@ from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.plan import BatchPlan
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), best_fit=st.booleans())
 def test_every_sample_lands_in_one_batch_within_the_budget(lengths, best_fit):
     pool = Pool(50, best_fit=best_fit)
@@ -54,7 +54,7 @@ def test_batches_of_a_log_normal_mix_are_full(budget):
     assert lengths.sum() / (batches * budget) >= 0.97
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=4),
     data=st.data(),

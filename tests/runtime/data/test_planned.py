@@ -28,7 +28,7 @@ def rounds(loaders_):
     return [[documents_of(batch) for batch in one_round] for one_round in found]
 
 
-settings_ = settings(max_examples=25, deadline=None)
+settings_ = settings(max_examples=25)
 
 
 @settings_

@@ -34,7 +34,7 @@ def drain(loader, seen):
         seen.update(documents_of(batch))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     num_batches=st.lists(st.integers(1, 5), min_size=2, max_size=4),
     stops=st.lists(st.integers(0, 6), min_size=3, max_size=3),
@@ -72,7 +72,7 @@ def resumed(corpus, loaders, ranks, **changes):
     return after
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_batches=st.tuples(*[st.integers(1, 4)] * 3), stops=st.tuples(*[st.integers(0, 4)] * 2))
 def test_samples_are_counted_once_however_many_ranks_resume(broken, num_batches, stops):
     """Bad samples, those left by a rank that was ahead of the others among them."""
@@ -90,7 +90,7 @@ def test_samples_are_counted_once_however_many_ranks_resume(broken, num_batches,
     assert len(total.places) == 4
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(stop=st.integers(0, 12), num_batches=st.integers(1, 3), pool=st.integers(1, 4))
 def test_the_next_batch_after_resuming_is_the_very_one(corpus, stop, num_batches, pool):
     changes = {"epochs": None, "tokens_per_batch": 64, "streaming": True, "pool": pool}
@@ -105,7 +105,7 @@ def test_the_next_batch_after_resuming_is_the_very_one(corpus, stop, num_batches
         assert torch.equal(expected["cu_seq_lens_q"], found["cu_seq_lens_q"])
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(
     num_batches=st.integers(1, 3),
     workers=st.tuples(st.integers(0, 2), st.integers(0, 2)),

@@ -58,7 +58,7 @@ def test_a_mask_without_padding_is_dropped_and_another_is_sliced():
     ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     rows=st.integers(1, 2),

@@ -23,7 +23,7 @@ def value_of(name: str, size: int) -> torch.Tensor:
     return torch.arange(size * 6).view(size, 2, 3) + 1
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(name=st.sampled_from(sorted(RULES)), sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_packed_values_come_apart_again(name, sizes):
     values = [value_of(name, size) for size in sizes]
@@ -39,7 +39,7 @@ def test_sounds_of_different_lengths_are_filled_up():
     assert packed.sum() == 12 + 40
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(name=st.sampled_from(sorted(set(RULES) - {"attention_mask"})), size=st.integers(1, 9), sp=st.integers(1, 4))
 def test_slice_batch_does_what_the_table_says(name, size, sp):
     rule = RULES[name]

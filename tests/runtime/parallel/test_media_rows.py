@@ -21,7 +21,7 @@ def _rank(sp: int, sp_rank: int) -> SimpleNamespace:
     return SimpleNamespace(sp=sp, sp_rank=sp_rank)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(groups=st.integers(1, 40), group=st.sampled_from([1, 4]), sp=st.sampled_from([2, 3, 4, 8]))
 def test_slices_of_all_ranks_are_the_rows_and_padding(groups, group, sp):
     rows = torch.arange(1, groups * group + 1)[:, None].float()
@@ -37,7 +37,7 @@ def test_slices_of_all_ranks_are_the_rows_and_padding(groups, group, sp):
     assert ranks[0].longest(1) >= ranks[0].lengths(bounds).diff()[1:].sum()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), rows=st.integers(1, 4), sp=st.sampled_from([2, 4]), s=st.integers(1, 6))
 def test_each_rank_takes_the_features_of_its_tokens(data, rows, sp, s):
     """`masked_scatter` of the whole against `masked_scatter` of each slice with the rows that its spans name."""

@@ -1,7 +1,7 @@
 """Whole runs as `patchgen train` starts them, in bf16 on one and two GPUs, against one CPU rank in fp32.
 
-    python -m pytest tests/runtime/train/test_on_gpu.py -m gpu      # on the GPUs of this machine
-    python -m pytest tests/runtime/train/test_on_gpu.py             # and the same runs on CPU ranks
+    python -m pytest tests/runtime/train/test_runs_on_gpu.py -m gpu      # on the GPUs of this machine
+    python -m pytest tests/runtime/train/test_runs_on_gpu.py             # and the same runs on CPU ranks
 
 Needs no network: the model is random, the text made up, the tokenizer trained on it. Each run is a process of its own, as
 a user's is: process groups and kernels are not those of the tests.
