@@ -54,7 +54,7 @@ verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstrea
 	@test -n "$(MODEL)" || { echo "Name a model: make verify MODEL=qwen3_moe"; exit 2; }
 	@$(PATCHGEN) verify $(MODEL)
 
-verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process and on ranks (an hour)
+verify-all: $(VENV)/.setup-test  ## prove every committed model, in one process and on ranks (a quarter of an hour)
 	@$(PATCHGEN) verify --all
 	@$(PATCHGEN) verify --all --ranks 2 --sp 2
 	@$(PATCHGEN) verify --all --ranks 2 --sp 2 --fsdp
@@ -79,7 +79,7 @@ lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (minutes)
+test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (over half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel --ignore tests/distributed/test_checkpoints.py \
 		-m "not gpu" $(ARGS)
 

@@ -51,9 +51,8 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, device: torch.device, listeners: tuple[Listener, ...] = ()) -> None:
         self.recipe, self.device, self.listeners = recipe, device, listeners
-        setup.require_same_recipe(
-            recipe
-        )  # first: ranks that differ in their layout would wait for groups that nobody joins
+        # First: ranks that differ in their layout would wait for groups that nobody joins.
+        setup.require_same_recipe(recipe)
         layout = models.parallel_config(recipe.parallel, dist.get_world_size())
         self.num_micro_batches = micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
         self.state = ParallelState.create(
