@@ -19,8 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_moe import RESULTS, median_ms, versions
+from bench_moe import RESULTS, versions
 from torch import Tensor, nn
+from triton.testing import do_bench
 
 from patchgen.kernels import elementwise
 
@@ -38,6 +39,12 @@ COLUMNS = [
     "worst_relative_error",
 ]
 EPS = 1e-6
+
+
+def median_ms(function: Callable[[], object], milliseconds: int) -> float:
+    """Of so many milliseconds of repetitions, ten at least."""
+    once = do_bench(function, warmup=25, rep=1, return_mode="median")
+    return do_bench(function, warmup=0, rep=max(milliseconds, 10 * once), return_mode="median")
 
 
 def random(*shape: int) -> Tensor:

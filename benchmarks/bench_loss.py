@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_moe import RESULTS, median_ms, versions
+from bench_elementwise import median_ms
+from bench_moe import RESULTS, versions
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 

@@ -4,7 +4,7 @@
     python benchmarks/bench_moe.py --shapes qwen3 --tokens 16384 --routings random
 
 Every implementation is first compared with an fp32 expert-by-expert reference on the same bf16 inputs (output and all
-gradients). Times are medians of `triton.testing.do_bench`, which empties the L2 between runs. "cublas" is the
+gradients). Times are medians over rounds in which the options take turns, the L2 emptied before each call. "cublas" is the
 time of plain products with the same operations (2 forward, 4 backward; one big weight, no routing, no activation),
 measured in the same process. Saved bytes are what the forward leaves allocated, output included.
 
@@ -19,6 +19,9 @@ import datetime
 import functools
 import importlib.metadata
 import importlib.util
+import os
+import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +29,6 @@ from pathlib import Path
 import torch
 import triton
 from torch import Tensor, nn
-from triton.testing import do_bench
 
 from patchgen.kernels.fused_moe import fused_moe
 
@@ -138,6 +140,8 @@ def transformers_grouped_mm(problem: Problem) -> Tensor:
 
 
 def liger(problem: Problem) -> Tensor:
+    """With its own fixed configurations: its tuning takes two minutes and more per shape."""
+    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")  # read when it is imported
     from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
 
     return LigerFusedMoEFunction.apply(problem.x, problem.gate_up, problem.down, problem.index.int(), problem.weights)
@@ -150,7 +154,7 @@ def implementations() -> dict[str, Callable[[Problem], Tensor]]:
     if importlib.util.find_spec("sonicmoe"):
         found["sonic"] = functools.partial(ours, "sonic")
     if importlib.util.find_spec("liger_kernel"):
-        found["liger"] = liger  # last: it tunes itself for minutes per shape
+        found["liger"] = liger
     return found
 
 
@@ -198,25 +202,43 @@ def is_repeatable(function: Callable[[Problem], Tensor], problem: Problem, runs:
 # ---------------------------------------------------------------------------------------------- timing
 
 
-@dataclass(frozen=True)
-class Timing:
-    forward_ms: float
-    both_ms: float
-    saved_mib: float = 0.0
-    peak_mib: float = 0.0
+ROUNDS = 3
+"""Every option is timed so often, in random order: the clock follows the power drawn, by ten per cent from second to second."""
+REPETITIONS = 4
+"""The fewest per round, however long one takes."""
 
 
-REPETITIONS = 10
-"""The fewest per figure, however long one takes: the clock of a busy GPU moves by tens of per cent between two runs."""
+class Timed:
+    """One function and its times in milliseconds; the L2 is emptied before each call."""
+
+    def __init__(self, function: Callable[[], object], milliseconds: int) -> None:
+        self.function, self.times = function, []
+        function()
+        (once,) = self._run(1)
+        self.count = max(REPETITIONS, int(milliseconds / ROUNDS / once))
+
+    def round(self) -> None:
+        """A call that does not count, for the clock to settle, and those that do."""
+        self.times += self._run(self.count + 1)[1:]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    def _run(self, count: int) -> list[float]:
+        cache = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        for start, end in events:
+            cache.zero_()
+            start.record()
+            self.function()
+            end.record()
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) for start, end in events]
 
 
-def median_ms(function: Callable[[], object], milliseconds: int) -> float:
-    once = do_bench(function, warmup=25, rep=1, return_mode="median")
-    return do_bench(function, warmup=0, rep=max(milliseconds, REPETITIONS * once), return_mode="median")
-
-
-def time_cublas(problem: Problem, milliseconds: int) -> Timing:
-    """Products with the same operations as one layer: two forward, four backward."""
+def cublas(problem: Problem) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Products with the same operations as one layer, forward and both: two and four more."""
     shape, rows = problem.shape, problem.rows
     x, h = (torch.randn(rows, size, device="cuda", dtype=torch.bfloat16) for size in (shape.hidden, 2 * shape.inner))
     a = torch.randn(rows, shape.inner, device="cuda", dtype=torch.bfloat16)
@@ -233,10 +255,21 @@ def time_cublas(problem: Problem, milliseconds: int) -> Timing:
         torch.mm(h, gate_up)
         torch.mm(h.T, x)
 
-    return Timing(median_ms(forward, milliseconds), median_ms(both, milliseconds))
+    return forward, both
 
 
-def time_one(function: Callable[[Problem], Tensor], problem: Problem, milliseconds: int) -> Timing:
+def layer(
+    function: Callable[[Problem], Tensor], problem: Problem
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """An implementation's forward, and both."""
+    return (
+        lambda: function(problem),
+        lambda: torch.autograd.grad(function(problem), problem.leaves, problem.grad),
+    )
+
+
+def memory_of(function: Callable[[Problem], Tensor], problem: Problem) -> tuple[float, float]:
+    """MiB that the forward leaves allocated, output included, and the peak of forward and backward."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -247,12 +280,7 @@ def time_one(function: Callable[[Problem], Tensor], problem: Problem, millisecon
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     del out, result
-
-    def both() -> None:
-        torch.autograd.grad(function(problem), problem.leaves, problem.grad)
-
-    forward_ms = median_ms(lambda: function(problem), milliseconds)
-    return Timing(forward_ms, median_ms(both, milliseconds), saved / 2**20, peak / 2**20)
+    return saved / 2**20, peak / 2**20
 
 
 # ------------------------------------------------------------------------------------------------- main
@@ -293,31 +321,39 @@ COLUMNS = [
 
 
 def rows_of(name: str, tokens: int, routing: str, options: list[str], milliseconds: int, check: bool):
-    """One dictionary per option, printed as it is measured."""
+    """One dictionary per option, printed when all are measured."""
     problem = make_problem(SHAPES[name], tokens, routing)
     expected = reference(problem) if check else None
-    cublas = time_cublas(problem, milliseconds)
-    for option in ["cublas", *options]:
-        error, timing = None, cublas
-        if option != "cublas":
-            function = implementations()[option]
-            torch.cuda.synchronize()
-            error = worst_error(gradients(function, problem), expected) if check else None
-            timing = time_one(function, problem, milliseconds)
-        operations = problem.forward_operations
+    errors, memory, pairs = {}, {"cublas": (0.0, 0.0)}, {"cublas": cublas(problem)}
+    for option in options:
+        function = implementations()[option]
+        errors[option] = worst_error(gradients(function, problem), expected) if check else None
+        memory[option] = memory_of(function, problem)
+        pairs[option] = layer(function, problem)
+    del expected
+    forward, both = ({option: Timed(pair[place], milliseconds) for option, pair in pairs.items()} for place in (0, 1))
+    order = [*forward.values(), *both.values()]
+    for _ in range(ROUNDS):
+        random.shuffle(order)
+        for timed in order:
+            timed.round()
+    operations = problem.forward_operations
+    for option in pairs:
+        forward_ms, both_ms = forward[option].median, both[option].median
+        error = errors.get(option)
         row = {
             "shape": name,
             "tokens": tokens,
             "routing": routing,
             "option": option,
-            "forward_ms": round(timing.forward_ms, 3),
-            "both_ms": round(timing.both_ms, 3),
-            "forward_tflops": round(operations / timing.forward_ms / 1e9),
-            "both_tflops": round(3 * operations / timing.both_ms / 1e9),
-            "forward_of_cublas": round(cublas.forward_ms / timing.forward_ms, 3),
-            "both_of_cublas": round(cublas.both_ms / timing.both_ms, 3),
-            "saved_mib": round(timing.saved_mib),
-            "peak_mib": round(timing.peak_mib),
+            "forward_ms": round(forward_ms, 3),
+            "both_ms": round(both_ms, 3),
+            "forward_tflops": round(operations / forward_ms / 1e9),
+            "both_tflops": round(3 * operations / both_ms / 1e9),
+            "forward_of_cublas": round(forward["cublas"].median / forward_ms, 3),
+            "both_of_cublas": round(both["cublas"].median / both_ms, 3),
+            "saved_mib": round(memory[option][0]),
+            "peak_mib": round(memory[option][1]),
             "worst_relative_error": "" if error is None else f"{error:.1e}",
         }
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
@@ -330,7 +366,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[16384, 4096, 32768])
     parser.add_argument("--routings", nargs="+", default=["random", "zipf"])
     parser.add_argument("--options", nargs="+", default=None, help="default: every one that is installed")
-    parser.add_argument("--milliseconds", type=int, default=60, help="of repetitions per figure")
+    parser.add_argument("--milliseconds", type=int, default=60, help="of repetitions per figure, all rounds together")
     parser.add_argument("--check-up-to", type=int, default=16384, help="tokens up to which errors are computed")
     parser.add_argument("--repeat", type=int, default=20, help="runs that must agree bit for bit")
     parser.add_argument("--results", type=Path, default=RESULTS)

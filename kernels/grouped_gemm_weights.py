@@ -5,14 +5,11 @@ the permuted input nor the permuted output gradient exists in memory; where a co
 (`moe_schedule.copy_repays`), it comes by TMA too. The padding rows of the first side hold zeros; the gathered side
 repeats a row of the same expert there, so that a token of one expert cannot reach the gradient of another, whatever it
 holds. Experts without rows get zeros. The result leaves by TMA: three stages and a tile of it fill the shared memory.
-From copied rows `grouped_gemm_weights_pipelined` computes the same bits in less time where it can run.
 
     T tokens   P = M * BLOCK_M padded rows   E experts   A, B columns of the gathered and of the padded side
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 import triton
@@ -22,11 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
 from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
-from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _BLOCK_A = 128
-_PIPELINED_RELEASES = ("3.6.",)
-_PIPELINED = "PATCHGEN_PIPELINED_WEIGHTS"  # environment: "1" asks for the kernel in Gluon
 
 
 def grouped_gemm_weights(
@@ -41,10 +35,6 @@ def grouped_gemm_weights(
         top_k: K.
         tokens_first: `[E, A, B]` is wanted; else `[E, B, A]`.
     """
-    if copied is not None and has_pipelined(copied):
-        from patchgen.kernels.grouped_gemm_weights_pipelined import pipelined_gemm_weights  # Gluon, of some releases
-
-        return pipelined_gemm_weights(copied, padded, plan, tokens_first)
     num_experts = plan.num_experts
     gathered_size, padded_size = tokens.shape[1], padded.shape[1]
     shape = (gathered_size, padded_size) if tokens_first else (padded_size, gathered_size)
@@ -78,26 +68,6 @@ def grouped_gemm_weights(
         maxnreg=blocks.max_registers,
     )
     return out
-
-
-def has_pipelined(tensor: Tensor) -> bool:
-    """Whether the product from copied rows runs in Gluon: where asked for, on the device and the Triton it was timed on.
-
-    Not by itself, until its tests for a GPU and the sanitizer have run on it (README.md beside this).
-
-    Raises:
-        UnsupportedOptionError: asked for, and this is another device or another Triton.
-    """
-    wanted = os.environ.get(_PIPELINED, "0")
-    if wanted == "0":
-        return False
-    here = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) == (9, 0)
-    if wanted != "1" or not here or not triton.__version__.startswith(_PIPELINED_RELEASES):
-        raise UnsupportedOptionError(
-            f"{_PIPELINED}={wanted}: it takes 0 or 1, and 1 needs compute capability 9.0 and Triton 3.6; found "
-            f"{tensor.device} and Triton {triton.__version__}."
-        )
-    return True
 
 
 @triton.jit

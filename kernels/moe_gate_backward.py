@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
-from patchgen.kernels.moe_schedule import GATE_BACKWARD, multiply, num_programs
+from patchgen.kernels.moe_schedule import GATE_BACKWARD, multiply, num_programs, rows_together
 from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward, gate_constants
 
 
@@ -87,7 +87,7 @@ def gate_backward_gemm(
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
         PIECES=blocks.pieces,
-        GROUP=blocks.group,
+        GROUP=rows_together(blocks, num_tiles),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,

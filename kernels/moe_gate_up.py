@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
-from patchgen.kernels.moe_schedule import GATE_UP, multiply, num_programs
+from patchgen.kernels.moe_schedule import GATE_UP, multiply, num_programs, rows_together
 from patchgen.kernels.triton_gate import activate, gate_constants, gate_forward
 
 
@@ -72,7 +72,7 @@ def gate_up(
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
-        GROUP=blocks.group,
+        GROUP=rows_together(blocks, triton.cdiv(width, blocks.n)),
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,

@@ -10,9 +10,8 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import combine, grouped_gemm_weights, moe_plan, moe_triton
+from patchgen.kernels import combine, moe_plan, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
-from patchgen.kernels.unsupported import UnsupportedOptionError
 
 on_gpu = torch.cuda.is_available()
 SMALL = {"num_tokens": 9, "num_experts": 3, "hidden_size": 24, "intermediate_size": 16}
@@ -230,30 +229,6 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
     for name in yardstick:
         allowed = 1.5 * relative_error(eager[name], yardstick[name])
         assert relative_error(found[name], yardstick[name]) <= allowed, name
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
-@pytest.mark.parametrize("routing", ["left_out", "one_expert"])
-@pytest.mark.parametrize("is_transposed", [False, True])
-def test_the_pipelined_weight_gradients_are_the_scheduled_ones_bit_for_bit(
-    routing: str, is_transposed: bool, monkeypatch
-):
-    """Gluon against Triton, with experts of no rows, of less than a tile and of many."""
-    monkeypatch.setattr(moe_triton, "copy_repays", lambda *sizes: True)
-    monkeypatch.setenv("PATCHGEN_PIPELINED_WEIGHTS", "1")
-    top_k = 1 if routing == "one_expert" else 2
-    case = Case("pipelined", 3000, 24, 520, 392, top_k, routing=routing, is_transposed=is_transposed)
-    tensors = case.tensors(torch.bfloat16, "cuda")
-    try:
-        grouped_gemm_weights.has_pipelined(tensors["hidden_states"])
-    except UnsupportedOptionError as error:
-        pytest.skip(str(error))
-    pipelined = run(case, tensors, "triton")
-    monkeypatch.setattr(grouped_gemm_weights, "has_pipelined", lambda tensor: False)
-    scheduled = run(case, tensors, "triton")
-    for name in scheduled:
-        assert torch.equal(pipelined[name], scheduled[name]), name
 
 
 @pytest.mark.gpu
