@@ -1,30 +1,28 @@
 """Which backend serves the experts when the choice is left to us: by what was measured, not by taste.
 
-One H200, 2026-11-21, bf16, torch 2.11.0+cu130, triton 3.6.0, uniform random routing. Forward and backward in ms, each
-shape's options in one process (benchmarks/bench_moe.py; every row is in benchmarks/results.csv):
+One H200, 2026-11-21, bf16, torch 2.11.0+cu130, triton 3.6.0, transformers 5.23.0, liger-kernel 0.8.5 with its own fixed
+configurations, uniform random routing. Forward and backward in ms, all of a row in one process
+(`benchmarks/bench_moe.py`; every row is in `benchmarks/results.csv`):
 
     T      option         qwen3    gpt_oss    dsv3_slice    mixtral
-    4096   transformers    5.2       7.8         22.8         19.6
-           torch           3.0       5.4         19.2         17.4
-           triton          2.6       5.6         16.2         15.6
-    16384  transformers   17.2      27.0         86.8         70.2
-           torch           9.2      18.1         61.9         58.2
-           triton          7.5      17.6         56.6         54.9
-    32768  transformers   33.3      55.4        179.5        145.3
-           torch          23.7      41.0        145.2        127.9
-           triton         13.9      34.7        110.1        108.8
+    4096   transformers     4.2       6.7          20.1       17.0
+           liger            5.8      11.3          35.0       32.7
+           torch            2.9       5.5          16.2       17.1
+           triton           2.5       4.8          15.6       14.9
+    16384  transformers    12.7      21.3          73.5       63.4
+           liger           18.5      39.6         134.6      126.3
+           torch            9.1      19.3          61.4       58.4
+           triton           6.3      16.9          56.8       55.1
+    32768  transformers    24.2      44.4         146.3      126.5
+           liger           35.0      79.4         269.8      256.6
+           torch           17.3      36.7         126.8      119.0
+           triton          13.3      33.8         112.1      108.0
 
-The figures of torch at 4096 for qwen3 and gpt_oss are of a later process, in which torch.compile no longer reached its
-limit of recompilations; its other figures at 4096 and 32768 suffer from that limit and are up to a third too high.
-At T = 4096 the gpt_oss row is a tie (5.40 and 5.43 in that process).
+Zipf routing keeps the order on every row. `triton` is the fastest of all 24, by 2 to 41 %.
 
-The kernels of later that day, T = 16384, triton against torch in one process: qwen3 7.2 and 9.3, gpt_oss 17.1 and 18.5,
-dsv3_slice 55.8 and 63.3, mixtral 55.1 and 58.6; T = 4096, triton alone: qwen3 2.4, gpt_oss 5.1.
-
-Zipf routing kept the order on every row of the table. sonic-moe 0.1.2.post1, in one process with the earlier triton at qwen3
-and T = 16384, took 7.0 (79.1 % of cuBLAS) where triton took 7.2 (76.9 %; 79.0 to 79.8 % since, in other processes): it is not
-chosen unasked, because it tunes itself on first use, for more than 100 s at
-the gpt_oss shape, in the middle of a training step.
+sonic-moe 0.1.2.post1, in one process with an earlier `triton` at qwen3 and T = 16384, took 7.0 (79.1 % of cuBLAS) where
+`triton` took 7.2 (76.9 %): it is not chosen unasked, because it tunes itself on first use, for more than 100 s per
+shape, in the middle of a training step.
 """
 
 from __future__ import annotations

@@ -14,6 +14,19 @@ from patchgen.runtime.verify.ranks import RankPool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+POOLS = {"two_ranks", "four_ranks", "eight_ranks"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One of the test runner's processes takes all tests on ranks: two pools wait for each other where cores are few.
+
+    With `--dist loadgroup`, as `make test` says.
+    """
+    for item in items:
+        if POOLS & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def one_rank():
     pool = RankPool(1)
