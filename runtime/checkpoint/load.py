@@ -27,12 +27,14 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
-from patchgen.runtime.checkpoint.moves import Moved, Pull, leaf, leaves, pull
+from patchgen.runtime.checkpoint.moves import Box, Leaf, Moved, Pull, leaf, leaves, pull
 from patchgen.runtime.checkpoint.placement import box_of_rank, has_copies, local_tensor, together
 from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
+PIECE = 32 << 20
+"""Bytes that one thread reads at most before another may go on with the same tensor."""
 MAX_CACHED = 0.25
 """Share of the free memory that files may take in the page cache, for the next who reads them."""
 SMALL = 1 << 20
@@ -284,14 +286,15 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
         if part.finishes:
             others.append(part)
         else:
-            simple += part.reads
+            simple += [piece for read in part.reads for piece in _pieces(read)]
     simple.sort(key=lambda read: (read[0].source.file, read[0].source.offset, read[1]))
     errors: list[str] = []
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
         for error in pool.map(partial(_read_one, reader), simple, chunksize=1):
             errors += error
         for part in others:
-            for error in pool.map(partial(_read_one, reader), part.reads):
+            pieces = [piece for read in part.reads for piece in _pieces(read)]
+            for error in pool.map(partial(_read_one, reader), pieces):
                 errors += error
             finish(part)
     return list(dict.fromkeys(errors))
@@ -303,6 +306,20 @@ def finish(part: Pull) -> None:
         call()
     part.finishes.clear()
     part.reads.clear()
+
+
+def _pieces(read: tuple[Leaf, Box, Tensor]) -> list[tuple[Leaf, Box, Tensor]]:
+    """A read as several of no more than PIECE bytes, as far as its first dimension can be cut: threads share it."""
+    found, box, out = read
+    length = out.shape[0] if out.ndim else 1
+    step = max(1, PIECE * length // max(out.numel() * found.source.dtype.itemsize, 1))
+    if step >= length:
+        return [read]
+    first = box[0][0]
+    return [
+        (found, ((first + start, first + min(start + step, length)), *box[1:]), out[start : start + step])
+        for start in range(0, length, step)
+    ]
 
 
 def _read_one(reader: FileReader, read: tuple) -> list[str]:

@@ -8,6 +8,7 @@ process, and a copy more would cost as much as the read.
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import math
 import os
@@ -259,7 +260,7 @@ class FileReader:
             step = max(1, STAGING // row_bytes)
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
-                rows = self._stage(count * row_bytes).view(stored.dtype).view(count, *sizes[1:])
+                rows = self._stage(count * row_bytes, out.device).view(stored.dtype).view(count, *sizes[1:])
                 # Another rank may want what lies between.
                 self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes, keeps_pages=True)
                 _cast(stored, rows[(slice(None), *inner)], out[first : first + count])
@@ -273,7 +274,7 @@ class FileReader:
             self._fill(stored, out, offset)
             return
         if out.numel() * stored.dtype.itemsize <= STAGING:
-            staged = self._stage(out.numel() * stored.dtype.itemsize).view(stored.dtype).view(out.shape)
+            staged = self._stage(out.numel() * stored.dtype.itemsize, out.device).view(stored.dtype).view(out.shape)
             self._fill(stored, staged, offset)
             _cast(stored, staged, out)
             return
@@ -283,13 +284,13 @@ class FileReader:
             self._read_run(stored, offset, part)
             offset += part.numel() * stored.dtype.itemsize
 
-    def _stage(self, num_bytes: int) -> Tensor:
-        """This thread's buffer, pinned where there is a GPU."""
-        buffer = getattr(self._staging, "buffer", None)
+    def _stage(self, num_bytes: int, device: torch.device) -> Tensor:
+        """This thread's buffer for what goes to `device`: pinned for a GPU, which then fetches it by itself."""
+        kind = "pinned" if device.type == "cuda" else "plain"
+        buffer = getattr(self._staging, kind, None)
         if buffer is None or buffer.numel() < num_bytes:
-            pinned = torch.cuda.is_available()
-            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=pinned)
-            self._staging.buffer = buffer
+            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=kind == "pinned")
+            setattr(self._staging, kind, buffer)
         return buffer[:num_bytes]
 
     def _fill(self, stored: StoredTensor, out: Tensor, offset: int, *, keeps_pages: bool = False) -> None:
@@ -351,10 +352,27 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
             raise CheckpointError(
                 f"{stored.name} in {stored.file} holds {float(extremes[lost][0]):g}, which {out.dtype} has no room for."
             )
+    if values.dtype != out.dtype:
+        # The device casts, and may get half the bytes. It must have them all: the next read takes the buffer again.
+        values = values.to(out.device)
     out.copy_(values)
 
 
 def has_nan(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor holds NaN. One fast pass where it does not: a sum is finite only then."""
-    wide = torch.float32 if tensor.dtype == torch.float16 else None  # whose own range a sum leaves soon
-    return not math.isfinite(float(tensor.sum(dtype=wide))) and bool(torch.isnan(tensor).any())
+    """Whether a floating-point tensor on the CPU holds NaN: taken as integers, only NaN lies beyond the infinities.
+
+    By numpy, which works in the calling thread: torch would wake a team of threads for every block of every reader.
+    """
+    if tensor.numel() == 0:
+        return False
+    signed, infinity = _as_integers(tensor.dtype)
+    bits = tensor.view(signed).numpy()
+    minus_infinity = infinity + (1 << (8 * tensor.dtype.itemsize - 1))
+    return bool(bits.max() > infinity) or bool(bits.view(f"u{bits.dtype}").max() > minus_infinity)
+
+
+@functools.cache
+def _as_integers(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """The integers as wide as a floating-point dtype, and which of them has infinity's bits."""
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return signed, int(torch.tensor(math.inf, dtype=dtype).view(signed))
