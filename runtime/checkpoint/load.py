@@ -13,10 +13,9 @@ import fnmatch
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,8 +32,11 @@ from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTenso
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
+SPAN = 256 << 20
+"""Bytes that a thread reads one after the other. A disk read at four places far apart, each in order, is as fast as one
+read in order; one whose next block is asked for by whoever comes first is not."""
 PIECE = 32 << 20
-"""Bytes that one thread reads at most before another may go on with the same tensor."""
+"""Bytes after which another thread may go on with a tensor."""
 MAX_CACHED = 0.25
 """Share of the free memory that files may take in the page cache, for the next who reads them."""
 SMALL = 1 << 20
@@ -286,16 +288,14 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
         if part.finishes:
             others.append(part)
         else:
-            simple += [piece for read in part.reads for piece in _pieces(read)]
-    simple.sort(key=lambda read: (read[0].source.file, read[0].source.offset, read[1]))
+            simple += part.reads
     errors: list[str] = []
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
-        for error in pool.map(partial(_read_one, reader), simple, chunksize=1):
-            errors += error
+        for found in pool.map(reader.read_in_order, _spans(simple)):
+            errors += found
         for part in others:
-            pieces = [piece for read in part.reads for piece in _pieces(read)]
-            for error in pool.map(partial(_read_one, reader), pieces):
-                errors += error
+            for found in pool.map(reader.read_in_order, _spans(part.reads)):
+                errors += found
             finish(part)
     return list(dict.fromkeys(errors))
 
@@ -308,27 +308,31 @@ def finish(part: Pull) -> None:
     part.reads.clear()
 
 
-def _pieces(read: tuple[Leaf, Box, Tensor]) -> list[tuple[Leaf, Box, Tensor]]:
-    """A read as several of no more than PIECE bytes, as far as its first dimension can be cut: threads share it."""
-    found, box, out = read
+def _spans(reads: Iterable[tuple[Leaf, Box, Tensor]]) -> list[list[tuple[StoredTensor, Box, Tensor]]]:
+    """Reads in the order of the files, in parts of about SPAN bytes of one file: one for a thread at a time."""
+    pieces = [(found.source, *piece) for found, box, out in reads for piece in _pieces(found.source, box, out)]
+    pieces.sort(key=lambda piece: (piece[0].file, piece[0].offset, piece[1]))
+    spans, free, file = [], 0, None
+    for stored, box, out in pieces:
+        if free <= 0 or stored.file != file:
+            spans.append([])
+            free, file = SPAN, stored.file
+        spans[-1].append((stored, box, out))
+        free -= out.numel() * stored.dtype.itemsize
+    return spans
+
+
+def _pieces(stored: StoredTensor, box: Box, out: Tensor) -> list[tuple[Box, Tensor]]:
+    """A box as several of no more than PIECE bytes, as far as its first dimension can be cut."""
     length = out.shape[0] if out.ndim else 1
-    step = max(1, PIECE * length // max(out.numel() * found.source.dtype.itemsize, 1))
+    step = max(1, PIECE * length // max(out.numel() * stored.dtype.itemsize, 1))
     if step >= length:
-        return [read]
+        return [(box, out)]
     first = box[0][0]
     return [
-        (found, ((first + start, first + min(start + step, length)), *box[1:]), out[start : start + step])
+        (((first + start, first + min(start + step, length)), *box[1:]), out[start : start + step])
         for start in range(0, length, step)
     ]
-
-
-def _read_one(reader: FileReader, read: tuple) -> list[str]:
-    found, box, out = read
-    try:
-        reader.read(found.source, box, out)
-    except CheckpointError as error:
-        return list(error.problems or [str(error)])
-    return []
 
 
 def _compare_copies(
@@ -344,8 +348,8 @@ def _compare_copies(
         mine = local_tensor(state[owner])
         copy = torch.empty_like(mine)
         part = pull(parameters[name], box_of_rank(state[owner]), copy)
-        for read in part.reads:
-            errors += _read_one(reader, read)
+        for span in _spans(part.reads):
+            errors += reader.read_in_order(span)
         finish(part)
         if not torch.equal(copy, mine):
             keys = sorted(next(leaves(parameters[one])).name for one in (name, loaded[owner]))
