@@ -11,7 +11,8 @@ share and talks to nobody.
 
 speed_ratio        beside reading the same files one after the other into one buffer that is used again
 speed_ratio_kept   beside reading them into memory of its own, in large pages, as weights need it
-memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`)
+page_cache         how much of the files was in it before a load
+memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`); "no" with `--unsettled`, and to GPUs
 Appends to benchmarks/results_checkpoints.csv.
 """
 
@@ -139,11 +140,12 @@ def settle(num_bytes: int) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
+def read_sequentially(directory: Path, *, keep: bool, is_settled: bool) -> dict[str, float]:
     """Every byte of every file, into one buffer, or, with `keep`, into memory of its own, as weights need it."""
     buffer = bytearray(BLOCK)
     total, kept = 0, []
-    settle(2 * size_of(directory))
+    if is_settled:
+        settle(2 * size_of(directory))
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
         if keep:
@@ -157,7 +159,7 @@ def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
     return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
 
 
-def load(directory: Path, layers: int, ranks: int, ep: int, device: str) -> dict[str, float]:
+def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, is_settled: bool) -> dict[str, float]:
     """Rank 0's load. The model's own share is host memory on the CPU only."""
     import torch
 
@@ -175,7 +177,7 @@ def load(directory: Path, layers: int, ranks: int, ep: int, device: str) -> dict
         sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), device))
         dist.all_gather_object = lambda target, value, group=None: target.__setitem__(0, value)  # nobody answers
     sharding.materialise(model, device)
-    if device == "cpu":
+    if is_settled:
         settle(2 * size_of(directory))
     before = peak_memory()
     cpu = time.process_time()
@@ -221,6 +223,10 @@ def in_a_process(*arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def is_settled(options: argparse.Namespace) -> bool:
+    return options.device == "cpu" and not options.unsettled
+
+
 def speed_of(measured: dict, size: str) -> float:
     """GB/s."""
     return measured[size] / measured["seconds"]
@@ -231,6 +237,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     import transformers
 
     shape = ["--directory", str(directory), "--layers", str(options.layers)]
+    shape += ["--unsettled"] * options.unsettled
     shape += ["--ranks", str(options.ranks), "--ep", str(options.ep), "--device", options.device]
     loads, reads, keeps = [], [], []
 
@@ -271,7 +278,7 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "speed_ratio_kept": round(statistics.median(kept_ratios), 2) if kept_ratios else "",
         "load_average": round(os.getloadavg()[0], 1),
         "page_cache": f"{'warm' if options.warm else 'cold'}: {statistics.median(one['cached'] for one in loads):.0%}",
-        "memory_at_hand": "yes" if options.device == "cpu" else "no",
+        "memory_at_hand": "yes" if is_settled(options) else "no",
         "device": loads[0]["device"],
     }
     return row
@@ -288,14 +295,17 @@ def main() -> None:
     parser.add_argument(
         "--warm", action="store_true", help="files in the page cache; they and the model must fit memory"
     )
+    parser.add_argument("--unsettled", action="store_true", help="take memory as it comes")
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
     parser.add_argument("--part", choices=("read", "keep", "load"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part in ("read", "keep"):
-        print(json.dumps(read_sequentially(options.directory, keep=options.part == "keep")))
+        keep = options.part == "keep"
+        print(json.dumps(read_sequentially(options.directory, keep=keep, is_settled=is_settled(options))))
         return
     if options.part == "load":
-        print(json.dumps(load(options.directory, options.layers, options.ranks, options.ep, options.device)))
+        sizes = options.layers, options.ranks, options.ep, options.device
+        print(json.dumps(load(options.directory, *sizes, is_settled=is_settled(options))))
         return
     directory = options.directory / f"qwen3-30b-a3b-{options.layers}-layers"
     try:
