@@ -2,6 +2,7 @@
 
     python benchmarks/bench_checkpoints.py --directory /scratch --layers 6             # whole, on one rank
     python benchmarks/bench_checkpoints.py --directory /scratch --layers 15 --ranks 4 --ep 4
+    python benchmarks/bench_checkpoints.py --directory /scratch --layers 20 --device cuda  # 26 GB, to a GPU
 
 Makes files in the shape of Qwen3-30B-A3B (48 layers there, `--layers` here) with one key per expert, in bf16, and removes
 them afterwards. Each measurement is a process of its own, with the files dropped from the page cache before it (with
@@ -10,7 +11,8 @@ share and talks to nobody.
 
 speed_ratio        beside reading the same files one after the other into one buffer that is used again
 speed_ratio_kept   beside reading them into memory of its own, in large pages, as weights need it
-memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`)
+page_cache         how much of the files was in it before a load
+memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`); "no" with `--unsettled`, and to GPUs
 Appends to benchmarks/results_checkpoints.csv.
 """
 
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import ctypes
 import datetime
 import json
 import mmap
@@ -31,11 +34,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy
+
 RESULTS = Path(__file__).with_name("results_checkpoints.csv")
 COLUMNS = (
     "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
     "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
-    "speed_ratio_kept", "load_average", "page_cache", "memory_at_hand",
+    "speed_ratio_kept", "load_average", "page_cache", "memory_at_hand", "device",
 )  # fmt: skip
 BLOCK = 16 << 20
 GIB = 1 << 30
@@ -100,6 +105,24 @@ def drop(directory: Path) -> None:
         os.close(descriptor)
 
 
+def cached_share(directory: Path) -> float:
+    """The part of the files that is in the page cache."""
+    pages = found = 0
+    for file in directory.glob("*.safetensors"):
+        mapped = numpy.memmap(file, mode="r")
+        states = numpy.zeros(-(-mapped.size // mmap.PAGESIZE), dtype=numpy.uint8)
+        arguments = [
+            ctypes.c_void_p(mapped.ctypes.data),
+            ctypes.c_size_t(mapped.size),
+            ctypes.c_void_p(states.ctypes.data),
+        ]
+        if ctypes.CDLL(None, use_errno=True).mincore(*arguments):
+            raise OSError(ctypes.get_errno(), "mincore")
+        pages += states.size
+        found += int((states & 1).sum())
+    return found / pages
+
+
 def settle(num_bytes: int) -> None:
     """Lets the machine have this much free memory at hand, by touching and freeing it in another process.
 
@@ -117,11 +140,12 @@ def settle(num_bytes: int) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
+def read_sequentially(directory: Path, *, keep: bool, is_settled: bool) -> dict[str, float]:
     """Every byte of every file, into one buffer, or, with `keep`, into memory of its own, as weights need it."""
     buffer = bytearray(BLOCK)
     total, kept = 0, []
-    settle(2 * size_of(directory))
+    if is_settled:
+        settle(2 * size_of(directory))
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
         if keep:
@@ -135,8 +159,8 @@ def read_sequentially(directory: Path, *, keep: bool) -> dict[str, float]:
     return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
 
 
-def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
-    """Rank 0's load."""
+def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, is_settled: bool) -> dict[str, float]:
+    """Rank 0's load. The model's own share is host memory on the CPU only."""
     import torch
 
     from patchgen.runtime.checkpoint import load_pretrained
@@ -150,25 +174,33 @@ def load(directory: Path, layers: int, ranks: int, ep: int) -> dict[str, float]:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), "cpu"))
+        sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), device))
         dist.all_gather_object = lambda target, value, group=None: target.__setitem__(0, value)  # nobody answers
-    sharding.materialise(model, "cpu")
-    settle(2 * size_of(directory))
+    sharding.materialise(model, device)
+    if is_settled:
+        settle(2 * size_of(directory))
+    before = peak_memory()
     cpu = time.process_time()
     report = load_pretrained(model, directory)
     cpu = time.process_time() - cpu
     share = sum(local_tensor(p).numel() * p.element_size() for p in model.parameters())
     if ranks == 1:
         check(model, directory)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "share_gib": share / GIB,
-        "peak_above_share_gib": (peak - share) / GIB,
+        "before_gib": before / GIB,
+        "peak_above_share_gib": (peak_memory() - (share if device == "cpu" else 0)) / GIB,
         "read_gb": report.num_bytes / 1e9,
         "seconds": report.seconds,
         "cpu_s": cpu,
+        "device": "cpu" if device == "cpu" else torch.cuda.get_device_name(),
         "torch": torch.__version__,
     }
+
+
+def peak_memory() -> int:
+    """Bytes that this process had in host memory at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def check(model, directory: Path) -> None:
@@ -180,7 +212,7 @@ def check(model, directory: Path) -> None:
     for expert, half in ((0, 0), (77, 1), (127, 0)):
         key = f"model.layers.0.mlp.experts.{expert}.{('gate_proj', 'up_proj')[half]}.weight"
         with safe_open(directory / index[key], "pt") as file:
-            mine = model.model.layers[0].mlp.experts.gate_up_proj[expert].chunk(2)[half]
+            mine = model.model.layers[0].mlp.experts.gate_up_proj[expert].chunk(2)[half].cpu()
             assert torch.equal(mine, file.get_tensor(key)), key
 
 
@@ -189,6 +221,10 @@ def in_a_process(*arguments: str) -> dict:
     command = [sys.executable, __file__, *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def is_settled(options: argparse.Namespace) -> bool:
+    return options.device == "cpu" and not options.unsettled
 
 
 def speed_of(measured: dict, size: str) -> float:
@@ -201,26 +237,28 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
     import transformers
 
     shape = ["--directory", str(directory), "--layers", str(options.layers)]
+    shape += ["--unsettled"] * options.unsettled
+    shape += ["--ranks", str(options.ranks), "--ep", str(options.ep), "--device", options.device]
     loads, reads, keeps = [], [], []
 
-    def prepare() -> None:
+    def run(part: str, found: list[dict]) -> None:
         if options.warm:
             subprocess.run(["cat", *map(str, directory.glob("*.safetensors"))], check=True, stdout=subprocess.DEVNULL)
         else:
             drop(directory)
+        cached = cached_share(directory)
+        found.append(in_a_process(*shape, "--part", part) | {"cached": cached})
+        print(part, found[-1], flush=True)
 
     for _ in range(options.repeat):
-        prepare()
-        reads.append(in_a_process(*shape, "--part", "read"))
-        prepare()
-        keeps.append(in_a_process(*shape, "--part", "keep"))
-        prepare()
-        loads.append(in_a_process(*shape, "--part", "load", "--ranks", str(options.ranks), "--ep", str(options.ep)))
-        print(f"read {reads[-1]}\nkeep {keeps[-1]}\nload {loads[-1]}", flush=True)
+        run("read", reads)
+        if options.device == "cpu":
+            run("keep", keeps)
+        run("load", loads)
     sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
     speed = statistics.median(one["read_gb"] / one["seconds"] for one in loads)
     ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, reads, strict=True)]
-    kept_ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, keeps, strict=True)]
+    kept_ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, keeps, strict=False)]
     row = {
         "date": datetime.date.today().isoformat(),
         "torch": loads[0]["torch"],
@@ -237,10 +275,11 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "load_gb_s": round(speed, 2),
         "sequential_gb_s": round(sequential, 2),
         "speed_ratio": round(statistics.median(ratios), 2),
-        "speed_ratio_kept": round(statistics.median(kept_ratios), 2),
+        "speed_ratio_kept": round(statistics.median(kept_ratios), 2) if kept_ratios else "",
         "load_average": round(os.getloadavg()[0], 1),
-        "page_cache": "warm" if options.warm else "cold",
-        "memory_at_hand": "yes",
+        "page_cache": f"{'warm' if options.warm else 'cold'}: {statistics.median(one['cached'] for one in loads):.0%}",
+        "memory_at_hand": "yes" if is_settled(options) else "no",
+        "device": loads[0]["device"],
     }
     return row
 
@@ -251,18 +290,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the model is")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument(
         "--warm", action="store_true", help="files in the page cache; they and the model must fit memory"
     )
+    parser.add_argument("--unsettled", action="store_true", help="take memory as it comes")
     parser.add_argument("--keep", action="store_true", help="leave the files, and use those that are there")
     parser.add_argument("--part", choices=("read", "keep", "load"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part in ("read", "keep"):
-        print(json.dumps(read_sequentially(options.directory, keep=options.part == "keep")))
+        keep = options.part == "keep"
+        print(json.dumps(read_sequentially(options.directory, keep=keep, is_settled=is_settled(options))))
         return
     if options.part == "load":
-        print(json.dumps(load(options.directory, options.layers, options.ranks, options.ep)))
+        sizes = options.layers, options.ranks, options.ep, options.device
+        print(json.dumps(load(options.directory, *sizes, is_settled=is_settled(options))))
         return
     directory = options.directory / f"qwen3-30b-a3b-{options.layers}-layers"
     try:

@@ -14,7 +14,11 @@ import os
 import re
 import sys
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -44,6 +48,9 @@ STAGING = 32 << 20
 """Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
 BLOCK = 4 << 20
 """Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
+MAX_BUFFERS = 1024
+"""Pieces of memory that one read of the system may fill (IOV_MAX)."""
+ALIGNMENT = 64
 DONT_CACHE = 0x80
 """Linux' RWF_DONTCACHE (6.14 and newer): pages that a read brought into the cache leave it again."""
 SHORT_RUN = 64 << 10
@@ -205,6 +212,30 @@ def _is_entry(entry: object) -> bool:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Bytes of a file that follow each other, and where they go.
+
+    Attributes:
+        offset: of the first byte in the file.
+        values [numel]: memory of the CPU, in the dtype of the file.
+        out: what the values are cast to once they are there; None if they are in their place.
+    """
+
+    stored: StoredTensor
+    offset: int
+    values: Tensor
+    out: Tensor | None = None
+
+    @cached_property
+    def memory(self) -> memoryview:
+        return memoryview(self.values.view(torch.uint8).numpy())
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.values.nbytes
+
+
 class FileReader:
     """Reads boxes of stored tensors; may be used by several threads.
 
@@ -216,7 +247,7 @@ class FileReader:
 
     def __init__(self, *, keeps_pages: bool = True) -> None:
         self.keeps_pages = keeps_pages or sys.platform != "linux"
-        self._descriptors: dict[Path, int] = {}
+        self._descriptors: dict[tuple[int, Path], int] = {}
         self._lock = threading.Lock()
         self._staging = threading.local()
         self.bytes_read = 0
@@ -233,49 +264,77 @@ class FileReader:
         """Fills `out` (any dtype, strides and device) with a box of a stored tensor.
 
         Raises:
-            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; names file and key.
+            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; it holds NaN or what
+                the dtype of `out` has no room for. Names file and key.
         """
-        try:
-            self._read(stored, box, out.view(1) if out.ndim == 0 else out, stored.offset)
-        except (OSError, EOFError) as error:
-            raise CheckpointError(f"{stored.name} cannot be read from {stored.file}: {error}") from error
+        self._read(stored, box, out.view(1) if out.ndim == 0 else out, stored.offset)
+
+    def read_in_order(self, reads: Iterable[tuple[StoredTensor, Box, Tensor]]) -> list[str]:
+        """As `read` for each, in the order of the files; returns what went wrong.
+
+        What follows each other in a file is read as one, whatever tensors it is for: a system that reads ahead, or
+        drops what was read, does so in units that know nothing of tensors.
+        """
+        errors: list[str] = []
+        runs: list[_Run] = []
+        staged = 0  # bytes of the staging buffer that `runs` have taken
+
+        def attempt(work: Callable[[], None]) -> None:
+            try:
+                work()
+            except CheckpointError as error:
+                errors.extend(error.problems or [str(error)])
+
+        for stored, box, out in reads:
+            place, is_one_run = _place(stored, box)
+            num_bytes = out.numel() * stored.dtype.itemsize
+            is_direct = _is_direct(stored, out)
+            if not is_one_run or (not is_direct and num_bytes > STAGING):
+                attempt(partial(self.read, stored, box, out))
+                continue
+            follows = runs and runs[-1].stored.file == stored.file and runs[-1].end == stored.offset + place
+            if runs and not (follows and (is_direct or staged + num_bytes <= STAGING)):
+                attempt(partial(self._fill, runs))
+                runs, staged = [], 0
+            if is_direct:
+                runs.append(_Run(stored, stored.offset + place, _flat(out)))
+            else:
+                values = self._stage(STAGING, out.device)[staged : staged + num_bytes].view(stored.dtype)
+                runs.append(_Run(stored, stored.offset + place, values, out))
+                staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        attempt(partial(self._fill, runs))
+        return errors
 
     def _read(self, stored: StoredTensor, box: Box, out: Tensor, offset: int) -> None:
-        box, sizes = (box, stored.shape) if box else (((0, 1),), (1,))
-        width = stored.dtype.itemsize
-        strides = [math.prod(sizes[dim + 1 :]) * width for dim in range(len(sizes))]  # in bytes
-        # One run of bytes: single indices, then one range, then whole dimensions.
-        lengths = box_shape(box)
-        first_range = next((dim for dim, length in enumerate(lengths) if length != 1), len(box) - 1)
-        begin = offset + sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-        if lengths[first_range + 1 :] == tuple(sizes[first_range + 1 :]):
-            self._read_run(stored, begin, out)
+        place, is_one_run = _place(stored, box)
+        if is_one_run:
+            self._read_run(stored, offset + place, out)
             return
         # Rows of the first dimension: each a box of its own, or, if short, read with what lies between.
-        row_bytes = strides[0]
-        wanted = math.prod(lengths[1:]) * width
+        lengths, sizes = box_shape(box), stored.shape
+        row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
+        wanted = math.prod(lengths[1:]) * stored.dtype.itemsize
         if lengths[0] > 1 and row_bytes <= STAGING and wanted < SHORT_RUN:
             inner = tuple(slice(*bounds) for bounds in box[1:])
             step = max(1, STAGING // row_bytes)
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
-                rows = self._stage(count * row_bytes).view(stored.dtype).view(count, *sizes[1:])
+                values = self._stage(count * row_bytes, out.device).view(stored.dtype)
                 # Another rank may want what lies between.
-                self._fill(stored, rows, offset + (box[0][0] + first) * row_bytes, keeps_pages=True)
-                _cast(stored, rows[(slice(None), *inner)], out[first : first + count])
+                self._fill([_Run(stored, offset + (box[0][0] + first) * row_bytes, values)], keeps_pages=True)
+                _cast(stored, values.view(count, *sizes[1:])[(slice(None), *inner)], out[first : first + count])
             return
         for place in range(lengths[0]):
             row = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
             self._read(row, box[1:], out[place], offset + (box[0][0] + place) * row_bytes)
 
     def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> None:
-        if out.is_contiguous() and out.dtype == stored.dtype and out.device.type == "cpu":
-            self._fill(stored, out, offset)
+        if _is_direct(stored, out):
+            self._fill([_Run(stored, offset, _flat(out))])
             return
-        if out.numel() * stored.dtype.itemsize <= STAGING:
-            staged = self._stage(out.numel() * stored.dtype.itemsize).view(stored.dtype).view(out.shape)
-            self._fill(stored, staged, offset)
-            _cast(stored, staged, out)
+        num_bytes = out.numel() * stored.dtype.itemsize
+        if num_bytes <= STAGING:
+            self._fill([_Run(stored, offset, self._stage(num_bytes, out.device).view(stored.dtype), out)])
             return
         row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
         parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
@@ -283,51 +342,98 @@ class FileReader:
             self._read_run(stored, offset, part)
             offset += part.numel() * stored.dtype.itemsize
 
-    def _stage(self, num_bytes: int) -> Tensor:
-        """This thread's buffer, pinned where there is a GPU."""
-        buffer = getattr(self._staging, "buffer", None)
+    def _stage(self, num_bytes: int, device: torch.device) -> Tensor:
+        """This thread's buffer for what goes to `device`: pinned for a GPU, which then fetches it by itself."""
+        kind = "pinned" if device.type == "cuda" else "plain"
+        buffer = getattr(self._staging, kind, None)
         if buffer is None or buffer.numel() < num_bytes:
-            pinned = torch.cuda.is_available()
-            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=pinned)
-            self._staging.buffer = buffer
+            buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=kind == "pinned")
+            setattr(self._staging, kind, buffer)
         return buffer[:num_bytes]
 
-    def _fill(self, stored: StoredTensor, out: Tensor, offset: int, *, keeps_pages: bool = False) -> None:
-        """Reads into contiguous memory, block by block, and looks for NaN while a block is in the cache."""
-        num_bytes = out.numel() * out.dtype.itemsize
-        if num_bytes == 0:
-            return
-        # One element may have any stride and still count as contiguous.
-        flat = out.as_strided((out.numel(),), (1,))
-        memory = memoryview(flat.view(torch.uint8).numpy())
-        descriptor = self._open(stored.file)
-        for start in range(0, num_bytes, BLOCK):
-            done, end = start, min(start + BLOCK, num_bytes)
-            while done < end:
-                got = self._pread(descriptor, memory[done:end], offset + done, keeps_pages or self.keeps_pages)
-                if got == 0:
-                    raise EOFError(f"the file ends at byte {offset + done}, {num_bytes - done} bytes short")
-                done += got
-            if flat.is_floating_point() and has_nan(flat[start // out.itemsize : end // out.itemsize]):
-                raise CheckpointError(f"{stored.name} in {stored.file} holds NaN.")
-        with self._lock:
-            self.bytes_read += num_bytes
+    def _fill(self, runs: Sequence[_Run], *, keeps_pages: bool = False) -> None:
+        """Reads runs that follow each other in a file, block by block, and looks for NaN while a block is in the cache.
 
-    def _pread(self, descriptor: int, memory: memoryview, offset: int, keeps_pages: bool) -> int:
+        Raises:
+            CheckpointError: with the problems of each.
+        """
+        errors: dict[_Run, str] = {}
+        waiting = deque(run for run in runs if run.values.numel())
+        position = waiting[0].offset if waiting else 0
+        while waiting:
+            # Blocks end where those of the disk and of the page cache do.
+            stop = (position // BLOCK + 1) * BLOCK
+            block = [run for run in islice(waiting, MAX_BUFFERS) if run.offset < stop]
+            views = [run.memory[max(position - run.offset, 0) : stop - run.offset] for run in block]
+            first = waiting[0]
+            try:
+                got = self._pread(self._open(first.stored.file), views, position, keeps_pages or self.keeps_pages)
+                if got == 0:
+                    raise EOFError(f"the file ends at byte {position}, {first.end - position} bytes short")
+            except (OSError, EOFError) as error:
+                errors[first] = f"{first.stored.name} cannot be read from {first.stored.file}: {error}"
+                position = waiting.popleft().end
+                continue
+            for run in block:
+                # An element that a block cuts belongs to the next one.
+                start, end = (
+                    max(0, place - run.offset) // run.values.itemsize for place in (position, position + got)
+                )
+                if run.values.is_floating_point() and has_nan(run.values[start:end]):
+                    errors[run] = f"{run.stored.name} in {run.stored.file} holds NaN."
+            position += got
+            while waiting and waiting[0].end <= position:
+                waiting.popleft()
+        for run in runs:
+            if run.out is not None and run not in errors:
+                try:
+                    _cast(run.stored, run.values.view(run.out.shape), run.out)
+                except CheckpointError as error:
+                    errors[run] = str(error)
+        with self._lock:
+            self.bytes_read += sum(run.values.nbytes for run in runs)
+        if len(errors) == 1:
+            raise CheckpointError(*errors.values())
+        if errors:
+            raise CheckpointError(f"{runs[0].stored.file} cannot be used:", list(errors.values()))
+
+    def _pread(self, descriptor: int, views: list[memoryview], offset: int, keeps_pages: bool) -> int:
         if not keeps_pages:
             try:
-                return os.preadv(descriptor, [memory], offset, DONT_CACHE)
+                return os.preadv(descriptor, views, offset, DONT_CACHE)
             except (OSError, NotImplementedError) as error:  # the latter: a Python built without the call
                 if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 self.keeps_pages = True  # an older kernel, or a file system that cannot
-        return os.preadv(descriptor, [memory], offset)
+        return os.preadv(descriptor, views, offset)
 
     def _open(self, file: Path) -> int:
+        """One per thread: the system reads ahead of each descriptor by itself."""
+        key = (threading.get_ident(), file)
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = os.open(file, os.O_RDONLY)
-            return self._descriptors[file]
+            if key not in self._descriptors:
+                self._descriptors[key] = os.open(file, os.O_RDONLY)
+            return self._descriptors[key]
+
+
+def _place(stored: StoredTensor, box: Box) -> tuple[int, bool]:
+    """The first byte of a box, counted from the tensor's, and whether its bytes follow each other in the file."""
+    sizes, lengths = stored.shape, box_shape(box)
+    strides = [math.prod(sizes[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(sizes))]
+    place = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
+    # One run of bytes: single indices, then one range, then whole dimensions.
+    first_range = next((dim for dim, length in enumerate(lengths) if length != 1), len(box))
+    return place, lengths[first_range + 1 :] == tuple(sizes[first_range + 1 :])
+
+
+def _is_direct(stored: StoredTensor, out: Tensor) -> bool:
+    """Whether bytes of the file can be read to where they are wanted."""
+    return out.is_contiguous() and out.dtype == stored.dtype and out.device.type == "cpu"
+
+
+def _flat(out: Tensor) -> Tensor:
+    """One element may have any stride and still count as contiguous."""
+    return out.as_strided((out.numel(),), (1,))
 
 
 def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
@@ -351,10 +457,27 @@ def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
             raise CheckpointError(
                 f"{stored.name} in {stored.file} holds {float(extremes[lost][0]):g}, which {out.dtype} has no room for."
             )
+    if values.dtype != out.dtype:
+        # The device casts, and may get half the bytes. It must have them all: the next read takes the buffer again.
+        values = values.to(out.device)
     out.copy_(values)
 
 
 def has_nan(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor holds NaN. One fast pass where it does not: a sum is finite only then."""
-    wide = torch.float32 if tensor.dtype == torch.float16 else None  # whose own range a sum leaves soon
-    return not math.isfinite(float(tensor.sum(dtype=wide))) and bool(torch.isnan(tensor).any())
+    """Whether a floating-point tensor on the CPU holds NaN: taken as integers, only NaN lies beyond the infinities.
+
+    By numpy, which works in the calling thread: torch would wake a team of threads for every block of every reader.
+    """
+    if tensor.numel() == 0:
+        return False
+    signed, infinity = _as_integers(tensor.dtype)
+    bits = tensor.view(signed).numpy()
+    minus_infinity = infinity + (1 << (8 * tensor.dtype.itemsize - 1))
+    return bool(bits.max() > infinity) or bool(bits.view(f"u{bits.dtype}").max() > minus_infinity)
+
+
+@cache
+def _as_integers(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """The integers as wide as a floating-point dtype, and which of them has infinity's bits."""
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return signed, int(torch.tensor(math.inf, dtype=dtype).view(signed))

@@ -9,8 +9,9 @@ import yaml
 from typer.testing import CliRunner
 
 from patchgen import cli
-from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, fingerprint, load_pretrained
+from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, fingerprint, load, load_pretrained
 from patchgen.runtime.checkpoint.layout import Origin
+from patchgen.runtime.parallel import sharding
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,32 @@ def test_values_are_cast_to_the_dtype_of_the_model(dtype, original, checkpoint):
     wanted = original.state_dict()
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, wanted[name].to(dtype)), name
+
+
+@pytest.mark.parametrize("size", [1, 100, 1 << 20])
+def test_tensors_that_threads_share_are_whole(size, original, checkpoint, monkeypatch):
+    """In pieces of one row, of a few rows, and uncut; stacks too, whose rows are experts."""
+    monkeypatch.setattr(load, "PIECE", size)
+    model = empty()
+    report = load_pretrained(model, checkpoint)
+    require_equal(model, original)
+    assert report.num_bytes == sum(t.numel() * 4 for t in model.state_dict().values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_onto_a_gpu(dtype, original, checkpoint, tmp_path):
+    """Through pinned buffers, and cast there: bit for bit what the CPU has."""
+    if not torch.cuda.is_available():
+        pytest.skip("it needs a CUDA device")
+    wanted = original.state_dict()
+    for layout in ("per-expert", "transposed"):
+        folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
+        model = empty(dtype)
+        sharding.materialise(model, "cuda")
+        load_pretrained(model, folder)
+        for name, tensor in model.state_dict().items():
+            assert tensor.is_cuda and torch.equal(tensor.cpu(), wanted[name].to(dtype)), name
 
 
 def test_a_model_of_transformers_itself(original, checkpoint):
@@ -233,8 +260,6 @@ def test_nan_is_named_with_file_and_key(checkpoint, tmp_path):
 
 
 def test_infinity_is_no_nan(checkpoint, tmp_path):
-    """Their sum is NaN, which is what is looked at first."""
-
     def change(found):
         found["model.norm.weight"][:2] = torch.tensor([float("inf"), float("-inf")])
         return found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from patchgen.runtime.checkpoint import CheckpointError, safetensor_files
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import FileReader, has_nan, read_folder
 from patchgen.runtime.checkpoint.writing import Output, plan
 
 
@@ -63,6 +63,23 @@ def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
         with FileReader(keeps_pages=False) as reader:
             reader.read(stored, tuple((0, size) for size in stored.shape), out)
         assert torch.equal(out, load_file(stored.file)[name])
+
+
+@given(
+    st.sampled_from([(torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 4), (torch.float64, 8)]),
+    st.lists(st.binary(min_size=8, max_size=8), max_size=6),
+    st.lists(st.sampled_from([0.0, -0.0, 1e-30, -3.0, float("inf"), float("-inf")]), max_size=6),
+)
+@settings(max_examples=300)
+def test_nan_is_found_in_any_bits(kind, patterns, plain):
+    """Beside torch.isnan: of bits that are drawn, NaN of both signs and infinities with it."""
+    dtype, width = kind
+    drawn = torch.tensor([list(bits[:width]) for bits in patterns], dtype=torch.uint8).view(-1).view(dtype)
+    both_signs_of_nan = [torch.tensor([value]).to(dtype) for value in (float("nan"), -float("nan"))]
+    values = torch.cat([drawn, torch.tensor(plain).to(dtype)])
+    assert has_nan(values) == bool(values.isnan().any())
+    for nan in both_signs_of_nan:
+        assert has_nan(torch.cat([values, nan])) and bool(nan.isnan())
 
 
 def test_only_the_bytes_of_the_box_are_read(folder):
