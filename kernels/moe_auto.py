@@ -18,7 +18,7 @@ configurations, uniform random routing. Forward and backward in ms, all of a row
            torch           17.3      36.7         126.8      119.0
            triton          13.3      33.8         112.1      108.0
 
-Zipf routing keeps the order on every row. `triton` is the fastest of all 24, by 2 to 41 %.
+Zipf routing keeps the order on every row. `triton` is the fastest of all 24, by 1 to 31 %.
 
 sonic-moe 0.1.2.post1, in one process with an earlier `triton` at qwen3 and T = 16384, took 7.0 (79.1 % of cuBLAS) where
 `triton` took 7.2 (76.9 %): it is not chosen unasked, because it tunes itself on first use, for more than 100 s per
