@@ -10,7 +10,7 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import combine, moe_plan, moe_triton
+from patchgen.kernels import combine, moe_gate_backward, moe_gate_up, moe_plan, moe_schedule, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
 
 on_gpu = torch.cuda.is_available()
@@ -52,6 +52,22 @@ def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bo
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
         assert relative_error(found[name], expected[name]) < 2e-6, name
+
+
+def test_the_order_of_tiles_changes_no_bit(monkeypatch):
+    """Groups of several row tiles, the last one smaller, against one row tile after the other."""
+    sizes = {"num_tokens": 200, "num_experts": 2, "hidden_size": 72, "intermediate_size": 264}
+    case = Case("groups", top_k=2, routing="left_out", **sizes)
+    dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
+    tensors = case.tensors(dtype, device)
+    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 3) == 1
+    expected = run(case, tensors, "triton")
+    monkeypatch.setattr(moe_schedule, "_FEW_COLUMN_TILES", 0)
+    for module, name in ((moe_gate_up, "GATE_UP"), (moe_gate_backward, "GATE_BACKWARD")):
+        monkeypatch.setattr(module, name, getattr(module, name)._replace(group=2))
+    found = run(case, tensors, "triton")
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
 
 
 @pytest.mark.parametrize("routing", ["random", "left_out", "one_expert", "all_left_out"])
