@@ -321,6 +321,7 @@ COLUMNS = [
     "saved_mib",
     "peak_mib",
     "worst_relative_error",
+    "warm_up",
 ]
 
 
@@ -359,6 +360,7 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
             "saved_mib": round(memory[option][0]),
             "peak_mib": round(memory[option][1]),
             "worst_relative_error": "" if error is None else f"{error:.1e}",
+            "warm_up": f"{WARM_UP} ms",
         }
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
         yield row

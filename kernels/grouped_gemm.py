@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
-from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs, rows_together
+from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs
 
 
 def grouped_gemm(
@@ -49,7 +49,7 @@ def grouped_gemm(
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
-        GROUP=rows_together(blocks, triton.cdiv(out_size, blocks.n)),
+        GROUP=blocks.group,
         num_warps=blocks.warps,
         num_stages=blocks.stages,
         maxnreg=blocks.max_registers,

@@ -21,7 +21,8 @@ class Blocks(NamedTuple):
     Attributes:
         n, k: columns and depth of a tile.
         warps, stages: of Triton's launch.
-        group: row tiles that run together over all columns, to share their weights in the cache; see `rows_together`.
+        group: row tiles that run together over all columns, to share their weights in the cache; fewer where
+            `rows_together` says so.
         per_sm: programs per multiprocessor.
         pieces: the epilogue runs in so many groups of columns, to fit its values in registers.
     """
@@ -41,7 +42,7 @@ class Blocks(NamedTuple):
 
 
 GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=16)
-ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=16)
+ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 GATE_BACKWARD = Blocks(n=256, k=64, warps=16, stages=4, group=8, pieces=4)
 WEIGHTS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 
@@ -49,12 +50,13 @@ _FEW_COLUMN_TILES = 8
 
 
 def rows_together(blocks: Blocks, num_n: int) -> int:
-    """Row tiles of a group where there are `num_n` column tiles: what runs at once should share both its operands.
+    """Row tiles of a group in a kernel that gathers its rows, where there are `num_n` column tiles.
 
-    132 programs at once over 16 row tiles of 128 and 8 column tiles of 256 read the fewest bytes. Few columns are all
-    taken, one row tile after the other: a row of tokens, the dearer one for it is gathered, is then read by neighbours
-    in the same step (H200, hot, 2026-11-21, groups of 1, 4 and 16: `moe_gate_up` at Qwen3-30B-A3B 1.475, 1.554 and
-    1.592 ms, at Mixtral 14.9, 13.9 and 12.6, at the DeepSeek-V3 slice 13.3, 13.1 and 12.4).
+    What runs at once should share both its operands: 132 programs over 16 row tiles of 128 and 8 column tiles of 256
+    read the fewest bytes. Where the columns are few, all of them are computed at once for one row tile after the other:
+    they share its gathered rows, which cost more to load than weights do (H200 at the clock of a busy GPU, 2026-11-21,
+    groups of 1, 4 and 16 in `moe_gate_up`: Qwen3-30B-A3B, with 6 column tiles, 1.475, 1.554 and 1.592 ms; Mixtral, with
+    112, 14.9, 13.9 and 12.6; DeepSeek-V3 slice, with 16, 13.3, 13.1 and 12.4; all at 16,384 tokens).
     """
     return 1 if num_n < _FEW_COLUMN_TILES else blocks.group
 

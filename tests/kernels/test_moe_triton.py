@@ -10,7 +10,7 @@ import torch
 from moe_cases import CASES, Case, relative_error, run
 from torch import nn
 
-from patchgen.kernels import combine, moe_gate_backward, moe_gate_up, moe_plan, moe_schedule, moe_triton
+from patchgen.kernels import combine, grouped_gemm, moe_gate_backward, moe_gate_up, moe_plan, moe_schedule, moe_triton
 from patchgen.kernels.fused_moe import fused_moe
 
 on_gpu = torch.cuda.is_available()
@@ -55,19 +55,31 @@ def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bo
 
 
 def test_the_order_of_tiles_changes_no_bit(monkeypatch):
-    """Groups of several row tiles, the last one smaller, against one row tile after the other."""
-    sizes = {"num_tokens": 60, "num_experts": 3, "hidden_size": 72, "intermediate_size": 264}
-    case = Case("groups", top_k=2, routing="left_out", **sizes)
+    """Groups of two row tiles, the last one of one, against groups of one; several column tiles in each kernel."""
+    sizes = {"num_tokens": 60, "num_experts": 3, "hidden_size": 264, "intermediate_size": 264}
+    case = Case("groups", top_k=2, **sizes)
     dtype, device = (torch.bfloat16, "cuda") if on_gpu else (torch.float32, "cpu")
     tensors = case.tensors(dtype, device)
-    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 3) == 1
-    expected = run(case, tensors, "triton")
-    monkeypatch.setattr(moe_schedule, "_FEW_COLUMN_TILES", 0)
-    for module, name in ((moe_gate_up, "GATE_UP"), (moe_gate_backward, "GATE_BACKWARD")):
-        monkeypatch.setattr(module, name, getattr(module, name)._replace(group=2))
-    found = run(case, tensors, "triton")
-    for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+    found, used = [], []
+
+    def record(blocks, num_n):
+        assert num_n >= 2
+        used.append(blocks.group)
+        return blocks.group
+
+    for group in (1, 2):
+        for module, name in ((moe_gate_up, "GATE_UP"), (moe_gate_backward, "GATE_BACKWARD"), (grouped_gemm, "ROWS")):
+            monkeypatch.setattr(module, name, getattr(module, name)._replace(group=group))
+            monkeypatch.setattr(module, "rows_together", record, raising=False)
+        found.append(run(case, tensors, "triton"))
+    assert used == [1, 1, 2, 2]  # of the two kernels that ask
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name]), name
+
+
+def test_few_column_tiles_run_all_at_once():
+    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 7) == 1
+    assert moe_schedule.rows_together(moe_schedule.GATE_UP, 8) == moe_schedule.GATE_UP.group > 1
 
 
 @pytest.mark.parametrize("routing", ["random", "left_out", "one_expert", "all_left_out"])

@@ -1,0 +1,150 @@
+"""Each kernel of the experts alone, at the clock of a busy GPU, beside cuBLAS on the same product: time, clock, power, energy.
+
+    python benchmarks/bench_moe_kernels.py --shape qwen3
+
+A kernel runs over and over for `--seconds`; the L2 is not emptied. Clock and power are what `nvidia-smi` says during the
+last two thirds of that. cuBLAS multiplies the same rows with one weight, without routing. Appends to
+benchmarks/results_moe_kernels.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench_moe import SHAPES, make_problem, versions
+
+from patchgen.kernels.activations import Activation
+from patchgen.kernels.combine import combine
+from patchgen.kernels.grouped_gemm import grouped_gemm
+from patchgen.kernels.grouped_gemm_weights import grouped_gemm_weights
+from patchgen.kernels.moe_gate_backward import gate_backward_gemm
+from patchgen.kernels.moe_gate_up import gate_up
+from patchgen.kernels.moe_plan import make_plan
+from patchgen.kernels.moe_schedule import copy_repays
+from patchgen.kernels.pad_rows import pad_rows
+
+RESULTS = Path(__file__).with_name("results_moe_kernels.csv")
+COLUMNS = ("date", "versions", "shape", "tokens", "kernel", "ms", "tflops", "mhz", "watts", "joules")
+SILU = Activation("silu", 1.0, float("inf"), 0.0, False, True)
+
+
+class Samples:
+    """Clock in MHz and power in W by time, from a process of its own."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, float, float]] = []
+        query = "--query-gpu=clocks.sm,power.draw.instant"
+        command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "-lms", "40"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            clock, power = (float(field) for field in line.split(","))
+            self.found.append((time.time(), clock, power))
+
+    def mean(self, start: float, end: float) -> tuple[float, float]:
+        inside = [sample[1:] for sample in self.found if start < sample[0] < end]
+        return tuple(statistics.fmean(values) for values in zip(*inside, strict=True)) if inside else (0.0, 0.0)
+
+
+def measure(function: Callable[[], object], seconds: float, samples: Samples) -> tuple[float, float, float]:
+    """Milliseconds per call, MHz, W."""
+    function()
+    torch.cuda.synchronize()
+    started = time.time()
+    function()
+    torch.cuda.synchronize()
+    count = max(5, int(seconds / max(time.time() - started, 1e-4)))
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    started = time.time()
+    events[0].record()
+    for _ in range(count):
+        function()
+    events[1].record()
+    torch.cuda.synchronize()
+    ended = time.time()
+    return events[0].elapsed_time(events[1]) / count, *samples.mean(started + (ended - started) / 3, ended)
+
+
+def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], float]]:
+    """What is measured, each with its operations; 0 where it multiplies nothing."""
+    problem = make_problem(SHAPES[name], tokens, "random")
+    shape, rows = problem.shape, problem.rows
+    x, weights, w1, w2 = (leaf.detach() for leaf in problem.leaves)
+    grad, k = problem.grad, shape.top_k
+    plan = make_plan(problem.index, shape.experts)
+    kept, gated = gate_up(x, w1, None, plan, k, SILU, False, False, True)
+    copy_out = pad_rows(grad, k, plan) if copy_repays(plan.num_rows, shape.experts, shape.inner) else None
+    copy_in = pad_rows(x, k, plan) if copy_repays(plan.num_rows, shape.experts, 2 * shape.inner) else None
+    dh, s, _ = gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False)
+    y = grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False)
+    x_R, h_R, a_R = (
+        torch.randn(rows, size, device="cuda", dtype=torch.bfloat16)
+        for size in (shape.hidden, 2 * shape.inner, shape.inner)
+    )
+    once = 2 * rows * shape.hidden * shape.inner
+    return {
+        "cublas gate_up": (lambda: torch.mm(x_R, w1[0].T), 2 * once),
+        "gate_up": (lambda: gate_up(x, w1, None, plan, k, SILU, False, False, True), 2 * once),
+        "cublas down": (lambda: torch.mm(a_R, w2[0].T), once),
+        "down": (lambda: grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False), once),
+        "combine": (lambda: combine(y, weights, plan, k), 0),
+        "pad_rows": (lambda: pad_rows(x, k, plan), 0),
+        "cublas gate_backward": (lambda: torch.mm(x_R, w2[0]), once),
+        "gate_backward": (
+            lambda: gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False), once,
+        ),
+        "cublas dx": (lambda: torch.mm(h_R, w1[0]), 2 * once),
+        "dx": (lambda: grouped_gemm(dh, w1, None, plan, k_is_last=False, is_padded=True), 2 * once),
+        "cublas d_down": (lambda: torch.mm(x_R.T, a_R), once),
+        "d_down": (lambda: grouped_gemm_weights(grad, copy_out, s, plan, k, tokens_first=True), once),
+        "cublas d_gate_up": (lambda: torch.mm(h_R.T, x_R), 2 * once),
+        "d_gate_up": (lambda: grouped_gemm_weights(x, copy_in, dh, plan, k, tokens_first=False), 2 * once),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="qwen3", choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--seconds", type=float, default=0.45, help="per kernel")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    samples = Samples()
+    is_new = not options.results.exists()
+    with options.results.open("a", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS)
+        if is_new:
+            table.writeheader()
+        for name, (function, operations) in kernels(options.shape, options.tokens).items():
+            ms, clock, power = measure(function, options.seconds, samples)
+            row = {
+                "date": datetime.date.today().isoformat(),
+                "versions": versions(),
+                "shape": options.shape,
+                "tokens": options.tokens,
+                "kernel": name,
+                "ms": round(ms, 3),
+                "tflops": round(operations / ms / 1e9),
+                "mhz": round(clock),
+                "watts": round(power),
+                "joules": round(ms * power / 1e3, 3),
+            }
+            table.writerow(row)
+            print("| " + " | ".join(str(row[column]) for column in COLUMNS[4:]) + " |", flush=True)
+    samples.process.terminate()
+
+
+if __name__ == "__main__":
+    main()
