@@ -44,8 +44,9 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-STAGING = 32 << 20
-"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
+STAGING = 8 << 20
+"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place: what is cast
+is best still in the processor's cache."""
 BLOCK = 4 << 20
 """Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
 MAX_BUFFERS = 1024
