@@ -28,14 +28,14 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.moves import Box, Leaf, Moved, Pull, leaf, leaves, pull
 from patchgen.runtime.checkpoint.placement import box_of_rank, has_copies, local_tensor, together
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import STAGING, FileReader, StoredTensor, read_folder
 from patchgen.runtime.parallel import sharding
 
 NUM_THREADS = 4
 SPAN = 256 << 20
 """Bytes that a thread reads one after the other. A disk read at four places far apart, each in order, is as fast as one
 read in order; one whose next block is asked for by whoever comes first is not."""
-PIECE = 32 << 20
+PIECE = STAGING
 """Bytes after which another thread may go on with a tensor."""
 MAX_CACHED = 0.25
 """Share of the free memory that files may take in the page cache, for the next who reads them."""

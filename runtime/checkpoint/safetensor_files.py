@@ -44,8 +44,9 @@ DTYPES = {
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-STAGING = 32 << 20
-"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place."""
+STAGING = 8 << 20
+"""Bytes that one thread reads at most before it hands them on, where they cannot be read to their place: what is cast
+is best still in the processor's cache."""
 BLOCK = 4 << 20
 """Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
 MAX_BUFFERS = 1024
@@ -367,9 +368,11 @@ class FileReader:
             views = [run.memory[max(position - run.offset, 0) : stop - run.offset] for run in block]
             first = waiting[0]
             try:
-                got = self._pread(self._open(first.stored.file), views, position, keeps_pages or self.keeps_pages)
+                descriptor = self._open(first.stored.file)
+                got = self._pread(descriptor, views, position, keeps_pages or self.keeps_pages)
                 if got == 0:
-                    raise EOFError(f"the file ends at byte {position}, {first.end - position} bytes short")
+                    size = os.fstat(descriptor).st_size
+                    raise EOFError(f"the file ends at byte {size}, {first.end - size} bytes short")
             except (OSError, EOFError) as error:
                 errors[first] = f"{first.stored.name} cannot be read from {first.stored.file}: {error}"
                 position = waiting.popleft().end

@@ -56,6 +56,57 @@ def test_boxes(folder, name, data):
     assert torch.equal(out, expected.to(dtype))
 
 
+@given(st.data())
+@settings(max_examples=80)
+def test_stretches_of_a_file(folder, data):
+    """Boxes of all tensors, some cast and some turned, read as one: beside the safetensors library's."""
+    loaded = load_file(folder / "model.safetensors")
+    reads, expected = [], []
+    for name, stored in sorted(read_folder(folder).items(), key=lambda item: item[1].offset):
+        box = [(0, size) for size in stored.shape]
+        if box and data.draw(st.booleans()):
+            start = data.draw(st.integers(0, box[0][1] - 1))
+            box[0] = (start, data.draw(st.integers(start + 1, box[0][1])))
+        wanted = loaded[name][tuple(slice(*bounds) for bounds in box)]
+        out = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([stored.dtype, torch.float64])))
+        if out.ndim > 1 and data.draw(st.booleans()):
+            out = torch.zeros(wanted.shape[::-1], dtype=out.dtype).permute(*range(out.ndim)[::-1])
+        reads.append((stored, tuple(box), out))
+        expected.append(wanted.to(out.dtype))
+    # Blocks that cut elements and tensors; buffers that hold few of them.
+    limits = {"BLOCK": [5, 64, 1 << 20], "STAGING": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, choices in limits.items():
+            patch.setattr(safetensor_files, limit, data.draw(st.sampled_from(choices)))
+        with FileReader(keeps_pages=data.draw(st.booleans())) as reader:
+            assert reader.read_in_order(reads) == []
+    for (_, _, out), wanted in zip(reads, expected, strict=True):
+        assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_wrong_in_a_stretch_is_told_by_key(dtype, tmp_path):
+    """NaN in one tensor, and a file that ends in another after its header was read: the rest is whole."""
+    tensors = {name: torch.full((100,), float(place)) for place, name in enumerate("abcde")}
+    tensors["b"][99] = float("nan")
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    stored = read_folder(tmp_path)
+    size = file.stat().st_size
+    with file.open("r+b") as stream:
+        stream.truncate(size - 404)
+    outs = {name: torch.zeros(100, dtype=dtype) for name in "abcde"}
+    with FileReader() as reader:
+        errors = reader.read_in_order([(stored[name], ((0, 100),), outs[name]) for name in "abcde"])
+    assert errors == [
+        f"b in {file} holds NaN.",
+        f"d cannot be read from {file}: the file ends at byte {size - 404}, 4 bytes short",
+        f"e cannot be read from {file}: the file ends at byte {size - 404}, 404 bytes short",
+    ]
+    for name in "ac":
+        assert torch.equal(outs[name], tensors[name].to(dtype))
+
+
 def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
     """Where the system cannot read so, it is read as always: every tensor beside the safetensors library's."""
     for name, stored in read_folder(folder).items():
