@@ -70,10 +70,10 @@ sweep-media: $(VENV)/.setup-test  ## the same for every type that takes images, 
 	@$(PATCHGEN) sweep --family media --jobs 2 $(FROM)
 
 test: $(VENV)/.setup-test  ## run the tests
-	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)
 
 test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file imports, every model is proven
-	@$(BIN)/python -m pytest -m "not gpu" -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
 
 lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .

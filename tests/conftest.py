@@ -38,6 +38,21 @@ def seams_as_they_were():
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """One of the test runner's processes takes all tests on ranks: two pools wait for each other where cores are few.
+
+    By this hook, for `--dist loadgroup` of xdist 3.8 does nothing under pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if nodeid.startswith("tests/distributed/") else nodeid
+
+    return RanksTogether(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped without a CUDA device; torch is asked only if there is such a test."""
     marked = [item for item in items if "gpu" in item.keywords]

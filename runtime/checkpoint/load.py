@@ -286,18 +286,25 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
         host_memory.prefer_large_pages(target)
         part = pull(moved, box_of_rank(state[name]), target)
         if part.finishes:
-            others.append(part)
+            others.append(name)  # it has a buffer: made anew when its turn comes, one at a time
         else:
             simple += part.reads
-    errors: list[str] = []
+        del part
     with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
-        for found in pool.map(reader.read_in_order, _spans(simple)):
-            errors += found
-        for part in others:
-            for found in pool.map(reader.read_in_order, _spans(part.reads)):
-                errors += found
+        problems = _read(reader, pool, simple)
+        for name in others:
+            part = pull(wanted[name], box_of_rank(state[name]), local_tensor(state[name]))
+            problems = _read(reader, pool, part.reads) | problems
             finish(part)
-    return list(dict.fromkeys(errors))
+    return list(problems.values())
+
+
+def _read(reader: FileReader, pool: ThreadPoolExecutor, reads: Iterable[tuple[Leaf, Box, Tensor]]) -> dict[str, str]:
+    """Reads by several threads; returns what went wrong first, by key."""
+    problems: dict[str, str] = {}
+    for found in pool.map(reader.read_in_order, _spans(reads)):
+        problems = found | problems
+    return problems
 
 
 def finish(part: Pull) -> None:
@@ -343,15 +350,17 @@ def _compare_copies(
     state: Mapping[str, Tensor],
 ) -> list[str]:
     """Tied tensors that the checkpoint holds more than once must be equal."""
-    errors = []
+    errors: list[str] = []
     for name, owner in copies:
         mine = local_tensor(state[owner])
         copy = torch.empty_like(mine)
         part = pull(parameters[name], box_of_rank(state[owner]), copy)
-        for span in _spans(part.reads):
-            errors += reader.read_in_order(span)
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
+            problems = _read(reader, pool, part.reads)
         finish(part)
-        if not torch.equal(copy, mine):
+        if problems:
+            errors += problems.values()
+        elif not torch.equal(copy, mine):
             keys = sorted(next(leaves(parameters[one])).name for one in (name, loaded[owner]))
             errors.append(
                 f"{keys[0]} and {keys[1]} are one tied tensor in the model, and differ in the checkpoint. Load it into "

@@ -15,9 +15,9 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -50,7 +50,9 @@ is best still in the processor's cache."""
 BLOCK = 4 << 20
 """Bytes that are read and then looked at before the next: no more than the processor's cache holds."""
 MAX_BUFFERS = 1024
-"""Pieces of memory that one read of the system may fill (IOV_MAX)."""
+"""Pieces of memory that one read of the system may fill: IOV_MAX of Linux and macOS."""
+OPEN_FILES = 8
+"""Files that a thread keeps open."""
 ALIGNMENT = 64
 DONT_CACHE = 0x80
 """Linux' RWF_DONTCACHE (6.14 and newer): pages that a read brought into the cache leave it again."""
@@ -175,10 +177,10 @@ def read_header(file: Path) -> list[StoredTensor]:
             problems.append(f"{name} in {file.name} {where} (bytes {start} to {stop} of the data).")
         end, last = max(end, stop), name
         if entry["dtype"] not in DTYPES:
-            problems.append(
-                f"{name} in {file.name} has the dtype {entry['dtype']}: quantised checkpoints cannot be trained on. "
-                "Use the bf16 release, or dequantise it first."
-            )
+            why = f"known are {', '.join(DTYPES)}."
+            if entry["dtype"].startswith(("F8", "F6", "F4")):
+                why = "quantised checkpoints cannot be trained on. Use the bf16 release, or dequantise it first."
+            problems.append(f"{name} in {file.name} has the dtype {entry['dtype']}: {why}")
             continue
         tensor = StoredTensor(name, file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
         if tensor.num_bytes != stop - start:
@@ -248,16 +250,16 @@ class FileReader:
 
     def __init__(self, *, keeps_pages: bool = True) -> None:
         self.keeps_pages = keeps_pages or sys.platform != "linux"
-        self._descriptors: dict[tuple[int, Path], int] = {}
+        self._descriptors: set[int] = set()  # of all threads
         self._lock = threading.Lock()
-        self._staging = threading.local()
+        self._local = threading.local()
         self.bytes_read = 0
 
     def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, *error) -> None:
-        for descriptor in self._descriptors.values():
+        for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
 
@@ -268,34 +270,29 @@ class FileReader:
             CheckpointError: the file ends before the bytes that are asked for, or cannot be read; it holds NaN or what
                 the dtype of `out` has no room for. Names file and key.
         """
-        self._read(stored, box, out.view(1) if out.ndim == 0 else out, stored.offset)
+        problem = self._read(stored, box, out).get(stored.name)
+        if problem is not None:
+            raise CheckpointError(problem)
 
-    def read_in_order(self, reads: Iterable[tuple[StoredTensor, Box, Tensor]]) -> list[str]:
-        """As `read` for each, in the order of the files; returns what went wrong.
+    def read_in_order(self, reads: Iterable[tuple[StoredTensor, Box, Tensor]]) -> dict[str, str]:
+        """As `read` for each, in the order of the files; returns what went wrong first, by key.
 
         What follows each other in a file is read as one, whatever tensors it is for: a system that reads ahead, or
         drops what was read, does so in units that know nothing of tensors.
         """
-        errors: list[str] = []
+        problems: dict[str, str] = {}
         runs: list[_Run] = []
         staged = 0  # bytes of the staging buffer that `runs` have taken
-
-        def attempt(work: Callable[[], None]) -> None:
-            try:
-                work()
-            except CheckpointError as error:
-                errors.extend(error.problems or [str(error)])
-
         for stored, box, out in reads:
             place, is_one_run = _place(stored, box)
             num_bytes = out.numel() * stored.dtype.itemsize
             is_direct = _is_direct(stored, out)
             if not is_one_run or (not is_direct and num_bytes > STAGING):
-                attempt(partial(self.read, stored, box, out))
+                problems = self._read(stored, box, out) | problems
                 continue
             follows = runs and runs[-1].stored.file == stored.file and runs[-1].end == stored.offset + place
             if runs and not (follows and (is_direct or staged + num_bytes <= STAGING)):
-                attempt(partial(self._fill, runs))
+                problems = self._fill(runs) | problems
                 runs, staged = [], 0
             if is_direct:
                 runs.append(_Run(stored, stored.offset + place, _flat(out)))
@@ -303,15 +300,18 @@ class FileReader:
                 values = self._stage(STAGING, out.device)[staged : staged + num_bytes].view(stored.dtype)
                 runs.append(_Run(stored, stored.offset + place, values, out))
                 staged += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        attempt(partial(self._fill, runs))
-        return errors
+        return self._fill(runs) | problems
 
-    def _read(self, stored: StoredTensor, box: Box, out: Tensor, offset: int) -> None:
+    def _read(self, stored: StoredTensor, box: Box, out: Tensor, offset: int | None = None) -> dict[str, str]:
+        """What went wrong, by key; `offset` is that of the tensor, if not its own."""
+        if out.numel() == 0:
+            return {}
+        offset = stored.offset if offset is None else offset
         place, is_one_run = _place(stored, box)
         if is_one_run:
-            self._read_run(stored, offset + place, out)
-            return
+            return self._read_run(stored, offset + place, out.view(1) if out.ndim == 0 else out)
         # Rows of the first dimension: each a box of its own, or, if short, read with what lies between.
+        problems: dict[str, str] = {}
         lengths, sizes = box_shape(box), stored.shape
         row_bytes = math.prod(sizes[1:]) * stored.dtype.itemsize
         wanted = math.prod(lengths[1:]) * stored.dtype.itemsize
@@ -321,44 +321,48 @@ class FileReader:
             for first in range(0, lengths[0], step):
                 count = min(step, lengths[0] - first)
                 values = self._stage(count * row_bytes, out.device).view(stored.dtype)
-                # Another rank may want what lies between.
-                self._fill([_Run(stored, offset + (box[0][0] + first) * row_bytes, values)], keeps_pages=True)
-                _cast(stored, values.view(count, *sizes[1:])[(slice(None), *inner)], out[first : first + count])
-            return
-        for place in range(lengths[0]):
-            row = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
-            self._read(row, box[1:], out[place], offset + (box[0][0] + place) * row_bytes)
+                run = _Run(stored, offset + (box[0][0] + first) * row_bytes, values)
+                found = self._fill([run], keeps_pages=True)  # another rank may want what lies between
+                if not found:
+                    rows = values.view(count, *sizes[1:])[(slice(None), *inner)]
+                    found = _cast(stored, rows, out[first : first + count])
+                problems = found | problems
+            return problems
+        for row in range(lengths[0]):
+            inner_tensor = StoredTensor(stored.name, stored.file, stored.dtype, sizes[1:], 0)
+            found = self._read(inner_tensor, box[1:], out[row], offset + (box[0][0] + row) * row_bytes)
+            problems = found | problems
+        return problems
 
-    def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> None:
+    def _read_run(self, stored: StoredTensor, offset: int, out: Tensor) -> dict[str, str]:
         if _is_direct(stored, out):
-            self._fill([_Run(stored, offset, _flat(out))])
-            return
+            return self._fill([_Run(stored, offset, _flat(out))])
         num_bytes = out.numel() * stored.dtype.itemsize
         if num_bytes <= STAGING:
-            self._fill([_Run(stored, offset, self._stage(num_bytes, out.device).view(stored.dtype), out)])
-            return
+            return self._fill([_Run(stored, offset, self._stage(num_bytes, out.device).view(stored.dtype), out)])
         row_bytes = stored.dtype.itemsize * (out[0].numel() if out.ndim > 1 else 1)
         parts = out.unbind(0) if row_bytes > STAGING else out.split(STAGING // row_bytes)
+        problems: dict[str, str] = {}
         for part in parts:
-            self._read_run(stored, offset, part)
+            problems = self._read_run(stored, offset, part) | problems
             offset += part.numel() * stored.dtype.itemsize
+        return problems
 
     def _stage(self, num_bytes: int, device: torch.device) -> Tensor:
         """This thread's buffer for what goes to `device`: pinned for a GPU, which then fetches it by itself."""
         kind = "pinned" if device.type == "cuda" else "plain"
-        buffer = getattr(self._staging, kind, None)
+        buffer = getattr(self._local, kind, None)
         if buffer is None or buffer.numel() < num_bytes:
             buffer = torch.empty(max(num_bytes, 1 << 20), dtype=torch.uint8, pin_memory=kind == "pinned")
-            setattr(self._staging, kind, buffer)
+            setattr(self._local, kind, buffer)
         return buffer[:num_bytes]
 
-    def _fill(self, runs: Sequence[_Run], *, keeps_pages: bool = False) -> None:
+    def _fill(self, runs: Sequence[_Run], *, keeps_pages: bool = False) -> dict[str, str]:
         """Reads runs that follow each other in a file, block by block, and looks for NaN while a block is in the cache.
 
-        Raises:
-            CheckpointError: with the problems of each.
+        Returns what went wrong, by key.
         """
-        errors: dict[_Run, str] = {}
+        problems: dict[str, str] = {}
         waiting = deque(run for run in runs if run.values.numel())
         position = waiting[0].offset if waiting else 0
         while waiting:
@@ -366,15 +370,14 @@ class FileReader:
             stop = (position // BLOCK + 1) * BLOCK
             block = [run for run in islice(waiting, MAX_BUFFERS) if run.offset < stop]
             views = [run.memory[max(position - run.offset, 0) : stop - run.offset] for run in block]
-            first = waiting[0]
+            first = waiting[0].stored
             try:
-                descriptor = self._open(first.stored.file)
+                descriptor = self._open(first.file)
                 got = self._pread(descriptor, views, position, keeps_pages or self.keeps_pages)
                 if got == 0:
-                    size = os.fstat(descriptor).st_size
-                    raise EOFError(f"the file ends at byte {size}, {first.end - size} bytes short")
+                    raise EOFError(f"the file ends at byte {os.fstat(descriptor).st_size}, before the tensor does")
             except (OSError, EOFError) as error:
-                errors[first] = f"{first.stored.name} cannot be read from {first.stored.file}: {error}"
+                problems.setdefault(first.name, f"{first.name} cannot be read from {first.file}: {error}")
                 position = waiting.popleft().end
                 continue
             for run in block:
@@ -383,22 +386,16 @@ class FileReader:
                     max(0, place - run.offset) // run.values.itemsize for place in (position, position + got)
                 )
                 if run.values.is_floating_point() and has_nan(run.values[start:end]):
-                    errors[run] = f"{run.stored.name} in {run.stored.file} holds NaN."
+                    problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds NaN.")
             position += got
             while waiting and waiting[0].end <= position:
                 waiting.popleft()
         for run in runs:
-            if run.out is not None and run not in errors:
-                try:
-                    _cast(run.stored, run.values.view(run.out.shape), run.out)
-                except CheckpointError as error:
-                    errors[run] = str(error)
+            if run.out is not None and run.stored.name not in problems:
+                problems |= _cast(run.stored, run.values.view(run.out.shape), run.out)
         with self._lock:
             self.bytes_read += sum(run.values.nbytes for run in runs)
-        if len(errors) == 1:
-            raise CheckpointError(*errors.values())
-        if errors:
-            raise CheckpointError(f"{runs[0].stored.file} cannot be used:", list(errors.values()))
+        return problems
 
     def _pread(self, descriptor: int, views: list[memoryview], offset: int, keeps_pages: bool) -> int:
         if not keeps_pages:
@@ -411,12 +408,18 @@ class FileReader:
         return os.preadv(descriptor, views, offset)
 
     def _open(self, file: Path) -> int:
-        """One per thread: the system reads ahead of each descriptor by itself."""
-        key = (threading.get_ident(), file)
-        with self._lock:
-            if key not in self._descriptors:
-                self._descriptors[key] = os.open(file, os.O_RDONLY)
-            return self._descriptors[key]
+        """A descriptor of this thread's own, for the system reads ahead of each by itself; a few are kept."""
+        mine = self._local.__dict__.setdefault("descriptors", {})
+        if file not in mine:
+            if len(mine) >= OPEN_FILES:
+                oldest = mine.pop(next(iter(mine)))
+                with self._lock:
+                    self._descriptors.remove(oldest)
+                os.close(oldest)
+            mine[file] = os.open(file, os.O_RDONLY)
+            with self._lock:
+                self._descriptors.add(mine[file])
+        return mine[file]
 
 
 def _place(stored: StoredTensor, box: Box) -> tuple[int, bool]:
@@ -439,31 +442,36 @@ def _flat(out: Tensor) -> Tensor:
     return out.as_strided((out.numel(),), (1,))
 
 
-def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> None:
-    """Copies values that were read to where they are wanted.
+def _cast(stored: StoredTensor, values: Tensor, out: Tensor) -> dict[str, str]:
+    """Copies values that were read to where they are wanted, unless the dtype of `out` has no room for one of them.
 
-    Raises:
-        CheckpointError: finite values that the dtype of `out` has no room for.
+    Returns what went wrong, by key: a finite value that would be infinite, a whole number or what is to become one that
+    would be another.
     """
-    is_narrower = (
-        out.is_floating_point()
-        and values.is_floating_point()
-        and values.numel() > 0
-        and torch.finfo(out.dtype).max < torch.finfo(values.dtype).max
-    )
-    if is_narrower:
-        extremes = torch.stack(values.aminmax())  # one pass, over what is in the cache
-        if not bool(extremes.isfinite().all()):
-            extremes = torch.where(values.isfinite(), values, 0)
-        lost = extremes.isfinite() & extremes.to(out.dtype).isinf()
-        if bool(lost.any()):
-            raise CheckpointError(
-                f"{stored.name} in {stored.file} holds {float(extremes[lost][0]):g}, which {out.dtype} has no room for."
-            )
+    lost = _without_room(values, out.dtype)
+    if lost is not None:
+        return {stored.name: f"{stored.name} in {stored.file} holds {lost:g}, which {out.dtype} has no room for."}
     if values.dtype != out.dtype:
         # The device casts, and may get half the bytes. It must have them all: the next read takes the buffer again.
         values = values.to(out.device)
     out.copy_(values)
+    return {}
+
+
+def _without_room(values: Tensor, dtype: torch.dtype) -> float | None:
+    """A value that is lost in `dtype`; None if there is none. Floating-point numbers may be rounded."""
+    if values.dtype == dtype or values.numel() == 0:
+        return None
+    if not (dtype.is_floating_point and values.is_floating_point()):
+        lost = values[values.to(dtype).to(values.dtype) != values]
+    elif torch.finfo(dtype).max < torch.finfo(values.dtype).max:
+        extremes = torch.stack(values.aminmax())  # one pass, over what is in the cache
+        if not bool(extremes.isfinite().all()):
+            extremes = torch.where(values.isfinite(), values, 0)
+        lost = extremes[extremes.isfinite() & extremes.to(dtype).isinf()]
+    else:
+        return None
+    return float(lost[0]) if lost.numel() else None
 
 
 def has_nan(tensor: Tensor) -> bool:

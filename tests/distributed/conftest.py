@@ -14,15 +14,6 @@ from patchgen.runtime.verify.ranks import RankPool
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One of the test runner's processes takes all tests of this folder: two pools of ranks wait for each other where cores
-    are few. With `--dist loadgroup`, as `make test` says."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-
-
 @pytest.fixture(scope="session")
 def one_rank():
     pool = RankPool(1)

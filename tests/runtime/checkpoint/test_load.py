@@ -9,7 +9,14 @@ import yaml
 from typer.testing import CliRunner
 
 from patchgen import cli
-from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, fingerprint, load, load_pretrained
+from patchgen.runtime.checkpoint import (
+    CheckpointError,
+    export_pretrained,
+    fingerprint,
+    load,
+    load_pretrained,
+    safetensor_files,
+)
 from patchgen.runtime.checkpoint.layout import Origin
 from patchgen.runtime.parallel import sharding
 
@@ -115,11 +122,14 @@ def test_tensors_that_threads_share_are_whole(size, original, checkpoint, monkey
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_onto_a_gpu(dtype, original, checkpoint, tmp_path):
+@pytest.mark.parametrize("staging", [512, 1 << 20])
+def test_onto_a_gpu(staging, dtype, original, checkpoint, tmp_path, monkeypatch):
     """Through pinned buffers, and cast there: bit for bit what the CPU has."""
     if not torch.cuda.is_available():
         pytest.skip("it needs a CUDA device")
     wanted = original.state_dict()
+    # Buffers that are used again and again, and tensors that are larger than one.
+    monkeypatch.setattr(safetensor_files, "STAGING", staging)
     for layout in ("per-expert", "transposed"):
         folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
         model = empty(dtype)
@@ -244,6 +254,58 @@ def test_tied_weights(original, checkpoint, tmp_path):
     assert torch.equal(model.model.embed_tokens.weight, original.model.embed_tokens.weight)
     with pytest.raises(CheckpointError, match="lm_head.weight and model.embed_tokens.weight are one tied"):
         load_pretrained(empty(tie_word_embeddings=True), checkpoint)
+
+
+@pytest.mark.parametrize(("share", "keeps"), [(0, False), (1, True)])
+def test_files_beside_which_memory_is_short_do_not_stay_in_the_page_cache(
+    share, keeps, original, checkpoint, monkeypatch
+):
+    monkeypatch.setattr(load, "MAX_CACHED", share)
+    made = []
+
+    class Recorded(safetensor_files.FileReader):
+        def __init__(self, *, keeps_pages: bool) -> None:
+            made.append(keeps_pages)
+            super().__init__(keeps_pages=keeps_pages)
+
+    monkeypatch.setattr(load, "FileReader", Recorded)
+    model = empty()
+    load_pretrained(model, checkpoint)
+    assert made == [keeps]
+    require_equal(model, original)
+
+
+def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypatch):
+    """However many pieces of a tensor are missing."""
+    folder = small_models.rewrite(checkpoint, tmp_path / "cut", dict)
+    file = folder / "model.safetensors"
+    fit = load._fit
+
+    def fit_then_cut(*arguments):
+        found = fit(*arguments)
+        with file.open("r+b") as stream:
+            stream.truncate(5000)
+        return found
+
+    monkeypatch.setattr(load, "_fit", fit_then_cut)
+    monkeypatch.setattr(load, "PIECE", 100)
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(empty(), folder)
+    keys = [problem.split(" cannot be read")[0] for problem in caught.value.problems]
+    assert len(keys) == len(set(keys)) > 10
+
+
+def test_a_copy_that_cannot_be_read_is_not_called_different(checkpoint, tmp_path):
+    def change(found):
+        found = dict(found)
+        found["model.embed_tokens.weight"] = found["lm_head.weight"].clone()
+        found["model.embed_tokens.weight"][0, 0] = float("nan")
+        return found
+
+    folder = small_models.rewrite(checkpoint, tmp_path / "copy", change)
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight in .* holds NaN") as caught:
+        load_pretrained(empty(tie_word_embeddings=True), folder)
+    assert "differ" not in str(caught.value)
 
 
 def test_nan_is_named_with_file_and_key(checkpoint, tmp_path):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,29 +63,52 @@ def test_boxes(folder, name, data):
 @given(st.data())
 @settings(max_examples=80)
 def test_stretches_of_a_file(folder, data):
-    """Boxes of all tensors, some cast and some turned, read as one: beside the safetensors library's."""
+    """Boxes of all tensors, some cast and some turned, read as one: beside the safetensors library's.
+
+    With blocks that cut elements and tensors, buffers that hold few of them, and a system that reads less than asked;
+    with or without a NaN, which is found wherever it lies.
+    """
     loaded = load_file(folder / "model.safetensors")
-    reads, expected = [], []
-    for name, stored in sorted(read_folder(folder).items(), key=lambda item: item[1].offset):
-        box = [(0, size) for size in stored.shape]
-        if box and data.draw(st.booleans()):
-            start = data.draw(st.integers(0, box[0][1] - 1))
-            box[0] = (start, data.draw(st.integers(start + 1, box[0][1])))
-        wanted = loaded[name][tuple(slice(*bounds) for bounds in box)]
-        out = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([stored.dtype, torch.float64])))
-        if out.ndim > 1 and data.draw(st.booleans()):
-            out = torch.zeros(wanted.shape[::-1], dtype=out.dtype).permute(*range(out.ndim)[::-1])
-        reads.append((stored, tuple(box), out))
-        expected.append(wanted.to(out.dtype))
-    # Blocks that cut elements and tensors; buffers that hold few of them.
-    limits = {"BLOCK": [5, 64, 1 << 20], "STAGING": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
-    with pytest.MonkeyPatch.context() as patch:
+    with_nan = data.draw(st.sampled_from([None, "three", "two", "one"]))
+    if with_nan:
+        flat = loaded[with_nan].view(-1)
+        flat[data.draw(st.integers(0, flat.numel() - 1))] = float("nan")
+    reads, expected = [], {}
+    with tempfile.TemporaryDirectory() as place, pytest.MonkeyPatch.context() as patch:
+        save_file(loaded, Path(place) / "model.safetensors")
+        for name, stored in sorted(read_folder(Path(place)).items(), key=lambda item: item[1].offset):
+            box = [(0, size) for size in stored.shape]
+            if box and data.draw(st.booleans()):
+                start = data.draw(st.integers(0, box[0][1] - 1))
+                box[0] = (start, data.draw(st.integers(start + 1, box[0][1])))
+            wanted = loaded[name][tuple(slice(*bounds) for bounds in box)]
+            out = torch.zeros(wanted.shape, dtype=data.draw(st.sampled_from([stored.dtype, torch.float64])))
+            if out.ndim > 1 and data.draw(st.booleans()):
+                out = torch.zeros(wanted.shape[::-1], dtype=out.dtype).permute(*range(out.ndim)[::-1])
+            reads.append((stored, tuple(box), out))
+            expected[name] = wanted.to(out.dtype)
+        limits = {"BLOCK": [5, 64, 1 << 20], "STAGING": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
         for limit, choices in limits.items():
             patch.setattr(safetensor_files, limit, data.draw(st.sampled_from(choices)))
+        most = data.draw(st.sampled_from([1, 7, 1 << 20]))
+        patch.setattr(safetensor_files.os, "preadv", functools.partial(short_preadv, os.preadv, most))
         with FileReader(keeps_pages=data.draw(st.booleans())) as reader:
-            assert reader.read_in_order(reads) == []
-    for (_, _, out), wanted in zip(reads, expected, strict=True):
-        assert torch.equal(out, wanted)
+            problems = reader.read_in_order(reads)
+    bad = [name for name, wanted in expected.items() if wanted.isnan().any()]
+    assert list(problems) == bad and all(text.endswith("holds NaN.") for text in problems.values())
+    for stored, _, out in reads:
+        assert stored.name in bad or torch.equal(out, expected[stored.name])
+
+
+def short_preadv(preadv, most, descriptor, buffers, offset, *flags):
+    """Reads `most` bytes at most, as a system may."""
+    cut, left = [], most
+    for buffer in buffers:
+        cut.append(memoryview(buffer)[:left])
+        left -= len(cut[-1])
+        if left == 0:
+            break
+    return preadv(descriptor, cut, offset, *flags)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -97,14 +124,48 @@ def test_what_is_wrong_in_a_stretch_is_told_by_key(dtype, tmp_path):
         stream.truncate(size - 404)
     outs = {name: torch.zeros(100, dtype=dtype) for name in "abcde"}
     with FileReader() as reader:
-        errors = reader.read_in_order([(stored[name], ((0, 100),), outs[name]) for name in "abcde"])
-    assert errors == [
-        f"b in {file} holds NaN.",
-        f"d cannot be read from {file}: the file ends at byte {size - 404}, 4 bytes short",
-        f"e cannot be read from {file}: the file ends at byte {size - 404}, 404 bytes short",
-    ]
+        problems = reader.read_in_order([(stored[name], ((0, 100),), outs[name]) for name in "abcde"])
+    ends = f"the file ends at byte {size - 404}, before the tensor does"
+    assert problems == {
+        "b": f"b in {file} holds NaN.",
+        "d": f"d cannot be read from {file}: {ends}",
+        "e": f"e cannot be read from {file}: {ends}",
+    }
     for name in "ac":
         assert torch.equal(outs[name], tensors[name].to(dtype))
+
+
+def test_a_thread_keeps_few_files_open(tmp_path):
+    """Fewer than there are, over and over; each read is of the right file, and all are closed in the end."""
+    for number in range(3 * safetensor_files.OPEN_FILES):
+        save_file({f"k{number:02}": torch.full((4,), float(number))}, tmp_path / f"{number:02}.safetensors")
+    stored = read_folder(tmp_path)
+    before = set(os.listdir("/proc/self/fd"))
+    with FileReader() as reader:
+        for _ in range(2):
+            for number, tensor in enumerate(stored.values()):
+                out = torch.empty(4)
+                reader.read(tensor, ((0, 4),), out)
+                assert torch.equal(out, torch.full((4,), float(number)))
+                assert len(set(os.listdir("/proc/self/fd")) - before) <= safetensor_files.OPEN_FILES + 1
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of the listing itself
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (torch.tensor([1, 70000]), torch.float16),
+        (torch.tensor([300, -1]), torch.uint8),
+        (torch.tensor([70000]), torch.int16),
+        (torch.tensor([0.5]), torch.int32),
+    ],
+)
+def test_whole_numbers_that_would_be_others(values, dtype, tmp_path):
+    save_file({"a": values}, tmp_path / "model.safetensors")
+    out = torch.zeros(values.shape, dtype=dtype)
+    with FileReader() as reader, pytest.raises(CheckpointError, match=f"a in .* has no room for|{dtype}"):
+        reader.read(read_folder(tmp_path)["a"], ((0, len(values)),), out)
+    assert not out.any()
 
 
 def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
