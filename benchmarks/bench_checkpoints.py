@@ -10,6 +10,7 @@ them afterwards. Each measurement is a process of its own, with the files droppe
 share and talks to nobody.
 
 speed_ratio        beside reading the same files one after the other into one buffer that is used again
+ratios             the same, of each round
 speed_ratio_kept   beside reading them into memory of its own, in large pages, as weights need it
 page_cache         how much of the files was in it before a load
 memory_at_hand     "yes": the machine had free memory at hand for each of them (`settle`); "no" with `--unsettled`, and to GPUs
@@ -40,7 +41,7 @@ RESULTS = Path(__file__).with_name("results_checkpoints.csv")
 COLUMNS = (
     "date", "torch", "transformers", "cpu_threads", "model", "files_gb", "ranks", "ep", "share_gib",
     "peak_above_share_gib", "read_gb", "load_s", "load_gb_s", "sequential_gb_s", "speed_ratio",
-    "speed_ratio_kept", "load_average", "page_cache", "memory_at_hand", "device",
+    "ratios", "speed_ratio_kept", "load_average", "page_cache", "memory_at_hand", "device",
 )  # fmt: skip
 BLOCK = 16 << 20
 GIB = 1 << 30
@@ -140,11 +141,11 @@ def settle(num_bytes: int) -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def read_sequentially(directory: Path, *, keep: bool, is_settled: bool) -> dict[str, float]:
+def read_sequentially(directory: Path, *, keep: bool, at_hand: bool) -> dict[str, float]:
     """Every byte of every file, into one buffer, or, with `keep`, into memory of its own, as weights need it."""
     buffer = bytearray(BLOCK)
     total, kept = 0, []
-    if is_settled:
+    if at_hand:
         settle(2 * size_of(directory))
     started, cpu = time.perf_counter(), time.process_time()
     for file in sorted(directory.glob("*.safetensors")):
@@ -159,7 +160,7 @@ def read_sequentially(directory: Path, *, keep: bool, is_settled: bool) -> dict[
     return {"gb": total / 1e9, "seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
 
 
-def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, is_settled: bool) -> dict[str, float]:
+def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, at_hand: bool) -> dict[str, float]:
     """Rank 0's load. The model's own share is host memory on the CPU only."""
     import torch
 
@@ -177,7 +178,7 @@ def load(directory: Path, layers: int, ranks: int, ep: int, device: str, *, is_s
         sharding.shard_model(model, ParallelState.create(ParallelConfig.for_world(ranks, ep=ep), device))
         dist.all_gather_object = lambda target, value, group=None: target.__setitem__(0, value)  # nobody answers
     sharding.materialise(model, device)
-    if is_settled:
+    if at_hand:
         settle(2 * size_of(directory))
     before = peak_memory()
     cpu = time.process_time()
@@ -252,13 +253,14 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
 
     for _ in range(options.repeat):
         run("read", reads)
-        if options.device == "cpu":
-            run("keep", keeps)
         run("load", loads)
+    if options.device == "cpu":  # afterwards: the memory that it frees would be at hand for the next load
+        for _ in range(options.repeat):
+            run("keep", keeps)
     sequential = statistics.median(one["gb"] / one["seconds"] for one in reads)
     speed = statistics.median(one["read_gb"] / one["seconds"] for one in loads)
     ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, reads, strict=True)]
-    kept_ratios = [speed_of(a, "read_gb") / speed_of(b, "gb") for a, b in zip(loads, keeps, strict=False)]
+    kept = [speed_of(one, "gb") for one in keeps]
     row = {
         "date": datetime.date.today().isoformat(),
         "torch": loads[0]["torch"],
@@ -275,7 +277,8 @@ def measure(directory: Path, options: argparse.Namespace) -> dict[str, object]:
         "load_gb_s": round(speed, 2),
         "sequential_gb_s": round(sequential, 2),
         "speed_ratio": round(statistics.median(ratios), 2),
-        "speed_ratio_kept": round(statistics.median(kept_ratios), 2) if kept_ratios else "",
+        "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),
+        "speed_ratio_kept": round(speed / statistics.median(kept), 2) if kept else "",
         "load_average": round(os.getloadavg()[0], 1),
         "page_cache": f"{'warm' if options.warm else 'cold'}: {statistics.median(one['cached'] for one in loads):.0%}",
         "memory_at_hand": "yes" if is_settled(options) else "no",
@@ -301,11 +304,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.part in ("read", "keep"):
         keep = options.part == "keep"
-        print(json.dumps(read_sequentially(options.directory, keep=keep, is_settled=is_settled(options))))
+        print(json.dumps(read_sequentially(options.directory, keep=keep, at_hand=is_settled(options))))
         return
     if options.part == "load":
         sizes = options.layers, options.ranks, options.ep, options.device
-        print(json.dumps(load(options.directory, *sizes, is_settled=is_settled(options))))
+        print(json.dumps(load(options.directory, *sizes, at_hand=is_settled(options))))
         return
     directory = options.directory / f"qwen3-30b-a3b-{options.layers}-layers"
     try:
