@@ -115,11 +115,14 @@ def load_pretrained(
             sharding.materialise(model, _own_device(model))
         state = model.state_dict()
         initialise.initialise(model, fit.initialised, seed=seed)
-        with FileReader(keeps_pages=_is_worth_keeping(fit.num_bytes, state)) as reader:
+        with (
+            FileReader(keeps_pages=_is_worth_keeping(fit.num_bytes, state)) as reader,
+            ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool,
+        ):
             wanted = {owner: fit.parameters[name] for owner, name in fit.wanted.items()}
-            errors = _read_all(reader, wanted, state)
+            errors = _read_all(reader, pool, wanted, state)
             if not errors:
-                errors = _compare_copies(reader, fit.copies, fit.wanted, fit.parameters, state)
+                errors = _compare_copies(reader, pool, fit.copies, fit.wanted, fit.parameters, state)
             if errors:
                 raise CheckpointError(unusable, errors)
             return reader.bytes_read
@@ -278,7 +281,9 @@ def _is_worth_keeping(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     return any(has_copies(tensor) for tensor in large)
 
 
-def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]) -> list[str]:
+def _read_all(
+    reader: FileReader, pool: ThreadPoolExecutor, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]
+) -> list[str]:
     """Fills this rank's parts, in the order of the files; returns what went wrong."""
     simple, others = [], []
     for name, moved in wanted.items():
@@ -290,12 +295,11 @@ def _read_all(reader: FileReader, wanted: Mapping[str, Moved], state: Mapping[st
         else:
             simple += part.reads
         del part
-    with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
-        problems = _read(reader, pool, simple)
-        for name in others:
-            part = pull(wanted[name], box_of_rank(state[name]), local_tensor(state[name]))
-            problems = _read(reader, pool, part.reads) | problems
-            finish(part)
+    problems = _read(reader, pool, simple)
+    for name in others:
+        part = pull(wanted[name], box_of_rank(state[name]), local_tensor(state[name]))
+        problems = _read(reader, pool, part.reads) | problems
+        finish(part)
     return list(problems.values())
 
 
@@ -344,6 +348,7 @@ def _pieces(stored: StoredTensor, box: Box, out: Tensor) -> list[tuple[Box, Tens
 
 def _compare_copies(
     reader: FileReader,
+    pool: ThreadPoolExecutor,
     copies: Sequence[tuple[str, str]],
     loaded: Mapping[str, str],
     parameters: Mapping[str, Moved],
@@ -355,8 +360,7 @@ def _compare_copies(
         mine = local_tensor(state[owner])
         copy = torch.empty_like(mine)
         part = pull(parameters[name], box_of_rank(state[owner]), copy)
-        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool:
-            problems = _read(reader, pool, part.reads)
+        problems = _read(reader, pool, part.reads)
         finish(part)
         if problems:
             errors += problems.values()

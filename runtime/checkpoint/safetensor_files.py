@@ -262,6 +262,7 @@ class FileReader:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
+        self._local = threading.local()  # whose descriptors are closed
 
     def read(self, stored: StoredTensor, box: Box, out: Tensor) -> None:
         """Fills `out` (any dtype, strides and device) with a box of a stored tensor.

@@ -125,8 +125,6 @@ def test_tensors_that_threads_share_are_whole(size, original, checkpoint, monkey
 @pytest.mark.parametrize("staging", [512, 1 << 20])
 def test_onto_a_gpu(staging, dtype, original, checkpoint, tmp_path, monkeypatch):
     """Through pinned buffers, and cast there: bit for bit what the CPU has."""
-    if not torch.cuda.is_available():
-        pytest.skip("it needs a CUDA device")
     wanted = original.state_dict()
     # Buffers that are used again and again, and tensors that are larger than one.
     monkeypatch.setattr(safetensor_files, "STAGING", staging)
