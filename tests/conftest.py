@@ -39,11 +39,13 @@ def seams_as_they_were():
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
     """One of the test runner's processes takes all tests on ranks: two pools wait for each other where cores are few.
 
-    By this hook, for `--dist loadgroup` of xdist 3.8 does nothing under pytest 9.
+    By this hook, for `--dist loadgroup` of xdist 3.8 does nothing under pytest 9. Another `--dist` is what it was.
     """
+    if config.getvalue("dist") != "load":
+        return None
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):
