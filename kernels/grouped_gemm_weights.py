@@ -5,6 +5,7 @@ the permuted input nor the permuted output gradient exists in memory; where a co
 (`moe_schedule.copy_repays`), it comes by TMA too. The padding rows of the first side hold zeros; the gathered side
 repeats a row of the same expert there, so that a token of one expert cannot reach the gradient of another, whatever it
 holds. Experts without rows get zeros. The result leaves by TMA: three stages and a tile of it fill the shared memory.
+Where `is_specialized_here`, `grouped_gemm_weights_specialized` computes the same bits in less time.
 
     T tokens   P = M * BLOCK_M padded rows   E experts   A, B columns of the gathered and of the padded side
 """
@@ -21,6 +22,8 @@ from patchgen.kernels.moe_plan import BLOCK_M, Plan
 from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
 
 _BLOCK_A = 128
+_SPECIALIZED_RELEASES = ("3.6.",)
+_SPECIALIZED_CAPABILITY = (9, 0)
 
 
 def grouped_gemm_weights(
@@ -39,6 +42,11 @@ def grouped_gemm_weights(
     gathered_size, padded_size = tokens.shape[1], padded.shape[1]
     shape = (gathered_size, padded_size) if tokens_first else (padded_size, gathered_size)
     out = torch.empty(num_experts, *shape, dtype=tokens.dtype, device=tokens.device)
+    if is_specialized_here(tokens):
+        from patchgen.kernels.grouped_gemm_weights_specialized import specialized_gemm_weights  # needs Gluon
+
+        specialized_gemm_weights(tokens, copied, padded, out, plan, top_k, tokens_first)
+        return out
     blocks = WEIGHTS
     box = [1, _BLOCK_A, blocks.n] if tokens_first else [1, blocks.n, _BLOCK_A]
     source = tokens
@@ -68,6 +76,15 @@ def grouped_gemm_weights(
         maxnreg=blocks.max_registers,
     )
     return out
+
+
+def is_specialized_here(tensor: Tensor) -> bool:
+    """Whether the kernel in Gluon serves the device of `tensor` and this release of Triton."""
+    return (
+        tensor.is_cuda
+        and torch.cuda.get_device_capability(tensor.device) == _SPECIALIZED_CAPABILITY
+        and triton.__version__.startswith(_SPECIALIZED_RELEASES)
+    )
 
 
 @triton.jit
