@@ -1,0 +1,166 @@
+"""The weight gradients in Gluon, without a GPU: their source run in threads, and compiled for Hopper.
+
+On a GPU `test_moe_triton.py` compares them with the Triton kernel, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from threaded_gluon import Descriptor, Pointer, run_kernel
+
+from patchgen.kernels import grouped_gemm_weights
+
+needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
+TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
+
+
+@needs_gluon
+@settings(max_examples=80, deadline=None)
+@given(
+    counts=st.lists(st.one_of(st.just(0), st.integers(1, 20)), min_size=1, max_size=5),
+    columns=st.tuples(st.integers(1, 14), st.integers(1, 20)),
+    programs=st.integers(1, 9),
+    stages=st.integers(2, 4),
+    group=st.integers(1, 3),
+    top_k=st.integers(1, 3),
+    is_copied=st.booleans(),
+    tokens_first=st.booleans(),
+    seed=st.integers(0, 2**16),
+)
+def test_every_expert_gets_the_product_of_its_rows(
+    counts, columns, programs, stages, group, top_k, is_copied, tokens_first, seed
+):
+    """Against NumPy: experts without rows, tiles that no size divides, half tiles, fewer and more tiles than programs.
+
+    What the kernels before it leave unwritten, half tiles at most, holds NaN, as do the output before and the tokens of
+    no expert; the row numbers of tiles that are not there name no token.
+    """
+    from patchgen.kernels import grouped_gemm_weights_specialized as module
+
+    generator = np.random.default_rng(seed)
+    num_slots = sum(counts) + top_k - sum(counts) % top_k
+    slots = np.split(generator.permutation(num_slots)[: sum(counts)], np.cumsum(counts)[:-1])
+    tiles = -(-np.array(counts) // TILE_ROWS)
+    row_start, tile_start = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (counts, tiles))
+    num_padded = (int(tile_start[-1]) + 1) * TILE_ROWS
+
+    tokens = np.full((num_slots // top_k, columns[0]), np.nan)
+    copied, padded = (np.full((num_padded, size), np.nan) for size in columns)
+    slot_of_padded = np.full(num_padded, 10**9)
+    expected = np.zeros((len(counts), *columns))
+    for expert, mine in enumerate(slots):
+        if not len(mine):
+            continue
+        tokens[mine // top_k] = generator.standard_normal((len(mine), columns[0]))
+        first, rows = tile_start[expert] * TILE_ROWS, np.arange(tiles[expert] * TILE_ROWS)
+        slot_of_padded[first + rows] = mine[np.minimum(rows, len(mine) - 1)]
+    for expert, mine in enumerate(slots):
+        first = tile_start[expert] * TILE_ROWS
+        written = first + -(-len(mine) // (TILE_ROWS // 2)) * (TILE_ROWS // 2)
+        copied[first:written] = tokens[slot_of_padded[first:written] // top_k]
+        padded[first:written] = 0
+        padded[first : first + len(mine)] = generator.standard_normal((len(mine), columns[1]))
+        expected[expert] = tokens[mine // top_k].T @ padded[first : first + len(mine)]
+    if not tokens_first:
+        expected = expected.transpose(0, 2, 1)
+    out = np.full(expected.shape, np.nan)
+    half, piece = BLOCK_A // 2, BLOCK_B // 2
+    run_kernel(
+        module,
+        "_specialized_gemm_weights",
+        programs,
+        4,
+        seed,
+        Descriptor(copied, [BLOCK_R, BLOCK_A]) if is_copied else Pointer(tokens.reshape(-1)),
+        Descriptor(padded, [BLOCK_R, BLOCK_B]),
+        Descriptor(out, [1, half, piece] if tokens_first else [1, piece, half]),
+        Pointer(slot_of_padded),
+        Pointer(row_start),
+        Pointer(tile_start),
+        len(counts),
+        num_padded,
+        module.Cut(
+            *columns, top_k, is_copied, tokens_first, TILE_ROWS, BLOCK_A, BLOCK_B, BLOCK_R, group=group, stages=stages
+        ),
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-12, atol=1e-12)
+
+
+COMPILE = """
+import re, subprocess, tempfile
+from pathlib import Path
+from types import SimpleNamespace
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+    get_current_stream=lambda device=None: 0,
+))
+from patchgen.kernels import grouped_gemm_weights_specialized as module
+
+kernel, made = module._specialized_gemm_weights, []
+class Compiled:
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: made.append(kernel.run(*arguments, grid=grid, warmup=True, **options))
+module._specialized_gemm_weights = Compiled()
+numbers = torch.zeros(256, dtype=torch.int32)
+plan = SimpleNamespace(num_experts=3, row_start=numbers, tile_start=numbers, slot_of_padded=numbers, num_padded=256)
+assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+for a, b, is_copied, tokens_first, dtype in (
+    (256, 512, True, True, torch.bfloat16), (256, 512, False, False, torch.float16),
+    (136, 328, True, False, torch.float16), (136, 328, False, True, torch.bfloat16),
+):
+    tokens, padded = torch.zeros(256, a, dtype=dtype), torch.zeros(256, b, dtype=dtype)
+    out = torch.zeros((3, a, b) if tokens_first else (3, b, a), dtype=dtype)
+    module.specialized_gemm_weights(tokens, tokens if is_copied else None, padded, out, plan, 2, tokens_first)
+    text = made[-1].asm["ptx"]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(text), file.flush()
+        command = [assembler, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    print(
+        text.count("m64n256k16"), text.count("m64n128k16"), made[-1].metadata.shared <= 232448,
+        *re.findall(r"(\\d+) bytes spill", said), "wgmma" in said,
+    )
+"""
+
+
+@needs_gluon
+def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
+    """Four products per step for each of two groups of warps, the narrow ones where the columns need them; within the
+    shared memory of a multiprocessor, nothing spilled, and no warning that the products wait for each other."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert ran.stdout.splitlines() == ["8 0 True 0 0 False"] * 2 + ["8 8 True 0 0 False"] * 2
+
+
+def test_it_is_used_on_one_architecture_with_one_release(monkeypatch):
+    """The choice for tensors on other devices, architectures and releases of Triton; a GPU is not asked."""
+    assert not grouped_gemm_weights.is_specialized_here(torch.zeros(1))
+    tensor = SimpleNamespace(is_cuda=True, device=None)
+    for capability, release, expected in (
+        ((9, 0), "3.6.0", True),
+        ((9, 0), "3.60.0", False),
+        ((9, 0), "3.7.0", False),
+        ((10, 0), "3.6.0", False),
+        ((8, 0), "3.6.0", False),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(triton, "__version__", release)
+        assert grouped_gemm_weights.is_specialized_here(tensor) == expected, (capability, release)

@@ -1,0 +1,359 @@
+"""Runs a Gluon kernel's own source on the CPU, program after program, its partitions as threads that take turns.
+
+Gluon has no interpreter. This is one for kernels on Hopper that load by TMA or `cp.async`, multiply by `wgmma` and store by
+TMA. After each step a random draw says which partition goes on or which copy lands, so that the same seed gives the same
+run. What is copied into holds NaN until the copy lands, as does memory that nobody wrote. These are errors:
+
+- a wait that nothing will end, arrivals beyond what a barrier counts, and at the end a barrier that counts less than others;
+- a copy into memory that a product in flight still reads or another copy has to do with;
+- a store, or a product of what threads wrote, without a fence; a result used before its product is done;
+- a read past the end of an array; an element of the output written twice; an end before the results have left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from threading import Lock, Thread
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Tile(np.ndarray):
+    """A tile of values with the methods that tensors and shared memory have in Gluon."""
+
+    def to(self, dtype: object) -> Tile:
+        return self
+
+    def index(self, number: int) -> Tile:
+        return self[number]
+
+    def slice(self, start: int, length: int, dim: int) -> Tile:
+        return self[(slice(None),) * dim + (slice(start, start + length),)]
+
+    def permute(self, order: list[int]) -> Tile:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Tile, Tile]:
+        return self[..., 0], self[..., 1]
+
+    def store(self, value: np.ndarray) -> None:
+        _Machine.current.overwrite(self)
+        self[...] = value
+        _Machine.current.running.is_fenced = False
+
+
+class Product(NamedTuple):
+    """What `warpgroup_mma` returns; it can be added to, and is a tile when all products are waited for."""
+
+    value: Tile
+
+
+class Barrier:
+    """An `mbarrier`: a phase ends when all arrivals and all announced bytes are there."""
+
+    def __init__(self):
+        self.phases = self.arrivals = self.count = self.bytes = 0
+
+    def progress(self, arrivals: int, announced: int) -> None:
+        self.arrivals += arrivals
+        self.bytes += announced
+        assert self.arrivals <= self.count, "more arrivals than the barrier counts"
+        if self.arrivals == self.count and self.bytes == 0:
+            self.phases, self.arrivals = self.phases + 1, 0
+
+
+class Pointer(NamedTuple):
+    array: np.ndarray
+    offset: np.ndarray | int = 0
+
+    def __add__(self, offset: np.ndarray | int) -> Pointer:
+        return Pointer(self.array, self.offset + offset)
+
+    def load(self, mask: np.ndarray | None = None, other: int = 0) -> Tile | int:
+        offset = self.offset if mask is None else np.where(mask, self.offset, 0)
+        assert np.all((offset >= 0) & (offset < len(self.array))), "read past the end"
+        values = self.array[offset]
+        if mask is not None:
+            values = np.where(mask, values, other)
+        return values.view(Tile) if values.ndim else int(values)
+
+
+class Descriptor:
+    """A tensor with the box that TMA copies; what lies outside the tensor reads as zero and is not written."""
+
+    dtype = layout = None
+
+    def __init__(self, array: np.ndarray, box: list[int]):
+        self.array, self.block_shape = array, box
+        self.block_type = SimpleNamespace(nbytes=int(np.prod(box)))
+
+    def clipped(self, corner: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """What of the tensor and what of the box a copy at `corner` moves."""
+        sizes = zip(corner, self.block_shape, self.array.shape, strict=True)
+        inside = [max(min(size, limit - at), 0) for at, size, limit in sizes]
+        whole = tuple(slice(at, at + size) for at, size in zip(corner, inside, strict=True))
+        return whole, tuple(slice(0, size) for size in inside)
+
+
+class _Copy:
+    """A copy under way, of or into `memory`, that `land` ends, after those of `before`."""
+
+    def __init__(self, land: Callable[[], None], memory: Tile | None = None, before: tuple[_Copy, ...] = ()):
+        self.land, self.memory, self.before, self.has_landed = land, memory, before, False
+
+    def is_able(self) -> bool:
+        return all(copy.has_landed for copy in self.before)
+
+
+class _Partition(Thread):
+    """Some warps with a function of their own. It runs while it holds `turn`, up to the next `pause`."""
+
+    def __init__(self, machine: _Machine, warps: int, function: Callable, arguments: tuple):
+        super().__init__(daemon=True)
+        self.machine, self.warps, self.function, self.arguments = machine, warps, function, arguments
+        self.turn = Lock()
+        self.turn.acquire()
+        self.is_able, self.is_done, self.error = lambda: True, False, None
+        self.products: list[tuple[Tile, Tile]] = []
+        self.copies: list[_Copy] = []
+        self.stores: list[_Copy] = []
+        self.is_fenced = False
+        self.start()
+
+    def run(self) -> None:
+        self.turn.acquire()
+        try:
+            if not self.machine.is_over:
+                self.function(*self.arguments)
+                assert all(store.has_landed for store in self.stores), "ends before its results have left"
+        except BaseException as error:
+            self.error = error
+        self.is_done = True
+        self.machine.turn.release()
+
+
+class _Machine:
+    """One program: its partitions, what is under way, and the functions of Gluon that its source calls."""
+
+    current: _Machine
+
+    def __init__(self, program: int, programs: int, warps: int, seed: int):
+        self.program, self.programs, self.warps = program, programs, warps
+        self.random = random.Random(seed)
+        self.partitions: list[_Partition] = []
+        self.copies: list[_Copy] = []
+        self.written_by_threads: dict[int, Tile] = {}
+        self.barriers: list[list[Barrier]] = []
+        self.is_over = False
+        self.turn = Lock()
+        self.turn.acquire()
+        type(self).current = self
+
+    def specialize(self, functions: list[tuple[Callable, tuple]], warps: list[int], registers: list[int]) -> None:
+        """Runs the partitions in turns to their end; each of them, and the copies, may be much slower than others."""
+        self.partitions = [
+            _Partition(self, number, *work) for number, work in zip([self.warps, *warps], functions, strict=True)
+        ]
+        speed = {partition: 10 ** -self.random.uniform(0, 2) for partition in self.partitions}
+        speed_of_copies = 10 ** -self.random.uniform(0, 2)
+        try:
+            while True:
+                able = [one for one in (*self.partitions, *self.copies) if one.is_able()]
+                if not able:
+                    break
+                [self.running] = self.random.choices(able, [speed.get(one, speed_of_copies) for one in able])
+                if isinstance(self.running, _Copy):
+                    self.copies.remove(self.running)
+                    self.running.land()
+                    self.running.has_landed = True
+                    continue
+                self._give_turn(self.running)
+                if self.running.is_done:
+                    self.running.is_able = lambda: False
+                    if self.running.error:
+                        raise self.running.error
+            assert all(partition.is_done for partition in self.partitions), "waits for ever"
+        finally:
+            self.is_over = True
+            for partition in self.partitions:
+                if not partition.is_done:
+                    self._give_turn(partition)
+        for stage in zip(*self.barriers, strict=True):
+            assert len({barrier.phases for barrier in stage}) == 1, "a stage was not freed as often as it was filled"
+            assert not any(barrier.arrivals or barrier.bytes for barrier in stage), "arrivals without a phase"
+
+    def _give_turn(self, partition: _Partition) -> None:
+        partition.turn.release()
+        self.turn.acquire()
+
+    def pause(self, until: Callable[[], bool] = lambda: True) -> None:
+        """Lets others go on; comes back when `until` holds."""
+        mine = self.running
+        mine.is_able = until
+        self.turn.release()
+        mine.turn.acquire()
+        if self.is_over:
+            raise SystemExit
+
+    def overwrite(self, memory: Tile) -> None:
+        reading = [operand for partition in self.partitions for pair in partition.products for operand in pair]
+        assert not any(np.may_share_memory(memory, operand) for operand in reading), "a product reads this still"
+        others = [copy.memory for copy in self.copies if copy.memory is not None]
+        assert not any(np.may_share_memory(memory, other) for other in others), "a copy of or into this is under way"
+        memory[...] = np.nan
+
+    def allocate(self, dtype: object, shape: list[int], layout: object):
+        if dtype == "barrier":
+            self.barriers.append([Barrier() for _ in range(shape[0])])
+            return SimpleNamespace(index=self.barriers[-1].__getitem__)
+        return np.full(shape, np.nan).view(Tile)
+
+    # Barriers
+    def expect(self, barrier: Barrier, announced: int) -> None:
+        barrier.progress(1, announced)
+        self.pause()
+
+    def arrive(self, barrier: Barrier, pred: bool = True) -> None:
+        if pred:
+            barrier.progress(1, 0)
+        self.pause()
+
+    def wait(self, barrier: Barrier, phase: int) -> None:
+        self.pause(lambda: barrier.phases % 2 != phase)
+        self.running.is_fenced = False
+
+    def fence(self) -> None:
+        if self.partitions:
+            self.running.is_fenced = True
+
+    # Copies
+    def read_box(self, source: Descriptor, corner: list[int], barrier: Barrier, target: Tile) -> None:
+        def land() -> None:
+            whole, part = source.clipped(corner)
+            target[...] = 0
+            target[part] = source.array[whole]
+            barrier.progress(0, -source.block_type.nbytes)
+
+        self.overwrite(target)
+        self.copies.append(_Copy(land, target))
+        self.pause()
+
+    def read_pointers(self, target: Tile, source: Pointer) -> None:
+        def land() -> None:
+            target[...] = source.load()
+            self.written_by_threads[target.ctypes.data] = target
+
+        self.overwrite(target)
+        self.running.copies.append(_Copy(land, target))
+        self.copies.append(self.running.copies[-1])
+        self.pause()
+
+    def arrive_after_copies(self, barrier: Barrier, increment_count: bool) -> None:
+        """Each thread arrives when its copies are there; all together here."""
+        assert not increment_count, "the barrier has to count these arrivals"
+        arrivals = 32 * self.running.warps
+        self.copies.append(_Copy(lambda: barrier.progress(arrivals, 0), before=tuple(self.running.copies)))
+        self.running.copies = []
+        self.pause()
+
+    def write_box(self, target: Descriptor, corner: list[int], source: Tile) -> None:
+        def land() -> None:
+            whole, part = target.clipped(corner)
+            assert np.isnan(target.array[whole]).all(), "written twice"
+            target.array[whole] = source[part]
+
+        assert self.running.is_fenced, "stored without a fence"
+        self.running.stores.append(_Copy(land, source))
+        self.copies.append(self.running.stores[-1])
+        self.pause()
+
+    def store_wait(self, pending: int) -> None:
+        stores = self.running.stores[: len(self.running.stores) - pending]
+        self.pause(lambda: all(store.has_landed for store in stores))
+
+    # Products
+    def multiply(self, left: Tile, right: Tile, acc: Tile | Product, is_async: bool) -> Product:
+        by_threads = any(np.may_share_memory(left, memory) for memory in self.written_by_threads.values())
+        assert self.running.is_fenced or not by_threads, "multiplied without a fence"
+        self.running.products.append((left, right))
+        self.pause()
+        return Product((acc.value if isinstance(acc, Product) else acc) + left @ right)
+
+    def wait_products(self, pending: int, deps: list[Tile | Product]) -> Tile | Product:
+        products = self.running.products
+        self.running.products = products[max(len(products) - pending, 0) :]
+        self.pause()
+        [acc] = deps
+        return acc.value if isinstance(acc, Product) and not self.running.products else acc
+
+    def scope(self) -> dict[str, object]:
+        """What the kernel's module imports from Gluon."""
+        language = SimpleNamespace(
+            load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+            allocate_shared_memory=self.allocate,
+            warp_specialize=self.specialize,
+            program_id=lambda axis: self.program,
+            num_programs=lambda axis: self.programs,
+            arange=lambda start, end, layout: np.arange(start, end).view(Tile),
+            minimum=min,
+            where=_where,
+            to_tensor=lambda value: value,
+            multiple_of=lambda value, number: value,
+            max_contiguous=lambda value, number: value,
+            static_range=range,
+            static_assert=lambda condition: None,
+            zeros=lambda shape, dtype, layout: np.zeros(shape).view(Tile),
+            NVMMADistributedLayout=lambda *description: None,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, dtype: None),
+            BlockedLayout=lambda *description: None,
+            SliceLayout=lambda dim, parent: None,
+            float32="value",
+            int64="barrier",
+        )
+        return {
+            "gl": language,
+            "mbarrier": SimpleNamespace(
+                MBarrierLayout=lambda: None,
+                init=lambda barrier, count: setattr(barrier, "count", count),
+                expect=self.expect,
+                arrive=self.arrive,
+                wait=self.wait,
+            ),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=self.read_box,
+                async_copy_shared_to_global=self.write_box,
+                store_wait=self.store_wait,
+            ),
+            "async_copy": SimpleNamespace(
+                async_copy_global_to_shared=self.read_pointers, mbarrier_arrive=self.arrive_after_copies
+            ),
+            "fence_async_shared": self.fence,
+            "warpgroup_mma": self.multiply,
+            "warpgroup_mma_wait": self.wait_products,
+        }
+
+
+def _where(condition, one, other):
+    return (
+        np.where(condition, one, other).view(Tile)
+        if isinstance(condition, np.ndarray)
+        else one
+        if condition
+        else other
+    )
+
+
+def run_kernel(module: ModuleType, name: str, programs: int, warps: int, seed: int, *arguments: object) -> None:
+    """Runs the kernel `module.name`, and what it calls, for each of `programs` programs.
+
+    Raises:
+        AssertionError: the kernel does what would be wrong on a GPU; see the top of this file.
+    """
+    sources = {key: value.fn for key, value in vars(module).items() if hasattr(value, "fn")}
+    for program in range(programs):
+        scope = vars(module) | _Machine(program, programs, warps, seed + program).scope()
+        scope.update({key: FunctionType(source.__code__, scope, key) for key, source in sources.items()})
+        scope[name](*arguments)
