@@ -19,11 +19,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
-from patchgen.kernels.moe_schedule import WEIGHTS, multiply, num_programs
+from patchgen.kernels.moe_schedule import WEIGHTS, is_specialized_here, multiply, num_programs
 
 _BLOCK_A = 128
-_SPECIALIZED_RELEASES = ("3.6.",)
-_SPECIALIZED_CAPABILITY = (9, 0)
 
 
 def grouped_gemm_weights(
@@ -76,15 +74,6 @@ def grouped_gemm_weights(
         maxnreg=blocks.max_registers,
     )
     return out
-
-
-def is_specialized_here(tensor: Tensor) -> bool:
-    """Whether the kernel in Gluon serves the device of `tensor` and this release of Triton."""
-    return (
-        tensor.is_cuda
-        and torch.cuda.get_device_capability(tensor.device) == _SPECIALIZED_CAPABILITY
-        and triton.__version__.startswith(_SPECIALIZED_RELEASES)
-    )
 
 
 @triton.jit

@@ -1,17 +1,8 @@
-"""The weight gradients of `grouped_gemm_weights` with warps of their own for the loads, in Gluon.
+"""The weight gradients of `grouped_gemm_weights` with warps of their own for the loads, in Gluon; see `warp_roles`.
 
-    loads       tile 0: step 0 | step 1 | ... | tile 1: step 0 | ...      as far ahead as there are free stages
-                   full |  ^ empty
-    products 0     v       |    columns   0..63  of the tile's A side, all of its B side; store
-    products 1                  columns  64..127
-
-Two groups of four warps multiply and execute no load instruction; other warps load, over the ends of tiles, so that the
-first steps of a tile lie in shared memory when the last product of the tile before is done. In the Triton kernel each tile
-ends its pipeline and fills it again, and the warps that multiply load as well. It adds in the same order: the same bits.
-Results leave in pieces of half a tile's columns, so that staging for them and four stages fill the shared memory.
-
-Gluon is an experimental language whose interface changes from release to release: this kernel serves the releases of
-Triton in which it was run, on the one architecture with `wgmma`. Elsewhere the Triton kernel runs.
+The first group that multiplies takes columns 0 to 63 of a tile's A side and all of its B side, the second columns 64 to 127.
+It adds in the order of the Triton kernel: the same bits. Results leave in pieces of half a tile's columns, so that staging
+for them and four stages fill the shared memory.
 
     T tokens   P = M * BLOCK_M padded rows   E experts   A, B columns of the gathered and of the padded side
 """
@@ -20,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,10 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
 from patchgen.kernels.moe_schedule import WEIGHTS_SPECIALIZED, num_programs
+from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, stage_after, stage_before
 
 _BLOCK_A = 128
 
@@ -63,9 +53,9 @@ def specialized_gemm_weights(
     cut = Cut(tokens.shape[1], padded.shape[1], top_k, copied is not None, tokens_first)
     half, piece = cut.block_a // 2, cut.block_b // 2
     _specialized_gemm_weights[(num_programs(tokens, WEIGHTS_SPECIALIZED.per_sm),)](
-        tokens if copied is None else _descriptor(copied, [cut.block_r, cut.block_a]),
-        _descriptor(padded, [cut.block_r, cut.block_b]),
-        _descriptor(out, [1, half, piece] if tokens_first else [1, piece, half]),
+        tokens if copied is None else descriptor(copied, [cut.block_r, cut.block_a]),
+        descriptor(padded, [cut.block_r, cut.block_b]),
+        descriptor(out, [1, half, piece] if tokens_first else [1, piece, half]),
         plan.slot_of_padded,
         plan.row_start,
         plan.tile_start,
@@ -74,11 +64,6 @@ def specialized_gemm_weights(
         CUT=cut,
         num_warps=WEIGHTS_SPECIALIZED.warps,
     )
-
-
-def _descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensor.dtype]
-    return TensorDescriptor.from_tensor(tensor, box, gl.NVMMASharedLayout.get_default_for(box, dtype))
 
 
 @gluon.jit
@@ -91,13 +76,15 @@ def _specialized_gemm_weights(
     left_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CUT.block_r, CUT.block_a], out.dtype)
     lefts = gl.allocate_shared_memory(out.dtype, [STAGES, CUT.block_r, CUT.block_a], left_layout)
     rights = gl.allocate_shared_memory(out.dtype, [STAGES, CUT.block_r, CUT.block_b], padded.layout)
-    results = gl.allocate_shared_memory(out.dtype, [2, 1, out.block_shape[1], out.block_shape[2]], out.layout)
+    results = gl.allocate_shared_memory(
+        out.dtype, [MULTIPLIERS, 1, out.block_shape[1], out.block_shape[2]], out.layout
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         # One arrival announces what TMA copies; each thread that gathers arrives when its pieces are there.
         mbarrier.init(full.index(stage), count=1 if CUT.is_copied else 1 + 32 * LOAD_WARPS)
-        mbarrier.init(empty.index(stage), count=2)
+        mbarrier.init(empty.index(stage), count=MULTIPLIERS)
     fence_async_shared()
     ring = (lefts, rights, full, empty)
     num_a: gl.constexpr = (CUT.a + CUT.block_a - 1) // CUT.block_a
@@ -149,7 +136,7 @@ def _load(tokens, padded, slot_of_padded, num_padded, ring, tiles, CUT: gl.const
                 source = tokens + token.to(gl.int64)[:, None] * CUT.a + column[None, :]
                 async_copy.async_copy_global_to_shared(lefts.index(stage), source)
                 async_copy.mbarrier_arrive(ready, increment_count=False)
-            stage, phase = _after(stage, phase, CUT)
+            stage, phase = stage_after(stage, phase, CUT.stages)
 
 
 @gluon.jit
@@ -172,7 +159,7 @@ def _multiply(out, results, ring, tiles, WHICH: gl.constexpr, CUT: gl.constexpr)
             for _step in range(steps):  # the other group and the loads count on this one
                 mbarrier.wait(full.index(stage), phase)
                 mbarrier.arrive(empty.index(stage))
-                stage, phase = _after(stage, phase, CUT)
+                stage, phase = stage_after(stage, phase, CUT.stages)
         elif ENDS_IN_FIRST_PIECE and b_first + PIECE >= CUT.b:
             stage, phase = _compute(out, results, ring, tile, stage, phase, WHICH, PIECE, CUT)
         else:
@@ -196,14 +183,11 @@ def _compute(out, results, ring, tile, stage, phase, WHICH: gl.constexpr, COLUMN
         left = lefts.index(stage).slice(WHICH * HALF, HALF, dim=1).permute([1, 0])
         right = rights.index(stage).slice(0, COLUMNS, dim=1)
         product = warpgroup_mma(left, right, acc, is_async=True)
-        # All but this product are done, so the stage before it is free. Which one that was is derived from `stage`: a
-        # variable that is set to another one before a loop and again at its end is not carried through the loop, since
-        # the compiler compares objects and takes it for unchanged.
-        acc = warpgroup_mma_wait(1, deps=[product])
-        mbarrier.arrive(empty.index(_before(stage, CUT)), pred=step > 0)
-        stage, phase = _after(stage, phase, CUT)
+        acc = warpgroup_mma_wait(1, deps=[product])  # all but this one are done: the stage before it is free
+        mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)), pred=step > 0)
+        stage, phase = stage_after(stage, phase, CUT.stages)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(_before(stage, CUT)), pred=steps > 0)
+    mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)), pred=steps > 0)
     if COLUMNS == PIECE:
         _store(out, results.index(WHICH), acc, expert, a_first, b_first, CUT)
     else:
@@ -225,18 +209,6 @@ def _store(out, result, piece, expert, a_first, b_first, CUT: gl.constexpr):
         result.reshape([CUT.block_b // 2, CUT.block_a // 2]).permute([1, 0]).store(piece.to(out.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(out, [expert, b_first, a_first], result)
-
-
-@gluon.jit
-def _after(stage, phase, CUT: gl.constexpr):
-    """The stage after `stage`, with the phase that its barriers are in then: each round through the stages flips it."""
-    is_last = stage == CUT.stages - 1
-    return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
-
-
-@gluon.jit
-def _before(stage, CUT: gl.constexpr):
-    return gl.where(stage == 0, CUT.stages - 1, stage - 1)
 
 
 @gluon.jit

@@ -42,6 +42,7 @@ class Blocks(NamedTuple):
 
 
 GATE_UP = Blocks(n=256, k=64, warps=8, stages=4, group=16)
+GATE_UP_SPECIALIZED = GATE_UP._replace(warps=4, stages=3)
 ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 GATE_BACKWARD = Blocks(n=256, k=64, warps=16, stages=4, group=8, pieces=4)
 WEIGHTS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
@@ -77,6 +78,19 @@ def copy_repays(num_rows: int, num_experts: int, num_columns: int) -> bool:
     its rows in the same two ways and follows the same rule.
     """
     return num_columns >= _COPY_COLUMNS and num_rows >= _COPY_ROWS_PER_EXPERT * num_experts
+
+
+_SPECIALIZED_RELEASES = ("3.6.",)
+_SPECIALIZED_CAPABILITY = (9, 0)
+
+
+def is_specialized_here(tensor: Tensor) -> bool:
+    """Whether the kernels of `warp_roles` serve the device of `tensor` and this release of Triton."""
+    return (
+        tensor.is_cuda
+        and torch.cuda.get_device_capability(tensor.device) == _SPECIALIZED_CAPABILITY
+        and triton.__version__.startswith(_SPECIALIZED_RELEASES)
+    )
 
 
 _PROGRAMS_OF_INTERPRETER = 3

@@ -256,6 +256,11 @@ LARGE = [
 ]
 
 
+WITHOUT_GATE = Case(
+    "no_gate_many_tiles", 3000, 12, 1000, 696, 4, activation="relu2", is_gated=False, has_bias=True, routing="left_out"
+)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -321,3 +326,19 @@ def test_specialized_weight_gradients_are_those_of_triton_bit_for_bit(
             poison = torch.full_like(expected, float("nan"))
             del poison
             assert torch.equal(grouped_gemm_weights.grouped_gemm_weights(*arguments), expected), case.name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [*LARGE, WITHOUT_GATE], ids=lambda case: case.name)
+def test_specialized_kernels_give_the_bits_of_the_triton_kernels(case: Case, monkeypatch):
+    """Whole layers, with every option: what is stored, gates, biases, layouts, and gradients that read it."""
+    if not moe_schedule.is_specialized_here(torch.empty(0, device="cuda")):
+        pytest.skip("the kernels serve compute capability 9.0 and some releases of Triton")
+    tensors = case.tensors(torch.bfloat16, "cuda")
+    found = run(case, tensors, "triton")
+    for module in (moe_gate_up, grouped_gemm_weights):
+        monkeypatch.setattr(module, "is_specialized_here", lambda tensor: False)
+    expected = run(case, tensors, "triton")
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
