@@ -320,4 +320,5 @@ def test_specialized_weight_gradients_are_those_of_triton_bit_for_bit(
         for _ in range(3):
             poison = torch.full_like(expected, float("nan"))
             del poison
-            assert torch.equal(grouped_gemm_weights.grouped_gemm_weights(*arguments), expected), case.name
+            found = grouped_gemm_weights.grouped_gemm_weights(*arguments)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), case.name
