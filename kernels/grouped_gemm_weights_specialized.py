@@ -1,14 +1,15 @@
 """The weight gradients of `grouped_gemm_weights` with warps of their own for the loads, in Gluon.
 
-    loads       tile 0: step 0 | step 1 | ... | tile 1: step 0 | ...      as far ahead as there are free stages
-                   full |  ^ empty
-    products 0     v       |    columns   0..63  of the tile's A side, all of its B side; store
-    products 1                  columns  64..127
+    load          tile 0: step 0 | step 1 | ... | tile 1: step 0 | ...    as far ahead as stages are free
+                    full |  ^ empty
+    multiply, 0          v  |    columns  0.. 63 of a tile's A side, all of its B side;  store
+    multiply, 1          v  |    columns 64..127 of a tile's A side, all of its B side;  store
 
 Two groups of four warps multiply and execute no load instruction; other warps load, over the ends of tiles, so that the
 first steps of a tile lie in shared memory when the last product of the tile before is done. In the Triton kernel each tile
-ends its pipeline and fills it again, and the warps that multiply load as well. It adds in the same order: the same bits.
-Results leave in pieces of half a tile's columns, so that staging for them and four stages fill the shared memory.
+ends its pipeline and fills it again, and the warps that multiply load as well. Both add in the same order: the same bits.
+Results leave in pieces of half a tile's B columns, so that four stages and staging for a piece of each group fill the
+shared memory. The half of a tile, of either side, that lies past the end of a tensor is neither multiplied nor stored.
 
 Gluon is an experimental language whose interface changes from release to release: this kernel serves the releases of
 Triton in which it was run, on the one architecture with `wgmma`. Elsewhere the Triton kernel runs.
@@ -41,7 +42,7 @@ _BLOCK_A = 128
 
 
 class Cut(NamedTuple):
-    """All that the compiler knows of one product; `a` and `b` are the columns A and B."""
+    """All that the compiler knows of one product; `a` and `b` are the columns A and B, `block_r` the rows of a step."""
 
     a: int
     b: int
@@ -85,6 +86,8 @@ def _descriptor(tensor: Tensor, box: list[int]) -> TensorDescriptor:
 def _specialized_gemm_weights(
     tokens, padded, out, slot_of_padded, row_start, tile_start, num_experts, num_padded, CUT: gl.constexpr
 ):
+    """Starts the partitions: two that multiply and one that loads. They share a ring of stages: the operands of both
+    sides and their barriers. `full` says that a stage's loads are there, `empty` that both groups have multiplied it."""
     gl.static_assert(CUT.tile_rows // 2 % CUT.block_r == 0)  # an expert's last tile may be half written
     STAGES: gl.constexpr = CUT.stages
     LOAD_WARPS: gl.constexpr = 1 if CUT.is_copied else 4
@@ -110,7 +113,8 @@ def _specialized_gemm_weights(
             (_load, (tokens, padded, slot_of_padded, num_padded, ring, tiles, CUT)),
         ],
         [4, LOAD_WARPS],
-        [232, 40],  # registers per thread; the first group gets what is left of 3 x 168, 232 too
+        # Registers per thread, of 168 on average over three times four warps; the first group gets what is left, 232.
+        [232, 40],
     )
 
 

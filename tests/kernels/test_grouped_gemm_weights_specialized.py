@@ -25,7 +25,7 @@ TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
 
 
 @needs_gluon
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     counts=st.lists(st.one_of(st.just(0), st.integers(1, 20)), min_size=1, max_size=5),
     columns=st.tuples(st.integers(1, 14), st.integers(1, 20)),
