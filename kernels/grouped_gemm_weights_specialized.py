@@ -2,7 +2,8 @@
 
 The first group that multiplies takes columns 0 to 63 of a tile's A side and all of its B side, the second columns 64 to 127.
 It adds in the order of the Triton kernel: the same bits. Results leave in pieces of half a tile's columns, so that staging
-for them and four stages fill the shared memory.
+for them and four stages fill the shared memory. The half of a tile, of either side, that lies past the end of a tensor is
+neither multiplied nor stored.
 
     T tokens   P = M * BLOCK_M padded rows   E experts   A, B columns of the gathered and of the padded side
 """
@@ -31,7 +32,7 @@ _BLOCK_A = 128
 
 
 class Cut(NamedTuple):
-    """All that the compiler knows of one product; `a` and `b` are the columns A and B."""
+    """All that the compiler knows of one product; `a` and `b` are the columns A and B, `block_r` the rows of a step."""
 
     a: int
     b: int
@@ -70,6 +71,8 @@ def specialized_gemm_weights(
 def _specialized_gemm_weights(
     tokens, padded, out, slot_of_padded, row_start, tile_start, num_experts, num_padded, CUT: gl.constexpr
 ):
+    """Starts the partitions: two that multiply and one that loads. They share a ring of stages: the operands of both
+    sides and their barriers. `full` says that a stage's loads are there, `empty` that both groups have multiplied it."""
     gl.static_assert(CUT.tile_rows // 2 % CUT.block_r == 0)  # an expert's last tile may be half written
     STAGES: gl.constexpr = CUT.stages
     LOAD_WARPS: gl.constexpr = 1 if CUT.is_copied else 4
@@ -97,7 +100,8 @@ def _specialized_gemm_weights(
             (_load, (tokens, padded, slot_of_padded, num_padded, ring, tiles, CUT)),
         ],
         [4, LOAD_WARPS],
-        [232, 40],  # registers per thread; the first group gets what is left of 3 x 168, 232 too
+        # Registers per thread, of 168 on average over three times four warps; the first group gets what is left, 232.
+        [232, 40],
     )
 
 
@@ -108,10 +112,10 @@ def _load(tokens, padded, slot_of_padded, num_padded, ring, tiles, CUT: gl.const
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(1)  # every stage is empty at first: the first round through them waits for none
-    _, next_a, next_b, next_steps, next_row = _tile(gl.program_id(0), tiles, CUT)
     for index in range(gl.program_id(0), tiles[2], gl.num_programs(0)):
-        a_first, b_first, steps, row = next_a, next_b, next_steps, next_row
-        _, next_a, next_b, next_steps, next_row = _tile(index + gl.num_programs(0), tiles, CUT)
+        # Not asked for one tile ahead: the loads are ahead anyway, and a number that a loop carries for the bounds of an
+        # inner loop alone is silently taken for dead by Triton 3.6, whose inner loop then keeps the bounds of the first.
+        _, a_first, b_first, steps, row = _tile(index, tiles, CUT)
         if not CUT.is_copied:
             column = a_first + gl.arange(0, CUT.block_a, layout=gl.SliceLayout(0, layout))
             if CUT.a % CUT.block_a != 0:  # past the end: computed, not stored; they read column 0, in 16-byte pieces
@@ -215,7 +219,7 @@ def _store(out, result, piece, expert, a_first, b_first, CUT: gl.constexpr):
 def _tile(index, tiles, CUT: gl.constexpr):
     """`(expert, first A column, first B column, steps, first padded row)` of a tile; past the last tile, of the last.
 
-    Asked for one tile ahead, so that nothing waits for the loads.
+    The groups that multiply ask for it one tile ahead, so that no product waits for these loads.
     """
     num_a: gl.constexpr = (CUT.a + CUT.block_a - 1) // CUT.block_a
     num_b: gl.constexpr = (CUT.b + CUT.block_b - 1) // CUT.block_b

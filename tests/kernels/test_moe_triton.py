@@ -300,9 +300,15 @@ COLUMNS = [(256, 512), (40, 72), (192, 384), (200, 392), (320, 136), (64, 648), 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("tokens_first", [False, True])
+@pytest.mark.parametrize(
+    ("copied", "tokens_first", "dtype"),
+    [
+        (False, False, torch.bfloat16),
+        (False, True, torch.float16),
+        (True, False, torch.float16),
+        (True, True, torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("columns", COLUMNS, ids=str)
 def test_specialized_weight_gradients_are_those_of_triton_bit_for_bit(
     columns, tokens_first, copied, dtype, monkeypatch
@@ -325,7 +331,8 @@ def test_specialized_weight_gradients_are_those_of_triton_bit_for_bit(
         for _ in range(3):
             poison = torch.full_like(expected, float("nan"))
             del poison
-            assert torch.equal(grouped_gemm_weights.grouped_gemm_weights(*arguments), expected), case.name
+            found = grouped_gemm_weights.grouped_gemm_weights(*arguments)
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), case.name
 
 
 @pytest.mark.gpu

@@ -336,14 +336,10 @@ class _Machine:
         }
 
 
-def _where(condition, one, other):
-    return (
-        np.where(condition, one, other).view(Tile)
-        if isinstance(condition, np.ndarray)
-        else one
-        if condition
-        else other
-    )
+def _where(condition: np.ndarray | bool, one: Tile | int, other: Tile | int) -> Tile | int:
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, one, other).view(Tile)
+    return one if condition else other
 
 
 def run_kernel(module: ModuleType, name: str, programs: int, warps: int, seed: int, *arguments: object) -> None:
