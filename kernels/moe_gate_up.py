@@ -20,7 +20,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
-from patchgen.kernels.moe_schedule import GATE_UP, is_specialized_here, multiply, num_programs, rows_together
+from patchgen.kernels.moe_schedule import (
+    GATE_UP,
+    GATE_UP_SPECIALIZED,
+    is_specialized_here,
+    multiply,
+    num_programs,
+    rows_together,
+)
 from patchgen.kernels.triton_gate import activate, gate_constants, gate_forward
 
 
@@ -50,8 +57,7 @@ def gate_up(
     gated = torch.empty(num_rows, inner, **new)
     # In the concatenated layout the columns of a tile are two ranges of the weight, `I` apart.
     halves = 2 if activation.is_gated and not is_interleaved else 1
-    # One copy has to bring a tile's columns in a layout that products read: not two ranges of a transposed weight.
-    if is_specialized_here(hidden_states) and not (is_transposed and halves == 2):
+    if is_specialized_here(hidden_states) and _is_specialized_for(hidden_size, is_transposed, halves):
         from patchgen.kernels.moe_gate_up_specialized import specialized_gate_up  # needs Gluon
 
         specialized_gate_up(
@@ -87,6 +93,12 @@ def gate_up(
         **gate_constants(activation),
     )
     return kept, gated
+
+
+def _is_specialized_for(hidden_size: int, is_transposed: bool, halves: int) -> bool:
+    """Whether one copy brings a tile's columns in a layout that products read, which two ranges of a transposed weight
+    are not, and tiles are more than one step deep: the compiler fails on a loop of one step."""
+    return not (is_transposed and halves == 2) and hidden_size > GATE_UP_SPECIALIZED.k
 
 
 def _weight_descriptor(
