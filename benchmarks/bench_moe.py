@@ -207,7 +207,7 @@ ROUNDS = 2
 """Every option is timed so often, in random order."""
 WARM_UP = 100
 """Milliseconds of calls that do not count, before each round. A GPU that is busy for longer than some 50 ms draws all the
-power that it may, and lowers its clock (from 1.98 to 1.45 GHz on an H200): training knows no other state."""
+power that it may, and lowers its clock (from 1.98 to 1.45 GHz on an H200); 0 times short bursts instead, after one call."""
 REPETITIONS = 4
 """The fewest per round, however long one takes."""
 
@@ -215,11 +215,11 @@ REPETITIONS = 4
 class Timed:
     """One function and its times in milliseconds; the L2 is emptied before each call."""
 
-    def __init__(self, function: Callable[[], object], milliseconds: int) -> None:
+    def __init__(self, function: Callable[[], object], milliseconds: int, warm_up: int = WARM_UP) -> None:
         self.function, self.times = function, []
         function()
         (once,) = self._run(1)
-        self.warm_ups = math.ceil(WARM_UP / once)
+        self.warm_ups = max(1, math.ceil(warm_up / once))
         self.count = max(REPETITIONS, int(milliseconds / ROUNDS / once))
 
     def round(self) -> None:
@@ -325,7 +325,7 @@ COLUMNS = [
 ]
 
 
-def rows_of(name: str, tokens: int, routing: str, options: list[str], milliseconds: int, check: bool):
+def rows_of(name: str, tokens: int, routing: str, options: list[str], milliseconds: int, warm_up: int, check: bool):
     """One dictionary per option, printed when all are measured."""
     problem = make_problem(SHAPES[name], tokens, routing)
     expected = reference(problem) if check else None
@@ -336,7 +336,9 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
         memory[option] = memory_of(function, problem)
         pairs[option] = layer(function, problem)
     del expected
-    forward, both = ({option: Timed(pair[place], milliseconds) for option, pair in pairs.items()} for place in (0, 1))
+    forward, both = (
+        {option: Timed(pair[place], milliseconds, warm_up) for option, pair in pairs.items()} for place in (0, 1)
+    )
     order = [*forward.values(), *both.values()]
     for _ in range(ROUNDS):
         random.shuffle(order)
@@ -360,7 +362,7 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
             "saved_mib": round(memory[option][0]),
             "peak_mib": round(memory[option][1]),
             "worst_relative_error": "" if error is None else f"{error:.1e}",
-            "warm_up": f"{WARM_UP} ms",
+            "warm_up": f"{warm_up} ms" if warm_up else "one call",
         }
         print("| " + " | ".join(str(value) for value in row.values()) + " |", flush=True)
         yield row
@@ -373,6 +375,7 @@ def main() -> None:
     parser.add_argument("--routings", nargs="+", default=["random", "zipf"])
     parser.add_argument("--options", nargs="+", default=None, help="default: every one that is installed")
     parser.add_argument("--milliseconds", type=int, default=120, help="of repetitions per figure, all rounds together")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="milliseconds before each round; 0: one call")
     parser.add_argument("--check-up-to", type=int, default=16384, help="tokens up to which errors are computed")
     parser.add_argument("--repeat", type=int, default=20, help="runs that must agree bit for bit")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -391,7 +394,9 @@ def main() -> None:
             for name in arguments.shapes:
                 for routing in arguments.routings:
                     check = tokens <= arguments.check_up_to and routing == arguments.routings[0]
-                    for row in rows_of(name, tokens, routing, options, arguments.milliseconds, check):
+                    for row in rows_of(
+                        name, tokens, routing, options, arguments.milliseconds, arguments.warm_up, check
+                    ):
                         writer.writerow(stamp | row)
                         file.flush()  # an option may outlast the time there is
                     torch.cuda.empty_cache()
