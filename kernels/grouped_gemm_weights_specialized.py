@@ -20,19 +20,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from patchgen.kernels.moe_plan import BLOCK_M, Plan
 from patchgen.kernels.moe_schedule import WEIGHTS_SPECIALIZED, num_programs
-from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, stage_after, stage_before
+from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, end_products, multiply_stage, pass_by, stage_after
 
 _BLOCK_A = 128
 
 
 class Cut(NamedTuple):
-    """All that the compiler knows of one product; `a` and `b` are the columns A and B, `block_r` the rows of a step."""
+    """What a kernel is compiled for; `a` and `b` are the columns A and B, `block_r` the rows of a step."""
 
     a: int
     b: int
@@ -160,10 +158,8 @@ def _multiply(out, results, ring, tiles, WHICH: gl.constexpr, CUT: gl.constexpr)
         next_expert, next_a, next_b, next_steps, _ = _tile(index + gl.num_programs(0), tiles, CUT)
         tile = (expert, a_first, b_first, steps)
         if WHICH == 1 and ENDS_IN_FIRST_HALF and a_first >= CUT.a:
-            for _step in range(steps):  # the other group and the loads count on this one
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = stage_after(stage, phase, CUT.stages)
+            for _step in range(steps):
+                stage, phase = pass_by(full, empty, stage, phase, CUT.stages)
         elif ENDS_IN_FIRST_PIECE and b_first + PIECE >= CUT.b:
             stage, phase = _compute(out, results, ring, tile, stage, phase, WHICH, PIECE, CUT)
         else:
@@ -186,12 +182,10 @@ def _compute(out, results, ring, tile, stage, phase, WHICH: gl.constexpr, COLUMN
             fence_async_shared()  # products see what threads wrote, and not TMA, after a fence only
         left = lefts.index(stage).slice(WHICH * HALF, HALF, dim=1).permute([1, 0])
         right = rights.index(stage).slice(0, COLUMNS, dim=1)
-        product = warpgroup_mma(left, right, acc, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=[product])  # all but this one are done: the stage before it is free
-        mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)), pred=step > 0)
+        acc = multiply_stage(left, right, acc, empty, stage, step == 0, CUT.stages)
         stage, phase = stage_after(stage, phase, CUT.stages)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)), pred=steps > 0)
+    # `steps > 0` is also what keeps `steps` from being taken for dead; see `_load`.
+    acc = end_products(acc, empty, stage, steps > 0, CUT.stages)
     if COLUMNS == PIECE:
         _store(out, results.index(WHICH), acc, expert, a_first, b_first, CUT)
     else:

@@ -23,21 +23,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_UP_SPECIALIZED, num_programs, rows_together
 from patchgen.kernels.triton_gate import activate, gate_constants, gate_forward
-from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, stage_after, stage_before
+from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, end_products, multiply_stage, pass_by, stage_after
 
 _ROWS = 8
 
 
 class Cut(NamedTuple):
-    """All that the compiler knows of one product.
+    """What a kernel is compiled for.
 
     Attributes:
         halves: 2 where a tile's columns are two ranges of the weight, gate and up; else 1.
@@ -151,7 +149,7 @@ def _specialized_gate_up(
             (_feed, (x, weight, kept, gated, slot_of_padded, staged, ring, made, taken, table, CUT, gate)),
         ],
         [4, FEED_WARPS],
-        [168, 168],
+        [168, 168],  # registers per thread: as many for each of the three groups, none of which spills
     )
 
 
@@ -180,12 +178,9 @@ def _multiply(bias, halves, ring, made, taken, table, WHICH: gl.constexpr, CUT: 
                     right = columns.index(stage).reshape([CUT.block_k, CUT.block_n])
                 else:
                     right = columns.index(stage).reshape([CUT.block_n, CUT.block_k]).permute([1, 0])
-                product = warpgroup_mma(left, right, acc, is_async=True)
-                acc = warpgroup_mma_wait(1, deps=[product])  # all but this one are done: the stage before it is free
-                mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)), pred=k > 0)
+                acc = multiply_stage(left, right, acc, empty, stage, k == 0, CUT.stages)
                 stage, phase = stage_after(stage, phase, CUT.stages)
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(stage_before(stage, CUT.stages)))
+            acc = end_products(acc, empty, stage, True, CUT.stages)
             mbarrier.wait(taken.index(WHICH), taken_phase)
             if bias is None:
                 result.store(acc.to(result.dtype))
@@ -200,11 +195,9 @@ def _multiply(bias, halves, ring, made, taken, table, WHICH: gl.constexpr, CUT: 
                 _store_with_bias(result, fourth_piece, bias_row, n, 3, CUT)
             mbarrier.arrive(made.index(WHICH))
             taken_phase ^= 1
-        else:  # no row of this half is the expert's; the other group and the feeds count on this one
+        else:  # no row of this half is the expert's
             for _k in range(0, CUT.h, CUT.block_k):
-                mbarrier.wait(full.index(stage), phase)
-                mbarrier.arrive(empty.index(stage))
-                stage, phase = stage_after(stage, phase, CUT.stages)
+                stage, phase = pass_by(full, empty, stage, phase, CUT.stages)
 
 
 @gluon.jit
@@ -231,8 +224,8 @@ def _feed(
     """Loads the steps of one tile after the other and finishes, between them, the tile before."""
     STEPS: gl.constexpr = (CUT.h + CUT.block_k - 1) // CUT.block_k
     BLOCKS: gl.constexpr = CUT.block_m // CUT.rows
-    # When so many steps of a tile are asked for, the tile before is staged: nothing waits for it in vain.
-    LEAD: gl.constexpr = CUT.stages + 1
+    # Loads of step LEAD overwrite step 0, so its products are done and the tile before is staged: nothing waits for it.
+    LEAD: gl.constexpr = CUT.stages
     EVERY: gl.constexpr = (STEPS - LEAD) // BLOCKS if STEPS - LEAD > BLOCKS else 1
     rows, columns, full, empty = ring
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -1,4 +1,4 @@
-"""Tile sizes of the expert kernels and how they were chosen; the one place that multiplies two tiles.
+"""Tile sizes of the expert kernels and how they were chosen; the one place that multiplies two tiles in Triton.
 
 Nothing is tuned at run time: a shape never seen before must not stop a training step for minutes. The sizes below hold
 for every shape, with the measurements in README.md beside this file. The rows of a tile are `moe_plan.BLOCK_M`.
@@ -20,7 +20,7 @@ class Blocks(NamedTuple):
 
     Attributes:
         n, k: columns and depth of a tile.
-        warps, stages: of Triton's launch.
+        warps, stages: of Triton's launch; with warp specialization of one group that multiplies, and of the ring.
         group: row tiles that run together over all columns, to share their weights in the cache; fewer where
             `rows_together` says so.
         per_sm: programs per multiprocessor.
@@ -47,7 +47,6 @@ ROWS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 GATE_BACKWARD = Blocks(n=256, k=64, warps=16, stages=4, group=8, pieces=4)
 WEIGHTS = Blocks(n=256, k=64, warps=8, stages=3, group=8)
 WEIGHTS_SPECIALIZED = WEIGHTS._replace(warps=4, stages=4)
-"""The warps are those of one of the two groups that multiply. The same `k`, for the same bits."""
 
 _FEW_COLUMN_TILES = 8
 
@@ -80,16 +79,19 @@ def copy_repays(num_rows: int, num_experts: int, num_columns: int) -> bool:
     return num_columns >= _COPY_COLUMNS and num_rows >= _COPY_ROWS_PER_EXPERT * num_experts
 
 
-_SPECIALIZED_RELEASES = ("3.6.",)
+_SPECIALIZED_RELEASES = ("3.6.0",)
 _SPECIALIZED_CAPABILITY = (9, 0)
+_COPIED_BYTES = 16
 
 
 def is_specialized_here(tensor: Tensor) -> bool:
-    """Whether the kernels of `warp_roles` serve the device of `tensor` and this release of Triton."""
+    """Whether a kernel with warp specialization (`warp_roles`) can read `tensor`: its device, this Triton, its address."""
     return (
         tensor.is_cuda
         and torch.cuda.get_device_capability(tensor.device) == _SPECIALIZED_CAPABILITY
-        and triton.__version__.startswith(_SPECIALIZED_RELEASES)
+        and triton.__version__ in _SPECIALIZED_RELEASES
+        and not triton.knobs.runtime.interpret
+        and tensor.data_ptr() % _COPIED_BYTES == 0
     )
 
 
@@ -113,5 +115,6 @@ def num_programs(tensor: Tensor, per_sm: int) -> int:
 
 @triton.jit
 def multiply(a, b, acc):
-    """`acc + a @ b`, the only product of two tiles in these kernels: another precision with its scales goes here."""
+    """`acc + a @ b`, the only product of two tiles in the Triton kernels (in Gluon `warp_roles.multiply_stage`): another
+    precision with its scales goes here."""
     return tl.dot(a, b, acc, input_precision="ieee")

@@ -256,11 +256,6 @@ LARGE = [
 ]
 
 
-WITHOUT_GATE = Case(
-    "no_gate_many_tiles", 3000, 12, 1000, 696, 4, activation="relu2", is_gated=False, has_bias=True, routing="left_out"
-)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
@@ -335,17 +330,71 @@ def test_specialized_weight_gradients_are_those_of_triton_bit_for_bit(
             assert torch.equal(found.view(torch.int16), expected.view(torch.int16)), case.name
 
 
+# Every option, at two hidden sizes of more than one step, in both dtypes; and steps enough to finish a tile between them.
+SPECIALIZED = [
+    (case.at(name=f"{case.name}_{size}", hidden_size=size), dtype)
+    for number, case in enumerate(CASES)
+    for size, dtype in [((72, torch.bfloat16), (320, torch.float16))[number % 2]]
+] + [
+    (case, torch.bfloat16)
+    for case in (
+        *(case for case in LARGE if case.name in ("t5k_e60_k8", "gpt_oss_sizes", "copied_rows")),
+        Case(
+            "many_tiles", 3000, 12, 1000, 696, 4, activation="relu2", is_gated=False, has_bias=True, routing="left_out"
+        ),
+        Case("deep", num_tokens=300, hidden_size=4104, intermediate_size=136, has_bias=True, is_interleaved=True),
+    )
+]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
-@pytest.mark.parametrize("case", [*LARGE, WITHOUT_GATE], ids=lambda case: case.name)
-def test_specialized_kernels_give_the_bits_of_the_triton_kernels(case: Case, monkeypatch):
-    """Whole layers, with every option: what is stored, gates, biases, layouts, and gradients that read it."""
+@pytest.mark.parametrize(("case", "dtype"), SPECIALIZED, ids=lambda value: getattr(value, "name", None))
+def test_specialized_kernels_give_the_bits_of_the_triton_kernels(case: Case, dtype: torch.dtype, monkeypatch):
+    """Whole layers, with every option that both have: the output, with and without keeping, and every gradient."""
     if not moe_schedule.is_specialized_here(torch.empty(0, device="cuda")):
-        pytest.skip("the kernels serve compute capability 9.0 and some releases of Triton")
-    tensors = case.tensors(torch.bfloat16, "cuda")
+        pytest.skip("the kernels serve one compute capability and one release of Triton")
+    tensors = case.tensors(dtype, "cuda")
+    asked = []
+
+    def specialized(tensor):
+        asked.append(tensor)
+        return True
+
+    for module in (moe_gate_up, grouped_gemm_weights):
+        monkeypatch.setattr(module, "is_specialized_here", specialized)
     found = run(case, tensors, "triton")
+    assert len(asked) == 3
+    with torch.no_grad():
+        out = fused_moe(**tensors, **case.options(), backend="triton")
     for module in (moe_gate_up, grouped_gemm_weights):
         monkeypatch.setattr(module, "is_specialized_here", lambda tensor: False)
     expected = run(case, tensors, "triton")
+    assert torch.equal(out, expected["out"])
     for name in expected:
         assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
+def test_tokens_at_an_odd_address_are_read_by_the_triton_kernels():
+    case = Case("plain", hidden_size=128)
+    tensors = case.tensors(torch.bfloat16, "cuda")
+    expected = run(case, tensors, "triton")["out"]
+    held = torch.empty(tensors["hidden_states"].numel() + 1, dtype=torch.bfloat16, device="cuda")[1:]
+    odd = held.view(tensors["hidden_states"].shape).copy_(tensors["hidden_states"])
+    with torch.no_grad():
+        out = fused_moe(**(tensors | {"hidden_states": odd}), **case.options(), backend="triton")
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
+def test_biases_need_not_be_contiguous():
+    case = Case("bias", has_bias=True, **SMALL)
+    tensors = case.tensors(torch.float32)
+    expected = run(case, tensors, "triton")["out"]
+    for name in ("gate_up_bias", "down_bias"):
+        tensors[name] = torch.cat([tensors[name], torch.randn_like(tensors[name])], 1)[:, : tensors[name].shape[1]]
+        assert not tensors[name].is_contiguous()
+    with torch.no_grad():
+        assert torch.equal(fused_moe(**tensors, **case.options(), backend="triton"), expected)
