@@ -14,7 +14,7 @@ import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offline_hopper import SOUND, compile_for_hopper
-from threaded_gluon import Descriptor, Pointer, run_kernel
+from threaded_gluon import Descriptor, Pointer, copies_not_carried, run_kernel, sources
 
 from patchgen.kernels.activations import KINDS, Activation
 from patchgen.kernels.triton_gate import gate_constants
@@ -126,6 +126,13 @@ def test_every_row_gets_its_product_and_gate(
     else:
         expected = gate.gate(*values.chunk(2, dim=1))
     np.testing.assert_allclose(gated, expected.numpy(), rtol=1e-11, atol=1e-11)
+
+
+@needs_gluon
+def test_no_loop_carries_a_plain_copy():
+    from patchgen.kernels import moe_gate_up_specialized as module
+
+    assert copies_not_carried(*sources(module)) == []
 
 
 @needs_gluon

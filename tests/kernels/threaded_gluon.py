@@ -15,6 +15,8 @@ again when it was read. These are errors:
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
 import random
 from collections.abc import Callable
@@ -404,3 +406,29 @@ def _on_cpu(source: FunctionType, language: dict[str, object], made: dict[Functi
             elif isinstance(scope.get(name), constexpr):
                 scope[name] = scope[name].value
     return made[source]
+
+
+def sources(module: ModuleType) -> list[FunctionType]:
+    """The functions of a module that a compiler takes."""
+    return [value.fn for value in vars(module).values() if hasattr(value, "fn")]
+
+
+def copies_not_carried(*functions: FunctionType) -> list[str]:
+    """Where a variable is set to another one in a loop, and was before it: carried here, on a GPU not; see `stage_before`."""
+    found = []
+    for function in functions:
+        tree = ast.parse(inspect.getsource(function))
+        for loop in [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]:
+            assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+            before = {name for one in assignments if one.lineno < loop.lineno for name in _copied(one)}
+            within = [one for one in ast.walk(loop) if isinstance(one, ast.Assign)]
+            found += [ast.unparse(one) for one in within if _copied(one) & before]
+    return found
+
+
+def _copied(assignment: ast.Assign) -> set[str]:
+    """The names that are set to another name."""
+    pairs = [(assignment.targets[0], assignment.value)]
+    if all(isinstance(side, ast.Tuple) for side in pairs[0]):
+        pairs = zip(*(side.elts for side in pairs[0]), strict=True)
+    return {one.id for one, other in pairs if isinstance(one, ast.Name) and isinstance(other, ast.Name)}
