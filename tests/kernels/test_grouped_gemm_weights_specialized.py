@@ -5,11 +5,6 @@ On a GPU `test_moe_triton.py` compares them with the Triton kernel, bit for bit.
 
 from __future__ import annotations
 
-import ast
-import inspect
-import os
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +13,8 @@ import torch
 import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from threaded_gluon import Descriptor, Pointer, run_kernel
+from offline_hopper import SOUND, compile_for_hopper
+from threaded_gluon import Descriptor, Pointer, copies_not_carried, run_kernel, sources
 
 from patchgen.kernels import grouped_gemm_weights
 
@@ -100,80 +96,46 @@ def test_every_expert_gets_the_product_of_its_rows(
 
 @needs_gluon
 def test_no_loop_carries_a_plain_copy():
-    """`last = stage` before a loop and at its end is not carried through it on a GPU, and is here: see `_compute`."""
     from patchgen.kernels import grouped_gemm_weights_specialized as module
 
-    num_loops = 0
-    for function in [value.fn for value in vars(module).values() if hasattr(value, "fn")]:
-        tree = ast.parse(inspect.getsource(function))
-        for loop in [node for node in ast.walk(tree) if isinstance(node, ast.For)]:
-            num_loops += 1
-            names = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-            before = {name.id for name in names if name.lineno < loop.lineno}
-            for assignment in [node for node in ast.walk(loop) if isinstance(node, ast.Assign)]:
-                pair = (assignment.targets[0], assignment.value)
-                pairs = [pair]
-                if all(isinstance(side, ast.Tuple) for side in pair):
-                    pairs = zip(*(side.elts for side in pair), strict=True)
-                copies = {one.id for one, other in pairs if isinstance(one, ast.Name) and isinstance(other, ast.Name)}
-                assert not copies & before, ast.unparse(assignment)
-    assert num_loops == 6
+    assert copies_not_carried(*sources(module)) == []
+    assert copies_not_carried(_carry_a_copy) == ["last, first = (stage, first)"]
 
 
-COMPILE = """
-import re, subprocess, tempfile
-from pathlib import Path
-from types import SimpleNamespace
-import torch, triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-
-driver.set_active(SimpleNamespace(
-    get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
-    get_current_stream=lambda device=None: 0,
-))
-from patchgen.kernels import grouped_gemm_weights_specialized as module
-
-kernel, made = module._specialized_gemm_weights, []
-class Compiled:
-    def __getitem__(self, grid):
-        return lambda *arguments, **options: made.append(kernel.run(*arguments, grid=grid, warmup=True, **options))
-module._specialized_gemm_weights = Compiled()
-numbers = torch.zeros(256, dtype=torch.int32)
-assembler = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-for e, a, b, is_copied, tokens_first, dtype in (
-    (3, 256, 512, True, True, torch.bfloat16), (1, 256, 512, False, False, torch.float16),
-    (1, 136, 328, True, False, torch.float16), (3, 136, 328, False, True, torch.bfloat16),
-):
-    plan = SimpleNamespace(
-        num_experts=e, row_start=numbers, tile_start=numbers, slot_of_padded=numbers, num_padded=256
-    )
-    tokens, padded = torch.zeros(256, a, dtype=dtype), torch.zeros(256, b, dtype=dtype)
-    out = torch.zeros((e, a, b) if tokens_first else (e, b, a), dtype=dtype)
-    module.specialized_gemm_weights(tokens, tokens if is_copied else None, padded, out, plan, 2, tokens_first)
-    text = made[-1].asm["ptx"]
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(text), file.flush()
-        command = [assembler, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    print(
-        text.count("m64n256k16"), text.count("m64n128k16"), made[-1].metadata.shared <= 232448,
-        *re.findall(r"(\\d+) bytes spill", said), "wgmma" in said,
-    )
-"""
+def _carry_a_copy() -> None:
+    stage = first = 1
+    last = stage
+    for _ in range(3):
+        last, first = stage, first
+        stage = stage + last
 
 
 @needs_gluon
 def test_the_kernel_compiles_for_hopper_without_one(tmp_path):
     """Four products per step for each of two groups of warps, the narrow ones where the columns need them; within the
-    shared memory of a multiprocessor, nothing spilled, and no warning that the products wait for each other."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPILE], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    assert ran.stdout.splitlines() == ["8 0 True 0 0 False"] * 2 + ["8 8 True 0 0 False"] * 2
+    shared memory of a multiprocessor, nothing spilled, and no compiler's trap."""
+    kernels = compile_for_hopper(_launch_variants, tmp_path)
+    wide, narrow = {"m64n256k16": 8}, {"m64n256k16": 8, "m64n128k16": 8}
+    assert [kernel.pop("products") for kernel in kernels] == [wide, wide, narrow, narrow]
+    assert kernels == [SOUND] * 4
+
+
+def _launch_variants() -> None:
+    from patchgen.kernels.grouped_gemm_weights_specialized import specialized_gemm_weights
+
+    numbers = torch.zeros(256, dtype=torch.int32)
+    for e, a, b, is_copied, tokens_first, dtype in (
+        (3, 256, 512, True, True, torch.bfloat16),
+        (1, 256, 512, False, False, torch.float16),
+        (1, 136, 328, True, False, torch.float16),
+        (3, 136, 328, False, True, torch.bfloat16),
+    ):
+        plan = SimpleNamespace(
+            num_experts=e, row_start=numbers, tile_start=numbers, slot_of_padded=numbers, num_padded=256
+        )
+        tokens, padded = torch.zeros(256, a, dtype=dtype), torch.zeros(256, b, dtype=dtype)
+        out = torch.zeros((e, a, b) if tokens_first else (e, b, a), dtype=dtype)
+        specialized_gemm_weights(tokens, tokens if is_copied else None, padded, out, plan, 2, tokens_first)
 
 
 def test_it_is_used_on_one_architecture_with_one_release(monkeypatch):

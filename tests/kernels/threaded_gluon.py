@@ -2,16 +2,22 @@
 
 Gluon has no interpreter. This is one for kernels on Hopper that load by TMA or `cp.async`, multiply by `wgmma` and store by
 TMA. After each step a random draw says which partition goes on or which copy lands, so that the same seed gives the same
-run. What is copied into holds NaN until the copy lands, as does memory that nobody wrote. These are errors:
+run. What is copied into holds NaN until the copy lands, as does memory that nobody wrote, and what threads stored is NaN
+again when it was read. These are errors:
 
-- a wait that nothing will end, arrivals beyond what a barrier counts, and at the end a barrier that counts less than others;
+- a wait that nothing will end, arrivals beyond what a barrier counts, and at the end memory that was filled more or less
+  often than it was freed, said by two barriers allocated one after the other;
 - a copy into memory that a product in flight still reads or another copy has to do with;
-- a store, or a product of what threads wrote, without a fence; a result used before its product is done;
-- a read past the end of an array; an element of the output written twice; an end before the results have left.
+- values stored over others that nobody read;
+- a copy out, or a product of what threads wrote, without a fence; a result used before its product is done;
+- a read or a write past the end of an array; an element of the output written twice; an end before the results have left.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
+import math
 import random
 from collections.abc import Callable
 from threading import Lock, Thread
@@ -19,10 +25,13 @@ from types import FunctionType, ModuleType, SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+from triton.language import constexpr
 
 
 class Tile(np.ndarray):
     """A tile of values with the methods that tensors and shared memory have in Gluon."""
+
+    type = SimpleNamespace(layout=None)
 
     def to(self, dtype: object) -> Tile:
         return self
@@ -39,10 +48,21 @@ class Tile(np.ndarray):
     def split(self) -> tuple[Tile, Tile]:
         return self[..., 0], self[..., 1]
 
+    def _reinterpret(self, dtype: object, shape: list[int], layout: object) -> Tile:
+        return self.reshape(shape)
+
     def store(self, value: np.ndarray) -> None:
+        assert np.isnan(self).all(), "stored over what nobody read"
         _Machine.current.overwrite(self)
         self[...] = value
         _Machine.current.running.is_fenced = False
+        _Machine.current.pause()
+
+    def load(self, layout: object) -> Tile:
+        values = self.copy()
+        self[...] = np.nan
+        _Machine.current.pause()
+        return values
 
 
 class Product(NamedTuple):
@@ -68,6 +88,7 @@ class Barrier:
 class Pointer(NamedTuple):
     array: np.ndarray
     offset: np.ndarray | int = 0
+    dtype = SimpleNamespace(element_ty=None)
 
     def __add__(self, offset: np.ndarray | int) -> Pointer:
         return Pointer(self.array, self.offset + offset)
@@ -79,6 +100,12 @@ class Pointer(NamedTuple):
         if mask is not None:
             values = np.where(mask, values, other)
         return values.view(Tile) if values.ndim else int(values)
+
+    def store(self, values: np.ndarray, mask: np.ndarray) -> None:
+        offset = self.offset[mask]
+        assert np.all((offset >= 0) & (offset < len(self.array))), "write past the end"
+        assert np.isnan(self.array[offset]).all(), "written twice"
+        self.array[offset] = values[mask]
 
 
 class Descriptor:
@@ -181,9 +208,10 @@ class _Machine:
             for partition in self.partitions:
                 if not partition.is_done:
                     self._give_turn(partition)
-        for stage in zip(*self.barriers, strict=True):
-            assert len({barrier.phases for barrier in stage}) == 1, "a stage was not freed as often as it was filled"
-            assert not any(barrier.arrivals or barrier.bytes for barrier in stage), "arrivals without a phase"
+        for all_filled, all_free in zip(self.barriers[::2], self.barriers[1::2], strict=True):
+            for filled, free in zip(all_filled, all_free, strict=True):
+                assert filled.phases == free.phases, "memory was not freed as often as it was filled"
+                assert not any((filled.arrivals, filled.bytes, free.arrivals)), "arrivals without a phase"
 
     def _give_turn(self, partition: _Partition) -> None:
         partition.turn.release()
@@ -221,9 +249,10 @@ class _Machine:
             barrier.progress(1, 0)
         self.pause()
 
-    def wait(self, barrier: Barrier, phase: int) -> None:
-        self.pause(lambda: barrier.phases % 2 != phase)
-        self.running.is_fenced = False
+    def wait(self, barrier: Barrier, phase: int, pred: bool = True) -> None:
+        if pred:
+            self.pause(lambda: barrier.phases % 2 != phase)
+            self.running.is_fenced = False
 
     def fence(self) -> None:
         if self.partitions:
@@ -241,9 +270,9 @@ class _Machine:
         self.copies.append(_Copy(land, target))
         self.pause()
 
-    def read_pointers(self, target: Tile, source: Pointer) -> None:
+    def read_pointers(self, target: Tile, source: Pointer, mask: np.ndarray | None = None) -> None:
         def land() -> None:
-            target[...] = source.load()
+            target[...] = source.load(mask)
             self.written_by_threads[target.ctypes.data] = target
 
         self.overwrite(target)
@@ -264,6 +293,7 @@ class _Machine:
             whole, part = target.clipped(corner)
             assert np.isnan(target.array[whole]).all(), "written twice"
             target.array[whole] = source[part]
+            source[...] = np.nan
 
         assert self.running.is_fenced, "stored without a fence"
         self.running.stores.append(_Copy(land, source))
@@ -290,15 +320,23 @@ class _Machine:
         return acc.value if isinstance(acc, Product) and not self.running.products else acc
 
     def scope(self) -> dict[str, object]:
-        """What the kernel's module imports from Gluon."""
+        """What the sources of kernels import from Gluon and from Triton's language."""
+
+        def no_layout(*description: object) -> None:
+            return None
+
         language = SimpleNamespace(
             load=lambda pointer, mask=None, other=0: pointer.load(mask, other),
+            store=lambda pointer, values, mask: pointer.store(values, mask),
             allocate_shared_memory=self.allocate,
             warp_specialize=self.specialize,
             program_id=lambda axis: self.program,
             num_programs=lambda axis: self.programs,
             arange=lambda start, end, layout: np.arange(start, end).view(Tile),
-            minimum=min,
+            minimum=np.minimum,
+            maximum=np.maximum,
+            sigmoid=lambda x: 1 / (1 + np.exp(-x)),
+            math=SimpleNamespace(erf=lambda x: np.vectorize(math.erf, otypes=[float])(x).view(Tile)),
             where=_where,
             to_tensor=lambda value: value,
             multiple_of=lambda value, number: value,
@@ -306,15 +344,19 @@ class _Machine:
             static_range=range,
             static_assert=lambda condition: None,
             zeros=lambda shape, dtype, layout: np.zeros(shape).view(Tile),
-            NVMMADistributedLayout=lambda *description: None,
-            NVMMASharedLayout=SimpleNamespace(get_default_for=lambda shape, dtype: None),
-            BlockedLayout=lambda *description: None,
-            SliceLayout=lambda dim, parent: None,
+            convert_layout=lambda value, layout: value,
+            NVMMADistributedLayout=no_layout,
+            NVMMASharedLayout=SimpleNamespace(get_default_for=no_layout),
+            SwizzledSharedLayout=no_layout,
+            BlockedLayout=no_layout,
+            SliceLayout=no_layout,
             float32="value",
             int64="barrier",
         )
         return {
             "gl": language,
+            "tl": language,
+            "_INTERPRETED": True,
             "mbarrier": SimpleNamespace(
                 MBarrierLayout=lambda: None,
                 init=lambda barrier, count: setattr(barrier, "count", count),
@@ -348,8 +390,45 @@ def run_kernel(module: ModuleType, name: str, programs: int, warps: int, seed: i
     Raises:
         AssertionError: the kernel does what would be wrong on a GPU; see the top of this file.
     """
-    sources = {key: value.fn for key, value in vars(module).items() if hasattr(value, "fn")}
     for program in range(programs):
-        scope = vars(module) | _Machine(program, programs, warps, seed + program).scope()
-        scope.update({key: FunctionType(source.__code__, scope, key) for key, source in sources.items()})
-        scope[name](*arguments)
+        language = _Machine(program, programs, warps, seed + program).scope()
+        _on_cpu(vars(module)[name].fn, language, {})(*arguments)
+
+
+def _on_cpu(source: FunctionType, language: dict[str, object], made: dict[FunctionType, FunctionType]) -> FunctionType:
+    """The function with the names of Gluon bound to `language`, as have those that it calls, which `made` collects."""
+    if source not in made:
+        scope = source.__globals__ | language
+        made[source] = FunctionType(source.__code__, scope, source.__name__)
+        for name in source.__code__.co_names:
+            if hasattr(scope.get(name), "fn"):
+                scope[name] = _on_cpu(scope[name].fn, language, made)
+            elif isinstance(scope.get(name), constexpr):
+                scope[name] = scope[name].value
+    return made[source]
+
+
+def sources(module: ModuleType) -> list[FunctionType]:
+    """The functions of a module that a compiler takes."""
+    return [value.fn for value in vars(module).values() if hasattr(value, "fn")]
+
+
+def copies_not_carried(*functions: FunctionType) -> list[str]:
+    """Where a variable is set to another one in a loop, and was before it: carried here, on a GPU not; see `stage_before`."""
+    found = []
+    for function in functions:
+        tree = ast.parse(inspect.getsource(function))
+        for loop in [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]:
+            assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+            before = {name for one in assignments if one.lineno < loop.lineno for name in _copied(one)}
+            within = [one for one in ast.walk(loop) if isinstance(one, ast.Assign)]
+            found += [ast.unparse(one) for one in within if _copied(one) & before]
+    return found
+
+
+def _copied(assignment: ast.Assign) -> set[str]:
+    """The names that are set to another name."""
+    pairs = [(assignment.targets[0], assignment.value)]
+    if all(isinstance(side, ast.Tuple) for side in pairs[0]):
+        pairs = zip(*(side.elts for side in pairs[0]), strict=True)
+    return {one.id for one, other in pairs if isinstance(one, ast.Name) and isinstance(other, ast.Name)}
