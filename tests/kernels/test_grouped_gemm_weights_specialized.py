@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from offline_hopper import SOUND, compile_for_hopper
 from threaded_gluon import Descriptor, Pointer, copies_not_carried, run_kernel, sources
 
-from patchgen.kernels import grouped_gemm_weights
-
 needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
 TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
 
@@ -136,19 +134,3 @@ def _launch_variants() -> None:
         tokens, padded = torch.zeros(256, a, dtype=dtype), torch.zeros(256, b, dtype=dtype)
         out = torch.zeros((e, a, b) if tokens_first else (e, b, a), dtype=dtype)
         specialized_gemm_weights(tokens, tokens if is_copied else None, padded, out, plan, 2, tokens_first)
-
-
-def test_it_is_used_on_one_architecture_with_one_release(monkeypatch):
-    """The choice for tensors on other devices, architectures and releases of Triton; a GPU is not asked."""
-    assert not grouped_gemm_weights.is_specialized_here(torch.zeros(1))
-    tensor = SimpleNamespace(is_cuda=True, device=None)
-    for capability, release, expected in (
-        ((9, 0), "3.6.0", True),
-        ((9, 0), "3.60.0", False),
-        ((9, 0), "3.7.0", False),
-        ((10, 0), "3.6.0", False),
-        ((8, 0), "3.6.0", False),
-    ):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        monkeypatch.setattr(triton, "__version__", release)
-        assert grouped_gemm_weights.is_specialized_here(tensor) == expected, (capability, release)
