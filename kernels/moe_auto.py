@@ -2,25 +2,24 @@
 
 One H200, 2026-11-21, bf16, torch 2.11.0+cu130, triton 3.6.0, transformers 5.23.0, liger-kernel 0.8.5 with its own fixed
 configurations (tuned for minutes, it takes some 25 to 30 % less), uniform random routing. Forward and backward in ms, all
-of a row in one process, in short rounds on a cool GPU (`benchmarks/results.csv`, warm_up "one call"; what a busy GPU does
-at T = 16384 is in README.md beside this):
+of a row in one process, on a busy GPU (`make bench-moe`; `benchmarks/results.csv`, warm_up "100 ms"):
 
     T      option         qwen3    gpt_oss    dsv3_slice    mixtral
-    4096   transformers     4.2       6.7          20.1       17.0
-           liger            5.8      11.3          35.0       32.7
-           torch            2.9       5.5          16.2       17.1
-           triton           2.5       4.8          15.6       14.9
-    16384  transformers    12.7      21.3          73.5       63.4
-           liger           18.5      39.6         134.6      126.3
-           torch            9.1      19.3          61.4       58.4
-           triton           6.3      16.9          56.8       55.1
-    32768  transformers    24.2      44.4         146.3      126.5
-           liger           35.0      79.4         269.8      256.6
-           torch           17.3      36.7         126.8      119.0
-           triton          13.3      33.8         112.1      108.0
+    4096   transformers     4.0       6.6          19.0       16.9
+           liger            5.6      10.9          34.8       32.9
+           torch            3.0       5.5          18.3       16.1
+           triton           2.5       5.3          15.2       14.9
+    16384  transformers    12.3      21.6          73.9       63.0
+           liger           18.4      39.6         134.8      127.0
+           torch            9.1      19.1          63.8       58.4
+           triton           7.1      17.8          56.5       54.4
+    32768  transformers    23.6      44.2         148.1      126.1
+           liger           35.0      78.9         270.2      256.5
+           torch           17.3      36.6         128.9      119.0
+           triton          13.2      35.3         111.1      107.0
 
-`triton` is first on all 24 rows, Zipf routing included: 1.5 to 31 % less time than the next. Forward alone, `torch` is up to
-2.5 % faster on two of Mixtral's.
+`triton` is first on all 23 rows, Zipf routing included: 3.5 to 28 % less time than the next, and 3.4 to 33 % forward alone.
+(The 24th, mixtral at 32768 with Zipf routing, was cut off; an earlier `triton` was first there.)
 
 sonic-moe 0.1.2.post1 is not in the table: it tunes itself on first use, for more than 100 s at the gpt_oss shape, in the
 middle of a training step, and is not chosen unasked. In one process with an earlier `triton`, at qwen3 and T = 16384,
