@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from patchgen.kernels.moe_plan import BLOCK_M, Plan
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, tile_at
 from patchgen.kernels.moe_schedule import WEIGHTS, is_specialized_here, multiply, num_programs
 
 _BLOCK_A = 128
@@ -104,11 +104,7 @@ def _grouped_gemm_weights(
     tl.static_assert(TILE_ROWS // 2 % BLOCK_R == 0)
     for index in tl.range(tl.program_id(0), num_experts * per_expert, tl.num_programs(0)):
         expert = index // per_expert
-        within = index % per_expert
-        group = within // (GROUP * num_b)
-        size = tl.minimum(num_a - group * GROUP, GROUP)
-        a_tile = group * GROUP + (within % (GROUP * num_b)) % size
-        b_tile = (within % (GROUP * num_b)) // size
+        a_tile, b_tile = tile_at(index % per_expert, num_a, num_b, GROUP)
 
         num_rows = tl.load(row_start + expert + 1) - tl.load(row_start + expert)
         source = tl.load(tile_start + expert) * TILE_ROWS

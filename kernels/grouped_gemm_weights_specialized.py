@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from patchgen.kernels.moe_plan import BLOCK_M, Plan
+from patchgen.kernels.moe_plan import BLOCK_M, Plan, tile_at
 from patchgen.kernels.moe_schedule import WEIGHTS_SPECIALIZED, num_programs
 from patchgen.kernels.warp_roles import MULTIPLIERS, descriptor, end_products, multiply_stage, pass_by, stage_after
 
@@ -220,11 +220,7 @@ def _tile(index, tiles, CUT: gl.constexpr):
     row_start, tile_start, total = tiles
     index = gl.minimum(index, total - 1)
     expert = index // (num_a * num_b)
-    within = index % (num_a * num_b)
-    group = within // (CUT.group * num_b)
-    size = gl.minimum(num_a - group * CUT.group, CUT.group)
-    a_tile = group * CUT.group + (within % (CUT.group * num_b)) % size
-    b_tile = (within % (CUT.group * num_b)) // size
+    a_tile, b_tile = tile_at(index % (num_a * num_b), num_a, num_b, CUT.group)
     num_rows = gl.load(row_start + expert + 1) - gl.load(row_start + expert)
     row = gl.load(tile_start + expert) * CUT.tile_rows
     return expert, a_tile * CUT.block_a, b_tile * CUT.block_b, (num_rows + CUT.block_r - 1) // CUT.block_r, row

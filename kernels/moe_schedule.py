@@ -79,7 +79,7 @@ def copy_repays(num_rows: int, num_experts: int, num_columns: int) -> bool:
     return num_columns >= _COPY_COLUMNS and num_rows >= _COPY_ROWS_PER_EXPERT * num_experts
 
 
-_SPECIALIZED_RELEASES = ("3.6.0",)
+SPECIALIZED_RELEASES = ("3.6.0",)
 _SPECIALIZED_CAPABILITY = (9, 0)
 _COPIED_BYTES = 16
 
@@ -89,7 +89,7 @@ def is_specialized_here(tensor: Tensor) -> bool:
     return (
         tensor.is_cuda
         and torch.cuda.get_device_capability(tensor.device) == _SPECIALIZED_CAPABILITY
-        and triton.__version__ in _SPECIALIZED_RELEASES
+        and triton.__version__ in SPECIALIZED_RELEASES
         and not triton.knobs.runtime.interpret
         and tensor.data_ptr() % _COPIED_BYTES == 0
     )

@@ -13,12 +13,19 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from patchgen.kernels.moe_schedule import SPECIALIZED_RELEASES
+
+needs_gluon = pytest.mark.skipif(
+    triton.__version__ not in SPECIALIZED_RELEASES,
+    reason=f"the kernels serve Triton {', '.join(SPECIALIZED_RELEASES)}",
+)
 _SHARED_MEMORY = 232448
 SOUND = {"fits": True, "spilled": [0, 0], "warnings": [], "fixed_bounds": []}
 """Of a kernel that fits the shared memory of a multiprocessor, whose registers hold its values, whose products do not wait

@@ -8,15 +8,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offline_hopper import SOUND, compile_for_hopper
+from offline_hopper import SOUND, compile_for_hopper, needs_gluon
 from threaded_gluon import Descriptor, Pointer, copies_not_carried, run_kernel, sources
 
-needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
 TILE_ROWS, BLOCK_R, BLOCK_A, BLOCK_B = 8, 2, 4, 8
 
 

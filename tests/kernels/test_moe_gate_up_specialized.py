@@ -8,18 +8,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from offline_hopper import SOUND, compile_for_hopper
+from offline_hopper import SOUND, compile_for_hopper, needs_gluon
 from threaded_gluon import Descriptor, Pointer, copies_not_carried, run_kernel, sources
 
 from patchgen.kernels.activations import KINDS, Activation
 from patchgen.kernels.triton_gate import gate_constants
 
-needs_gluon = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="the kernel serves Triton 3.6")
 BLOCK_M, BLOCK_N, BLOCK_K, ROWS = 8, 8, 2, 2
 CONCATENATED, INTERLEAVED, PLAIN = "concatenated", "interleaved", "plain"
 gates = st.builds(

@@ -257,7 +257,6 @@ LARGE = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
 def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, backend: str):
@@ -271,7 +270,6 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["triton", "torch"])
 @pytest.mark.parametrize("copied", [False, True])
 def test_twenty_runs_give_the_same_bits_whatever_memory_held(backend: str, copied: bool, monkeypatch):
@@ -294,7 +292,6 @@ COLUMNS = [(256, 512), (40, 72), (192, 384), (200, 392), (320, 136), (64, 648), 
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize(
     ("copied", "tokens_first", "dtype"),
     [
@@ -348,7 +345,6 @@ SPECIALIZED = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 @pytest.mark.parametrize(("case", "dtype"), SPECIALIZED, ids=lambda value: getattr(value, "name", None))
 def test_specialized_kernels_give_the_bits_of_the_triton_kernels(case: Case, dtype: torch.dtype, monkeypatch):
     """Whole layers, with every option that both have: the output, with and without keeping, and every gradient."""
@@ -376,7 +372,6 @@ def test_specialized_kernels_give_the_bits_of_the_triton_kernels(case: Case, dty
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not on_gpu, reason="needs a CUDA device")
 def test_tokens_at_an_odd_address_are_read_by_the_triton_kernels():
     case = Case("plain", hidden_size=128)
     tensors = case.tensors(torch.bfloat16, "cuda")
