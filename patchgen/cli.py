@@ -147,7 +147,11 @@ def verify(
     head: Annotated[str | None, typer.Option("--head", help="the class to prove, instead of the first head")] = None,
     ranks: Annotated[int, typer.Option("--ranks", help="prove on that many gloo processes against one")] = 1,
     sp: Annotated[int, typer.Option("--sp", help="with --ranks: how many of them share a sequence")] = 1,
+    ep: Annotated[int, typer.Option("--ep", help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
+    outdated: Annotated[
+        bool, typer.Option("--outdated", help="only those whose recorded proof does not hold")
+    ] = False,
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
 
@@ -155,11 +159,13 @@ def verify(
     """
     from patchgen.commands import proof
 
+    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
     if ranks > 1:
-        raise typer.Exit(proof.verify_on_ranks(models or [], every=every, head=head, ranks=ranks, sp=sp, fsdp=fsdp))
-    if sp > 1 or fsdp:
-        raise ConfigError("--sp and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
-    raise typer.Exit(proof.verify(models or [], every=every, directory=directory, head=head))
+        layout = proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp)
+        raise typer.Exit(proof.verify_on_ranks(models or [], layout, **what))
+    if sp > 1 or ep > 1 or fsdp:
+        raise ConfigError("--sp, --ep and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
+    raise typer.Exit(proof.verify(models or [], **what))
 
 
 @app.command()
@@ -181,7 +187,7 @@ def sweep(
     from patchgen.commands import sweeping
 
     if sp > 1 or ep > 1:
-        raise typer.Exit(sweeping.sweep_ranks(only or [], sp, ep, world, output))
+        raise typer.Exit(sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
     raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 

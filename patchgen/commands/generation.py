@@ -101,7 +101,8 @@ def committed() -> list[str]:
 
 
 def check(models: list[str]) -> int:
-    """Compares every committed file with what generation gives now; prints the differing lines. 0 if all agree."""
+    """Compares every committed file with what generation gives now, and what is recorded of models and types with what
+    it depends on; prints the differing lines and the old records. 0 if all agree."""
     names = models or committed()
     if not names:
         raise StaleFile(
@@ -116,7 +117,25 @@ def check(models: list[str]) -> int:
         console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
     console.print(f"{states.count(CURRENT)} of {len(names)} generated models are current{unchecked}.")
-    return 1 if STALE in states or orphans else 0
+    old = _old_records(names, with_rows=not models)
+    return 1 if STALE in states or orphans or old else 0
+
+
+def _old_records(names: list[str], *, with_rows: bool) -> bool:
+    """Whether a proof beside these models, or a row of the coverage, does not hold for the sources that stand here."""
+    from patchgen.commands import records, sweeping
+
+    found = records.stale_proofs(names)
+    path = records.path_in(None)
+    if with_rows and path.is_file():
+        release = upstream.open_release(records.wanted_key()["transformers"])
+        wanted = {media: sweeping.types_of("media" if media else "text", release) for media in (False, True)}
+        found += records.stale_rows(path, wanted=wanted)
+    for one in found:
+        console.print(f"[red]old[/] {one}", soft_wrap=True)
+    if not found:
+        console.print("Every recorded proof holds for the sources that stand here.")
+    return bool(found)
 
 
 def _refuse_unknown(names: list[str], known: list[str]) -> None:

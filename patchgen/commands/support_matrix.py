@@ -37,7 +37,7 @@ def support_matrix() -> str:
     lines = ["Text:", "", *_table(text), "", "Images, video and audio:", "", *_table(media)]
     counts = []
     for layout, name in LAYOUTS.items():
-        compared = [ranks[layout] for ranks in of_text.values() if layout in ranks]
+        compared = [cell for ranks in of_text.values() if (cell := ranks.get(layout)) and cell.get("applies", True)]
         counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
     return "\n".join([*lines, "", f"Of all types of this release agree: {', '.join(counts)}."]) + "\n"
 
@@ -53,7 +53,7 @@ def _table(cells: dict[str, dict[str, str]]) -> list[str]:
 
 
 def _cell(result: dict | None) -> str:
-    if result is None:
+    if result is None or not result.get("applies", True):
         return NOT_MEASURED
     if result["reason"]:
         return "no"

@@ -2,46 +2,43 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import multiprocessing
-import os
-import tempfile
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from patchgen import __version__, provenance, upstream
-from patchgen.commands import support_matrix
+from patchgen import upstream
+from patchgen.commands import records, source_keys, support_matrix
+from patchgen.commands.examination import (
+    CAUSAL_MAP,
+    FAILED,
+    GENERATED,
+    PROVEN,
+    TEXT,
+    examine,
+    generated_digest,
+    quiet,
+    row,
+)
 from patchgen.errors import ConfigError
-from patchgen.templates import render
-
-if TYPE_CHECKING:
-    from patchgen.runtime.verify.proof import Proof
 
 console = Console(highlight=False)
 
-PROVEN, GENERATED, FAILED = "proven", "generated", "failed"
-TEXT, VISION, AUDIO, OMNI = "text", "vision", "audio", "omni"
+VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
 FAMILIES = (TEXT, "moe", *MEDIA, "media")
-CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 MEDIA_MAPS = ("MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
-# Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
-IMPLEMENTATIONS = ("torch", "chunked")
 
 
 def sweep(family: str, jobs: int, version: str | None, only: list[str], output: Path | None, *, fresh: bool) -> int:
     """Runs the family; 0 if every type that generates is proven, or, with `only`, if every one of those is.
 
-    Interrupted, it goes on where it stopped. Rows of types that this run does not ask for stay in the record, each with
-    the code that it was made with.
+    A row that holds (`records`) is not made again; interrupted, it goes on where it stopped. Rows of types that this
+    run does not ask for stay in the record as they are.
 
     Raises:
         ConfigError: no such family.
@@ -50,16 +47,12 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
     release = upstream.open_release(version)
     takes_media = family in (*MEDIA, "media")
-    wanted = list(dict.fromkeys(only)) or (
-        _with_media(family, release) if takes_media else sorted(release.auto_map(CAUSAL_MAP))
-    )
-    if family == "moe" and not only:
-        wanted = [kind for kind in wanted if _routes(kind, release)]
-    path = (output or provenance.generated_root().resolve().parent / "docs") / "coverage.json"
-    key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
-    rows = _previous(path)
-    keys = {kind: (takes_media, kind) for kind in wanted}
-    todo = [kind for kind in wanted if fresh or rows.get(keys[kind], {}).get("made_with") != _made_with(key)]
+    wanted = list(dict.fromkeys(only)) or types_of(family, release)
+    path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
+    rows = records.read(path)
+    known = {kind: "" if fresh else _proven_bytes(rows.get((takes_media, kind)), key) for kind in wanted}
+    sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
+    todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
     columns = (
         TextColumn("sweeping"),
         BarColumn(),
@@ -69,159 +62,106 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     )
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
-        for row in _run(todo, release.version, jobs, takes_media=takes_media):
-            place = keys[row["model_type"]]
-            row["family"] = _family(row["model_type"], release) if takes_media else TEXT
-            rows[place] = {**row, "ranks": rows.get(place, {}).get("ranks", {}), "made_with": _made_with(key)}
-            _write(path, key, rows)
-            progress.update(task, advance=1, description=row["model_type"])
+        for found in _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media):
+            kind = found["model_type"]
+            found["family"] = _family(kind, release) if takes_media else TEXT
+            place = (takes_media, kind)
+            before = rows.get(place, {})
+            made_with = records.row_key(found.pop("generated"), key)
+            kept = before if "status" not in found else {"ranks": before.get("ranks", {})}
+            rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
+            records.write(path, rows)
+            progress.update(task, advance=1, description=kind)
             if not console.is_terminal:
-                console.print(f"{row['model_type']}: {row['status']} {row['reason']}", soft_wrap=True)
-    _write(path, key, rows)
+                told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
+                console.print(f"{kind}: {told}", soft_wrap=True)
+    records.write(path, rows)
     if output is None:
         support_matrix.write()
-    asked = [rows[keys[kind]] for kind in wanted]
-    counts = {status: sum(row["status"] == status for row in asked) for status in (PROVEN, GENERATED, FAILED)}
-    moe = sum(row["status"] == PROVEN and row["moe"] for row in asked)
+    return _summary([rows[takes_media, kind] for kind in wanted], path, is_asked_by_name=bool(only))
+
+
+def _proven_bytes(known: Mapping | None, key: Mapping[str, str]) -> str:
+    """What identifies the bytes that a row proves with the sources and releases that are here; empty: none."""
+    generated = (known or {}).get("made_with", {})
+    generated = generated.get("generated", "") if isinstance(generated, Mapping) else ""
+    return generated if records.holds(known, key, generated) else ""
+
+
+def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
+    counts = {status: sum(one["status"] == status for one in asked) for status in (PROVEN, GENERATED, FAILED)}
+    moe = sum(one["status"] == PROVEN and one["moe"] for one in asked)
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
     console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
-    is_good = counts[PROVEN] == len(asked) if only else counts[PROVEN] and not counts[GENERATED]
+    is_good = counts[PROVEN] == len(asked) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
     return 0 if is_good else 1
 
 
-def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None) -> int:
-    """Compares types on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all of `only`."""
+def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool) -> int:
+    """Compares causal types on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all of
+    `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared."""
     from patchgen.runtime.verify import parallel_coverage
 
-    path = (output or provenance.generated_root().resolve().parent / "docs") / "coverage.json"
+    path, key = records.path_in(output), records.present_key()
     release = upstream.open_release(None)
-    key = {"transformers": release.version, "patchgen": __version__, "sources": _source_hash()}
-    rows = _previous(path)
-    measured = parallel_coverage.sweep(only, sp=sp, ep=ep, world=world)
+    rows = records.read(path)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
-    for found in measured:
-        blank = {**_row(found.model_type, FAILED, "not swept"), "made_with": "-"}
-        known = rows.setdefault((False, found.model_type), blank)
-        differences = (found.loss, found.gradients, found.packed_loss, found.packed_gradients)
-        worst = max((d for d in differences if d == d), default=None)  # NaN: not measured
-        known.setdefault("ranks", {})[layout] = {"difference": worst, "reason": found.reason}
-    _write(path, key, rows)
+    layout += "" if world == max(sp, ep) else f"_of{world}"
+    places = [(False, kind) for kind in dict.fromkeys(only) or types_of(TEXT, release)]
+    for place in places:
+        rows.setdefault(place, row(place[1], GENERATED, "not swept in one process"))
+    wanted = [place for place in places if records.needs_ranks(rows[place])]
+    present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
+    todo = [k for _, k in wanted if fresh or not records.cell_holds(rows[False, k], layout, key, present[k])]
+    for found in parallel_coverage.sweep(todo, sp=sp, ep=ep, world=world) if todo else ():
+        cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
+        cell["made_with"] = records.cell_key(found.generated, key)
+        rows[False, found.model_type].setdefault("ranks", {})[layout] = cell
+        records.write(path, rows)
     if output is None:
         support_matrix.write()
-    agreeing = sum(not found.reason for found in measured)
-    console.print(
-        f"{agreeing} of {len(measured)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True
-    )
-    return 0 if (agreeing == len(measured) if only else agreeing) else 1
+    cells = [cell for place in wanted if (cell := rows[place]["ranks"][layout])["applies"]]
+    agreeing = sum(not cell["reason"] for cell in cells)
+    console.print(f"{agreeing} of {len(cells)} agree on {world} ranks with {layout}; written: {path}", soft_wrap=True)
+    return 0 if (agreeing == len(cells) if only else agreeing) else 1
 
 
-def _run(todo: list[str], version: str, jobs: int, *, takes_media: bool) -> Iterator[dict]:
-    """Rows as they come. A type that takes its process down is a failed row, and the others go on."""
+def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool) -> Iterator[dict]:
+    """Rows as they come. A type that takes its process down is a failed row, and the others go on.
+
+    Args:
+        todo: model type -> what identifies the bytes that are proven already.
+    """
     context = multiprocessing.get_context("spawn")
-    remaining = list(todo)
+    remaining = dict(todo)
     while remaining:
-        with ProcessPoolExecutor(min(jobs, len(remaining)), mp_context=context, initializer=_quiet) as pool:
-            futures = {pool.submit(examine, kind, version, takes_media=takes_media): kind for kind in remaining}
+        with ProcessPoolExecutor(min(jobs, len(remaining)), mp_context=context, initializer=quiet) as pool:
+            futures = {
+                pool.submit(examine, kind, version, takes_media=takes_media, known=known): kind
+                for kind, known in remaining.items()
+            }
             broken = []
             for future in as_completed(futures):
                 kind = futures[future]
                 try:
-                    row = future.result()
+                    found = future.result()
                 except BrokenProcessPool:
                     broken.append(kind)
                     continue
-                remaining.remove(kind)
-                yield row
+                del remaining[kind]
+                yield found
         if broken:
-            remaining.remove(broken[0])
-            yield _row(broken[0], FAILED, "its process died (out of memory, or a crash in native code)")
+            reason = "its process died (out of memory, or a crash in native code)"
+            del remaining[broken[0]]
+            yield row(broken[0], GENERATED, reason, generated=generated_digest(broken[0], version))
 
 
-def _quiet() -> None:
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    os.environ["OMP_NUM_THREADS"] = "1"
-
-
-def examine(model_type: str, version: str, *, takes_media: bool = False) -> dict:
-    """Generates and proves one model type, the head that takes images or audio if asked for it; the row says how far it
-    came and why not further."""
-    from patchgen import emit, model_configs, pipeline, provenance
-    from patchgen.errors import PatchgenError
-    from patchgen.runtime.verify.coverage import REFUSALS
-
-    start = time.perf_counter()
-    try:
-        generated = pipeline.generate(upstream.load(model_type, version))
-    except PatchgenError as error:
-        return _row(model_type, FAILED, _phrase(error), seconds=time.perf_counter() - start)
-    name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
-    hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
-    config = Path(model_configs.__file__).parent / f"{name}.py"
-    facts = {
-        "hits": {k: v for k, v in hits.items() if k not in ("prune", "absolute_imports", "checkpoint_mapping")},
-        "notes": sum(len(step.outcome.notes) for step in generated.steps),
-        "config_lines": len(config.read_text().splitlines()) if config.is_file() else 0,
-        "changed_lines": emit.changed_lines(generated.diff),
-        "moe": "fused_experts" in hits,
-    }
-    generation = time.perf_counter() - start
-    with tempfile.TemporaryDirectory() as folder:
-        provenance.write(generated, Path(folder), force=True)
-        try:
-            outcome = _prove(model_type, Path(folder), takes_media=takes_media)
-        except REFUSALS as error:
-            outcome = {"status": GENERATED, "reason": _phrase(error)}
-    return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
-
-
-def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
-    from patchgen.runtime.verify.verify_model import head_with_media, verify_model
-
-    head = head_with_media(directory) if takes_media else None
-    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
-    loss = max((case.loss.relative for case in proof.cases), default=0.0)
-    gradient = max((case.gradient.relative for case in proof.cases), default=0.0)
-    found = {"loss_difference": loss, "gradient_difference": gradient, "inputs": _inputs(proof)}
-    reason = proof.failures[0] if proof.failures else "" if proof.cases else "no case ran"
-    if takes_media and not reason and not found["inputs"]:
-        refusal = next(iter(proof.refused_inputs.items()), ("media", "the head takes none"))
-        reason = "only its text was compared: {}: {}".format(*refusal)
-    return {"status": GENERATED if reason else PROVEN, "reason": _phrase(reason) if reason else "", **found}
-
-
-def _inputs(proof: Proof) -> list[str]:
-    """The inputs with images, video or audio on which both classes were compared."""
-    from patchgen.commands.models_page import MEDIA_CASES
-
-    return [kind for kind in MEDIA_CASES if any(case.name == kind for case in proof.cases)]
-
-
-def _row(model_type: str, status: str, reason: str, **facts: object) -> dict:
-    row = {
-        "model_type": model_type,
-        "status": status,
-        "reason": reason,
-        "hits": {},
-        "notes": 0,
-        "config_lines": 0,
-        "changed_lines": 0,
-        "moe": False,
-        "family": TEXT,
-        "inputs": [],
-        "loss_difference": None,
-        "gradient_difference": None,
-        "seconds": 0.0,
-        "generation_seconds": 0.0,
-        **facts,
-    }
-    return {k: round(v, 2) if k.endswith("seconds") else v for k, v in row.items()}
-
-
-def _phrase(error: object) -> str:
-    """The first line of a message, at most 160 characters, with the site that a pass missed."""
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    detail = next((line.removeprefix("expected ") for line in lines[1:] if line.startswith(("expected", "sign"))), "")
-    return " ".join(f"{lines[0]} {detail}".split())[:160]
+def types_of(family: str, release: upstream.Release) -> list[str]:
+    """The model types of a family in a release."""
+    if family in (*MEDIA, "media"):
+        return _with_media(family, release)
+    kinds = sorted(release.auto_map(CAUSAL_MAP))
+    return [kind for kind in kinds if _routes(kind, release)] if family == "moe" else kinds
 
 
 def _with_media(family: str, release: upstream.Release) -> list[str]:
@@ -260,50 +200,3 @@ def _routes(model_type: str, release: upstream.Release) -> bool:
         return False
     origin = upstream.load_file(release, path, model=model_type)
     return bool(study(source.parse(origin.text, origin.path), origin).with_role(Role.EXPERTS))
-
-
-def _source_hash() -> str:
-    """A hash of the code that decides the results: a resumed sweep does not mix rows of different code."""
-    root = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in (root, *(root / name for name in ("runtime", "kernels", "templates"))):
-        for path in sorted([*folder.glob("**/*.py"), *folder.glob("**/*.jinja")]):
-            if "generated_models" not in path.parts:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _made_with(key: dict[str, str]) -> str:
-    """What decided a row: the release, our version, and the code's hash."""
-    return " ".join(key.values())
-
-
-def _previous(path: Path) -> dict[tuple[bool, str], dict]:
-    """The rows of the record, by whether they are of a head with media and by model type.
-
-    One that does not say what made it was made with the record's own key.
-    """
-    if not path.is_file():
-        return {}
-    record = json.loads(path.read_text(encoding="utf-8"))
-    rows = [{"made_with": _made_with(record["key"]), "family": TEXT, "inputs": [], **row} for row in record["rows"]]
-    return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
-
-
-def _write(path: Path, key: dict[str, str], rows: dict[tuple[bool, str], dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    ordered = [rows[kind] for kind in sorted(rows)]
-    for target, text in (
-        (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
-        (path.with_suffix(".md"), coverage_page(key, ordered)),
-    ):
-        temporary = target.with_suffix(target.suffix + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
-
-
-def coverage_page(key: dict[str, str], rows: list[dict]) -> str:
-    """The text of `coverage.md`. It follows from the record alone."""
-    older = [row["model_type"] for row in rows if row["made_with"] != _made_with(key)]
-    layouts = sorted({layout for row in rows for layout in row.get("ranks", {})}, reverse=True)
-    return render("coverage.jinja", key=key, rows=rows, older=older, layouts=layouts)

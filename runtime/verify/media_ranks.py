@@ -12,37 +12,30 @@ every gathered gradient.
 
 from __future__ import annotations
 
-import copy
-import importlib
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import attention, parallel, registry
-from patchgen.runtime.parallel import ParallelConfig, batch, loss, media, sharding
+from patchgen.runtime import parallel
+from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.media import AUDIO
-from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder
-from patchgen.runtime.verify.parallel_coverage import NotApplicable, switch_dropout_off
+from patchgen.runtime.verify.multimodal_inputs import Sample
+from patchgen.runtime.verify.parallel_coverage import NotApplicable, state_of
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.small_config import small_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from patchgen.runtime.verify.yardstick import Yardstick, find, yardstick
 
 TOLERANCE = 1e-5
-ATTENTION = "patchgen_eager"
 WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
-SEED = 7
 MIXED_RANKS = "one modality each"
+PACKED = "packed"
 
 
 @dataclass(frozen=True)
@@ -59,143 +52,28 @@ class RankResult:
     """How each tower that ran was computed on the ranks that share a sequence."""
 
 
-def find(model: str) -> registry.GeneratedModel:
-    """A generated model by its name, or by the folder that holds it."""
-    return registry.read_model(Path(model)) if Path(model).is_dir() else registry.find_model(model)
-
-
-_STATES: dict[tuple[int, int], ParallelState] = {}
-
-
-def state_of(sp: int, ep: int = 1) -> ParallelState:
-    """One state per layout and process: process groups are never freed."""
-    if (sp, ep) not in _STATES:
-        config = ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep)
-        _STATES[sp, ep] = ParallelState.create(config, "cpu")
-    return _STATES[sp, ep]
-
-
-# --------------------------------------------------------------------------------------------- one model
-
-
-class Yardstick:
-    """Upstream's class, built small, and the batches that it takes."""
-
-    def __init__(self, model: str, head: str) -> None:
-        generated = find(model)
-        self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
-        self.generated_class = getattr(generated.load(), head)
-        self.config = small_config(self.upstream_class.config_class).config
-        for one in (self.config, self.config.get_text_config(decoder=True)):
-            one.use_cache = False
-            if hasattr(one, "output_router_logits"):
-                one.output_router_logits = False
-        self.model = build_model(self.upstream_class, self.config)
-        perturb(self.model)
-        switch_dropout_off(self.model)
-        self.builder = SampleBuilder(self.model, seed=SEED)
-        self.pad = int(self.builder.drawable[0])
-        self._refused: dict[str, str] = {}
-
-    def batches(self) -> dict[str, tuple[Sample, ...]]:
-        """The batches by name; the items of `boundary` are on the middle, those of `first` in the first slice."""
-        found = dict(self.builder.batches())
-        kinds = list(self.builder.layouts)
-        item = self.builder.maker.item
-        if kinds:
-            one = self.builder.sample
-            found["boundary"] = tuple(one([7, item(kinds[0], 0), 7]) for _ in range(2))
-            found["first"] = tuple(one([1, item(kinds[0], 1), 40]) for _ in range(2))
-        found["text"] = tuple(self.builder.sample([length]) for length in (13, 9, 11, 10))
-        if not self._refused:
-            self._refused = {name: self.refusal(name, samples) for name, samples in found.items()}
-        return {name: samples for name, samples in found.items() if not self._refused[name]}
-
-    def refusal(self, name: str, samples: Sequence[Sample]) -> str:
-        """Why upstream itself does not take a batch."""
-        try:
-            self.builder.ask(self.builder.case(name, samples).batch)
-        except REFUSALS as refusal:
-            return str(refusal) or type(refusal).__name__
-        return ""
-
-    def positions(self, inputs: dict[str, Any]) -> Tensor:
-        """The position ids that upstream's fusion model hands to its language model; 0, 1, 2, ... where it hands none."""
-        seen: list[Tensor | None] = []
-        decoder = self.model.get_decoder()
-
-        def record(module: nn.Module, arguments: tuple, keywords: dict) -> None:
-            seen.append(keywords.get("position_ids"))
-
-        hook = decoder.register_forward_pre_hook(record, with_kwargs=True)
-        self.builder.ask(inputs)
-        hook.remove()
-        for module in self.model.modules():
-            if getattr(module, "rope_deltas", None) is not None:
-                module.rope_deltas = None
-        return (
-            seen[0]
-            if seen[0] is not None
-            else torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
-        )
-
-    def one_rank(self, batches: Sequence[dict[str, Any]], *, training: bool = True) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of upstream's class on one rank: the mean over the labels of all batches."""
-        self.model.zero_grad()
-        self.model.train(training)
-        counts = [int((inputs["labels"][:, 1:] != batch.IGNORED).sum()) for inputs in batches]
-        total = 0.0
-        for inputs, count in zip(batches, counts, strict=True):
-            share = self.model(**inputs).loss * (count / sum(counts))
-            share.backward()
-            total += float(share.detach())
-            for module in self.model.modules():
-                if getattr(module, "rope_deltas", None) is not None:
-                    module.rope_deltas = None
-        return total, {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-
-    def generated(self) -> PreTrainedModel:
-        """The generated class with the same weights, attending through our names."""
-        model = self.generated_class._from_config(
-            copy.deepcopy(self.config), attn_implementation=ATTENTION, dtype=torch.float32
-        )
-        model.load_state_dict(self.model.state_dict())
-        switch_dropout_off(model)
-        return model
-
-
-_YARDSTICKS: dict[tuple[str, str], Yardstick] = {}
-
-
-def yardstick(model: str, head: str) -> Yardstick:
-    """One per process: building models costs more than most batches."""
-    if (model, head) not in _YARDSTICKS:
-        attention.register()
-        _YARDSTICKS[model, head] = Yardstick(model, head)
-    return _YARDSTICKS[model, head]
-
-
 # ------------------------------------------------------------------------------------------ on every rank
 
 
-def case_names(model: str, head: str) -> list[str]:
-    """The batches of a model; runs on every rank, the answer is the same."""
+def case_names(model: str | Path, head: str, *, has_several_batches: bool = False) -> list[str]:
+    """The batches of a model; runs on every rank, the answer is the same.
+
+    Args:
+        has_several_batches: whether ranks may hold batches of different modalities, if the model takes any.
+    """
     known = yardstick(model, head)
-    names = list(known.batches())
-    return [*names, "packed"] if "mixed" in names or "images" in names else names
+    return [*known.batches(), PACKED, *([MIXED_RANKS] if has_several_batches and known.builder.layouts else [])]
 
 
-def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: bool = True) -> dict[str, Any]:
+def compare(
+    model: str | Path, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+) -> dict[str, Any]:
     """One batch on this layout against one rank; runs on every rank, with the same answer on all."""
     started = time.perf_counter()
     known = yardstick(model, head)
-    state = state_of(sp)
+    state = state_of(sp, ep)
     whole, mine = _inputs(known, name, state)
-    expected_loss, expected = known.one_rank(whole, training=training)
+    expected_loss, expected = known.one_rank(whole, is_one_row=name == PACKED, training=training)
     generated = known.generated()
     if fsdp:
         sharding.shard_model(generated, state)
@@ -204,14 +82,16 @@ def compare(model: str, head: str, name: str, *, sp: int, fsdp: bool, training: 
     return row | differences(got_loss, got, expected_loss, expected)
 
 
-def mixed_steps(model: str, head: str, *, sp: int = 1, num_steps: int = 10, fsdp: bool = True) -> list[dict[str, Any]]:
+def mixed_steps(
+    model: str | Path, head: str, *, sp: int = 1, ep: int = 1, num_steps: int = 10, fsdp: bool = True
+) -> list[dict[str, Any]]:
     """Each batch index its own modality, optimizer steps in a row; runs on every rank.
 
     With four ranks and an omni model: images, video, audio and text only. In every step the gradients of the ranks are
     compared with those of one rank that takes the whole batch from the same weights.
     """
     known = yardstick(model, head)
-    state = state_of(sp)
+    state = state_of(sp, ep)
     generated = known.generated()
     if fsdp:
         sharding.shard_model(generated, state)
@@ -292,7 +172,7 @@ def on_ranks(
     items = loss.count_items([mine], "cpu")
     model.train(training)
     with parallel.using(state), loss.step(items):
-        share = model(**mine).loss
+        share = model(**mine, num_items_in_batch=items).loss
         share.backward()
     total = share.detach().clone()
     dist.all_reduce(total)
@@ -302,9 +182,10 @@ def on_ranks(
             if parameter.grad is not None:
                 gradients[name] = parameter.grad.full_tensor().clone()
             continue
-        gradient = parameter.grad.clone() if parameter.grad is not None else torch.zeros_like(parameter)
-        dist.all_reduce(gradient)
-        gradients[name] = gradient
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad)  # what a step of an optimizer takes is that of all ranks
+        gradients[name] = parameter.grad.clone()
     return float(total), gradients
 
 
@@ -315,7 +196,7 @@ def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dic
     chunks of sounds to the longest of a batch, and its convolutions see that padding: the features of a sound depend
     on what else is in the batch.
     """
-    if name == "packed":
+    if name == PACKED:
         return _packed_inputs(known, state)
     samples = known.batches()[name]
     # Every batch index gets samples: what is missing is filled up with text.
@@ -338,7 +219,7 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
     """The samples of the richest batch, padded for one rank and in one row for many; upstream does not keep documents
     apart in every kind of layer. All batch indices hold the same row, and one of them its labels."""
     batches = known.batches()
-    samples = batches.get("mixed", batches.get("images"))
+    samples = next(batches[name] for name in ("mixed", "images", "audio", "video", "text") if name in batches)
     whole = dict(known.builder.case("mixed", samples).batch)
     case = known.builder.packed(whole, samples)
     if case is not None:
@@ -366,41 +247,45 @@ def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
 
 
 def verify_on_ranks(
-    model: str,
+    model: str | Path,
     pool: RankPool,
     *,
     sp: int,
     fsdp: bool,
+    ep: int = 1,
     head: str | None = None,
     cases: Sequence[str] | None = None,
     training: bool = True,
 ) -> list[RankResult]:
-    """Proves a generated multimodal model on gloo ranks; prints nothing.
+    """Proves a generated model on gloo ranks; prints nothing.
 
     Args:
         model: its name, or the folder of one outside `generated_models/`.
         pool: processes on this machine.
         sp: how many of them share a sequence.
         fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.
+        ep: how many of them share the experts; they are divided by FSDP2.
         head: the class to prove; default: the first head.
         cases: names of batches; default: all that upstream takes, and ten steps with one modality per rank.
         training: whether both are in training mode.
     """
     head = head or find(model).heads[0]
+    options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp}
     results = []
-    names = list(cases or pool.run(case_names, model, head, timeout=4 * WATCHDOG)[0])
-    if cases is None and pool.world > sp:
-        names.append(MIXED_RANKS)
+    try:
+        several = pool.world > sp
+        names = cases or pool.run(case_names, model, head, has_several_batches=several, timeout=4 * WATCHDOG)[0]
+    except CaseFailed as failure:
+        return [RankResult("its batches", reason=str(failure))]
     for name in names:
         try:
             if name == MIXED_RANKS:
-                rows = pool.run(mixed_steps, model, head, sp=sp, fsdp=fsdp, timeout=WATCHDOG)[0]
-                results.append(_together(name, rows))
+                results.append(_together(name, pool.run(mixed_steps, model, head, **options, timeout=WATCHDOG)[0]))
                 continue
-            options = {"sp": sp, "fsdp": fsdp, "training": training}
-            results.append(RankResult(**pool.run(compare, model, head, name, **options, timeout=WATCHDOG)[0]))
+            found = pool.run(compare, model, head, name, **options, training=training, timeout=WATCHDOG)[0]
+            results.append(RankResult(**found))
         except CaseFailed as failure:
-            if "NotApplicable" not in str(failure):
+            if NotApplicable.__name__ not in str(failure):
                 results.append(RankResult(name, reason=str(failure)))
     return results
 

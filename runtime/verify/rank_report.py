@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-import transformers
 
 from patchgen.runtime.verify.media_ranks import RankResult
 
 FILE_NAME = "verify_ranks.json"
-
-
-def layout_name(ranks: int, sp: int, fsdp: bool) -> str:
-    """How a layout is called in the record: `4 ranks, sp 2, FSDP`."""
-    return f"{ranks} ranks, sp {sp}, {'FSDP' if fsdp else 'whole parameters'}"
 
 
 def print_results(model: str, layout: str, results: Sequence[RankResult]) -> None:
@@ -30,8 +22,14 @@ def print_results(model: str, layout: str, results: Sequence[RankResult]) -> Non
         print(f"  {'failed' if one.reason else 'ok':7} {one.case:21} {one.reason.strip() if one.reason else figures}")
 
 
-def write_results(file: Path, layout: str, results: Sequence[RankResult]) -> Path:
-    """Writes one layout into the record beside a generated file; other layouts of the same file stay."""
+def write_results(
+    file: Path, layout: str, results: Sequence[RankResult], made_with: Mapping[str, str] | None = None
+) -> Path:
+    """Writes one layout into the record beside a generated file; other layouts of the same file stay.
+
+    Args:
+        made_with: the sources and releases that this proof depends on.
+    """
     path = file.parent / FILE_NAME
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     before = json.loads(path.read_text()) if path.is_file() else {}
@@ -43,11 +41,10 @@ def write_results(file: Path, layout: str, results: Sequence[RankResult]) -> Pat
             for one in results
         },
         "towers": towers_of(results),
+        "made_with": dict(made_with or {}),
     }
     record = {
         "sha256": digest,
-        "transformers": transformers.__version__,
-        "torch": torch.__version__.partition("+")[0],
         "layouts": dict(sorted(layouts.items())),
     }
     path.write_text(json.dumps(record, indent=2) + "\n")

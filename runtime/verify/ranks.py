@@ -35,6 +35,7 @@ class RankPool:
         self.world = world
         self._processes: list = []
         self._connections: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory | None = None
 
     def run(self, case: Callable, *args, timeout: float = 240.0, **kwargs) -> list:
         """Runs `case(*args, **kwargs)` on every rank.
@@ -82,11 +83,15 @@ class RankPool:
         for connection in self._connections:
             connection.close()
         self._processes, self._connections = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        store = Path(tempfile.mkdtemp(prefix="patchgen-ranks-")) / "store"
+        self._folder = tempfile.TemporaryDirectory(prefix="patchgen-ranks-")
+        store = Path(self._folder.name) / "store"
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, str(store), theirs), daemon=True)

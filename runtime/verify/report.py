@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -54,14 +55,17 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
     console.print(verdict)
 
 
-def write_proof(proof: Proof, directory: Path) -> Path:
+def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | None = None) -> Path:
     """Writes `verify.json` into `directory` and returns its path.
 
     Its content follows from the proof alone: no times, no paths. Other releases that the same generated file, byte
     for byte, was proven with stay listed; the installed one is listed if this proof holds.
+
+    Args:
+        made_with: the sources and releases that the proof depends on.
     """
     path = directory / FILE_NAME
-    record = proof_record(proof)
+    record = proof_record(proof) | {"made_with": dict(made_with or {})}
     if path.is_file():
         before = json.loads(path.read_text())
         if before.get("sha256") == proof.file_sha256:

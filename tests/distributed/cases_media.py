@@ -9,7 +9,9 @@ from transformers import LlavaConfig
 from patchgen.runtime import attention, media_forms, ops, parallel
 from patchgen.runtime.parallel import media, sharding
 from patchgen.runtime.verify import media_ranks
-from patchgen.runtime.verify.media_ranks import RankResult, find, state_of, yardstick
+from patchgen.runtime.verify.media_ranks import RankResult
+from patchgen.runtime.verify.parallel_coverage import state_of
+from patchgen.runtime.verify.yardstick import find, yardstick
 
 
 def agrees(model: str, name: str, *, sp: int, fsdp: bool = True, training: bool = True) -> None:

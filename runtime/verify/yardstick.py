@@ -1,0 +1,122 @@
+"""Upstream's own class, built small, and the batches that it takes: what ranks are compared with."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.runtime import attention, registry
+from patchgen.runtime.verify import reference_loss
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder
+from patchgen.runtime.verify.parallel_coverage import switch_dropout_off
+from patchgen.runtime.verify.small_config import small_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ATTENTION = "patchgen_eager"
+SEED = 7
+
+
+def find(model: str | Path) -> registry.GeneratedModel:
+    """A generated model by its name, or by the folder that holds it."""
+    return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
+
+
+class Yardstick:
+    """Upstream's class, built small, and the batches that it takes."""
+
+    def __init__(self, model: str | Path, head: str) -> None:
+        generated = find(model)
+        self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+        self.generated_class = getattr(generated.load(), head)
+        self.config = small_config(self.upstream_class.config_class).config
+        for one in (self.config, self.config.get_text_config(decoder=True)):
+            one.use_cache = False
+            if hasattr(one, "output_router_logits"):
+                one.output_router_logits = True
+        record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
+        self.router_functions = reference_loss.functions_of(record)
+        self.model = build_model(self.upstream_class, self.config)
+        perturb(self.model)
+        switch_dropout_off(self.model)
+        self.builder = SampleBuilder(self.model, seed=SEED)
+        self.pad = int(self.builder.drawable[0])
+        self._refused: dict[str, str] = {}
+
+    def batches(self) -> dict[str, tuple[Sample, ...]]:
+        """The batches by name; the items of `boundary` are on the middle, those of `first` in the first slice."""
+        found = dict(self.builder.batches())
+        kinds = list(self.builder.layouts)
+        item = self.builder.maker.item
+        if kinds:
+            one = self.builder.sample
+            found["boundary"] = tuple(one([7, item(kinds[0], 0), 7]) for _ in range(2))
+            found["first"] = tuple(one([1, item(kinds[0], 1), 40]) for _ in range(2))
+        found["text"] = tuple(self.builder.sample([length]) for length in (13, 9, 11, 10))
+        found["plain"] = tuple(self.builder.sample([16]) for _ in range(4))
+        if not self._refused:
+            self._refused = {name: self.refusal(name, samples) for name, samples in found.items()}
+        return {name: samples for name, samples in found.items() if not self._refused[name]}
+
+    def refusal(self, name: str, samples: Sequence[Sample]) -> str:
+        """Why upstream itself does not take a batch."""
+        try:
+            self.builder.ask(self.builder.case(name, samples).batch)
+        except REFUSALS as refusal:
+            return str(refusal) or type(refusal).__name__
+        return ""
+
+    def positions(self, inputs: dict[str, Any]) -> Tensor:
+        """The position ids that upstream's fusion model hands to its language model; 0, 1, 2, ... where it hands none."""
+        seen: list[Tensor | None] = []
+        decoder = self.model.get_decoder()
+
+        def record(module: nn.Module, arguments: tuple, keywords: dict) -> None:
+            seen.append(keywords.get("position_ids"))
+
+        hook = decoder.register_forward_pre_hook(record, with_kwargs=True)
+        self.builder.ask(inputs)
+        hook.remove()
+        reference_loss.forget_positions(self.model)
+        return (
+            seen[0]
+            if seen[0] is not None
+            else torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["input_ids"])
+        )
+
+    def one_rank(
+        self, batches: Sequence[dict[str, Any]], *, is_one_row: bool = False, training: bool = True
+    ) -> tuple[float, dict[str, Tensor]]:
+        """Loss and gradients of upstream's class on one rank, as `reference_loss.one_rank` defines them."""
+        return reference_loss.one_rank(
+            self.model, batches, router_functions=self.router_functions, is_one_row=is_one_row, training=training
+        )
+
+    def generated(self) -> PreTrainedModel:
+        """The generated class with the same weights, attending through our names."""
+        model = self.generated_class._from_config(
+            copy.deepcopy(self.config), attn_implementation=ATTENTION, dtype=torch.float32
+        )
+        model.load_state_dict(self.model.state_dict())
+        switch_dropout_off(model)
+        return model
+
+
+_YARDSTICKS: dict[tuple[str | Path, str], Yardstick] = {}
+
+
+def yardstick(model: str | Path, head: str) -> Yardstick:
+    """One per process: building models costs more than most batches."""
+    if (model, head) not in _YARDSTICKS:
+        attention.register()
+        _YARDSTICKS[model, head] = Yardstick(model, head)
+    return _YARDSTICKS[model, head]
