@@ -386,9 +386,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=300))
     attention.register()
-    from patchgen.runtime.train.model import choose_attention
-
-    name = choose_attention(arguments.attention)
+    name = arguments.attention or attention.choose()
     sizes = TINY if arguments.tiny else MODEL
     memory = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 2**30
     layers = arguments.layers or (2 if arguments.tiny else layers_that_fit(sizes, memory, dist.get_world_size()))

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from patchgen.kernels.chunking import limited
+
 CHUNK_LOGITS = 2**29
 """Logits of one chunk: at most 1 GiB in bf16, and as much for their gradient. With half of it the head's products
 become small; with more only the memory grows."""
@@ -64,7 +66,7 @@ def chunked_causal_lm_loss(
     if vocab_size is None:
         with torch.no_grad():  # one token tells, for the size of the chunks must be known before the first of them
             vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]
-    size = chunk_size(vocab_size)
+    size = limited(chunk_size(vocab_size))
     total = hidden_TH.new_zeros((), dtype=torch.float32)
     for hidden_CH, target_C in zip(hidden_TH.split(size), target_T.split(size), strict=True):
         total = total + checkpoint(

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.causal_lm_loss import items, require_causal_lm_loss, shifted_targets
+from patchgen.kernels.chunking import limited
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 CHUNK_LOGITS = 5 * 2**27
@@ -154,7 +155,7 @@ def _linear_cross_entropy(
     if num_tokens == 0:
         d_weight_VH.zero_()
         d_bias_V.zero_()
-    size = min(chunk_rows(num_tokens, vocab_size), num_tokens)
+    size = min(limited(chunk_rows(num_tokens, vocab_size)), num_tokens)
     stride = -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
     buffer = hidden_TH.new_empty(size, stride)[:, :vocab_size]
     with_gradient = with_hidden or with_weight or with_bias

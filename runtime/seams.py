@@ -21,10 +21,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 EAGER = "eager"
+AUTO = "auto"
+CHOSEN_UNASKED = ("fused_moe", "causal_lm_loss")
+"""Seams that a training run serves with `AUTO` where its recipe names nothing; the others then stay eager."""
 _SHIPPED = "patchgen.runtime.implementations"
 """Registers itself when imported, which is when someone first asks for an implementation."""
 
@@ -94,6 +97,17 @@ def using(**choices: str) -> Iterator[None]:
 def selected() -> dict[str, str]:
     """The implementation of every seam."""
     return {name: seam.selected for name, seam in _SEAMS.items()}
+
+
+def for_training(used: Collection[str], named: Mapping[str, str | None]) -> dict[str, str]:
+    """The implementations that a training run selects, by seam; every other seam is eager.
+
+    Args:
+        used: the seams that modules of the model call.
+        named: what the recipe names, by seam; None where it leaves the choice.
+    """
+    wanted = {name: AUTO for name in CHOSEN_UNASKED if name in used}
+    return wanted | {name: implementation for name, implementation in named.items() if implementation is not None}
 
 
 def implementation(seam: str) -> Callable:

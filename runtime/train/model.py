@@ -22,19 +22,12 @@ from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sha
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import lora, optimizers
 from patchgen.runtime.train.recipe import ModelConfig, ParallelSection, Recipe, RecipeError
+from patchgen.runtime.verify.training_path import asked_of_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Fastest first, as measured in docs/parallel.md; what runs anywhere comes last.
-ATTENTION_ORDER = (
-    "patchgen_flash_attention_4",
-    "patchgen_flash_attention_3",
-    "patchgen_flash_attention_2",
-    "patchgen_flash_varlen",
-    "patchgen_sdpa",
-)
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -133,16 +126,20 @@ def weights_folder(model: ModelConfig) -> Path | None:
     return Path(snapshot_download(found, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def choose_attention(wanted: str | None) -> str:
-    """The name of the attention: the wanted one, or the first of `ATTENTION_ORDER` that can run here."""
-    if wanted is None:
-        return next(name for name in ATTENTION_ORDER if BACKENDS[name].unavailable() is None)
-    if wanted not in BACKENDS:
-        near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
-        raise RecipeError(
-            f"model.attention = '{wanted}' is none of {', '.join(BACKENDS)}." + (f" Near: {near[0]}." if near else "")
-        )
-    return wanted
+def require_attention(wanted: str | None) -> None:
+    """Refuses a name of no attention."""
+    if wanted is None or wanted in BACKENDS:
+        return
+    near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
+    raise RecipeError(
+        f"model.attention = '{wanted}' is none of {', '.join(BACKENDS)}." + (f" Near: {near[0]}." if near else "")
+    )
+
+
+def choose_attention(wanted: str | None, head: type[PreTrainedModel], config: PreTrainedConfig) -> str:
+    """The name of the attention: the wanted one, or the fastest that has here what a small form of the model asks for."""
+    require_attention(wanted)
+    return wanted or attention.choose(asked_of_attention(head, config))
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
@@ -154,14 +151,13 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     config = read_config(recipe.model)
     attention.register()
     try:
-        head = find_head(config)
+        head, config = find_head_and_config(config)
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
-    if head.config_class is not type(config):
-        config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
+    chosen = choose_attention(recipe.model.attention, head, config)
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
-        model = head._from_config(config, attn_implementation=choose_attention(recipe.model.attention), dtype=dtype)
+        model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)
@@ -183,6 +179,14 @@ def find_head(config: PreTrainedConfig) -> type[PreTrainedModel]:
         raise
 
 
+def find_head_and_config(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """`find_head`, and the config, or the part of it, that this head takes."""
+    head = find_head(config)
+    if head.config_class is type(config):
+        return head, config
+    return head, next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
+
+
 def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
 
@@ -194,11 +198,7 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
         RecipeError: an implementation that does not exist, or a seam that was named and that the model does not call.
     """
     used = report.seam_users(model)
-    wanted = {name: getattr(recipe.kernels, name) for name in seams.names()}
-    for name in ("fused_moe", "causal_lm_loss"):
-        if wanted[name] is None and name in used:
-            wanted[name] = "auto"
-    chosen = {name: implementation for name, implementation in wanted.items() if implementation is not None}
+    chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
     try:
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
         report.check_seams(used, chosen)

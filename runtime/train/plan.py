@@ -27,7 +27,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
     """
     layout = models.parallel_config(recipe.parallel, world)
     micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
-    models.choose_attention(recipe.model.attention)
+    models.require_attention(recipe.model.attention)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     if recipe.lora is not None and recipe.model.freeze:

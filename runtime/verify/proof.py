@@ -6,6 +6,8 @@ Everything is compared in fp32, with eager attention and experts, from the same 
     eager seams  outputs (loss, logits, router logits, ...) and every gradient, bit for bit
     fused seams  loss and every gradient within 1e-4 relative, and the kernel was really called
     round trip   a checkpoint saved by one is loaded whole by the other
+
+What a run computes instead, with its own attention, kernels and packed rows, is compared in `training_path.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import (
     EQUAL,
     Difference,
@@ -29,6 +32,8 @@ from patchgen.runtime.verify.seam_proof import FAILED, SeamResult, all_eager, pr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from patchgen.runtime.verify.training_path import TrainingPath
 
 NUM_NAMED = 3
 """How many of several like failures are named; the others are counted."""
@@ -72,11 +77,18 @@ class Proof:
     """Of the generated file."""
     unclassified: tuple[str, ...] = ()
     """Large config fields whose meaning no rule knew: they kept upstream's value."""
+    training: TrainingPath | None = None
+    """The comparison as a run computes; None where it was not made."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether at least one case ran and nothing failed: the generated class computes what upstream's does."""
+        return bool(self.cases) and not self.failures
 
     @property
     def is_proven(self) -> bool:
-        """Whether at least one case ran and nothing failed."""
-        return bool(self.cases) and not self.failures
+        """Whether it also does so on the path that a run takes."""
+        return verdict.of(self).status == verdict.PROVEN
 
     @property
     def dead_parameters(self) -> tuple[str, ...]:

@@ -12,12 +12,13 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
+from patchgen.runtime.verify.training_path import TrainingPath
 
 FILE_NAME = "verify.json"
-PROVEN = "proven"
 
 
 def print_proof(proof: Proof, console: Console | None = None) -> None:
@@ -51,8 +52,22 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
-    verdict = "[green]proven equal to upstream[/green]" if proof.is_proven else "[red]not equal to upstream[/red]"
-    console.print(verdict)
+    if proof.training is not None:
+        _print_training(proof.training, console)
+    found = verdict.of(proof)
+    console.print(found.words, style="green" if found.status == verdict.PROVEN else "red", markup=False)
+
+
+def _print_training(path: TrainingPath, console: Console) -> None:
+    kernels = ", ".join(f"{seam}={implementation}" for seam, implementation in path.seams.items()) or "no seams"
+    stand_in = f" (compared with {path.ran_with}, which runs on the CPU)" if path.ran_with != path.attention else ""
+    console.print(f"as a run computes: {path.attention}{stand_in}, {kernels}", style="dim", highlight=False)
+    table = Table("as a run computes", "loss", "logits", "gradients")
+    for check in path.checks:
+        table.add_row(check.name, *map(_cell, (check.loss, check.logits, check.gradient)))
+    console.print(table)
+    for failure in path.failures:
+        console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
 
 
 def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | None = None) -> Path:
@@ -77,13 +92,15 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
 
 def proof_record(proof: Proof) -> dict[str, object]:
     """The content of `verify.json`."""
+    found = verdict.of(proof)
     return {
         "model": proof.model,
         "head": proof.head,
-        "status": PROVEN if proof.is_proven else "failed",
+        "status": found.status,
+        "reason": found.reason,
         "upstream": proof.upstream_version,
         "sha256": proof.file_sha256,
-        "transformers": [transformers.__version__] if proof.is_proven else [],
+        "transformers": [transformers.__version__] if proof.is_equal else [],
         "torch": torch.__version__.partition("+")[0],
         "config": _plain(proof.overrides),
         "cases": [
@@ -116,6 +133,25 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "refused_inputs": proof.refused_inputs,
         "foreign_classes": proof.foreign,
         "failures": proof.failures,
+        "training": training_record(proof.training) if proof.training is not None else None,
+    }
+
+
+def training_record(path: TrainingPath) -> dict[str, object]:
+    """What a record says of the comparison as a run computes."""
+    return {
+        "attention": path.attention,
+        "compared_with": path.ran_with,
+        "asked": list(path.asked),
+        "seams": dict(path.seams),
+        "checks": {
+            check.name: {
+                kind: f"{found.relative:.0e}"
+                for kind, found in (("loss", check.loss), ("logits", check.logits), ("gradient", check.gradient))
+            }
+            for check in path.checks
+        },
+        "failures": list(path.failures),
     }
 
 

@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ def small_config(config_class: type[PreTrainedConfig] | str, *, variant: str = "
         from transformers import CONFIG_MAPPING
 
         config_class = CONFIG_MAPPING[config_class]
-    return _shrink(config_class, {}, VARIANTS[variant], SpecialIds())
+    return shrink(config_class, {}, VARIANTS[variant], SpecialIds())
 
 
 def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str, ...]:
@@ -129,29 +129,37 @@ def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field
 # ------------------------------------------------------------------------------------------- one config class
 
 
-def _shrink(
-    config_class: type[PreTrainedConfig], given: Mapping[str, object], variant: Mapping, special_ids: SpecialIds
+def shrink(
+    config_class: type[PreTrainedConfig],
+    given: Mapping[str, object],
+    variant: Mapping,
+    special_ids: SpecialIds,
+    sub_configs: Mapping[str, Callable[[SpecialIds], SmallConfig]] | None = None,
 ) -> SmallConfig:
-    """The small form of `config_class(**given)`; its ids are taken from `special_ids`, after those of its sub-configs."""
-    own_fields = _own_fields(config_class)
-    explicit = dict(given) | {name: value for name, value in variant.items() if name in own_fields}
-    if type(_declared(own_fields["is_decoder"]) if "is_decoder" in own_fields else None) is bool:
-        explicit["is_decoder"] = True  # the causal form of a class that is an encoder by default
-    if "mlp_only_layers" in own_fields and not _declared(own_fields["mlp_only_layers"]):
+    """The small form of `config_class(**given)`; its ids are taken from `special_ids`, after those of its sub-configs.
+
+    Args:
+        sub_configs: make the small forms of the sub-configs; None: they are those of what the class gives by default.
+    """
+    fields = own_fields(config_class)
+    explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
+    if type(_declared(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
+        explicit.setdefault("is_decoder", sub_configs is None)  # the causal form of a class that is an encoder by default
+    if "mlp_only_layers" in fields and not _declared(fields["mlp_only_layers"]):
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     overrides, sub_overrides, unclassified = {}, {}, []
-    for key, (sub_class, sub_given) in _sub_configs(config_class).items():
+    for key, make in (sub_configs if sub_configs is not None else _default_sub_configs(config_class, variant)).items():
         own_ids = SpecialIds()
-        sub = _shrink(sub_class, sub_given, variant, own_ids)
+        sub = make(own_ids)
         special_ids.skip(own_ids)
         overrides[key] = sub.config
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
     prototype = _construct(config_class, explicit | overrides)
-    values = {name: vars(prototype).get(name) for name in own_fields}
+    values = {name: vars(prototype).get(name) for name in fields}
     common_names = {own: common for common, own in config_class.attribute_map.items()}
 
-    for name, field in own_fields.items():
+    for name, field in fields.items():
         if name in overrides:
             continue
         declared = explicit.get(name, _declared(field))
@@ -170,9 +178,9 @@ def _shrink(
     for name in _undeclared_ids(config_class):
         if not hasattr(prototype, name):
             overrides[name] = next(special_ids)
-    overrides |= {name: value for name, value in given.items() if name not in own_fields}
+    overrides |= {name: value for name, value in given.items() if name not in fields}
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
-    overrides |= _related(own_fields, values, explicit, overrides)
+    overrides |= _related(fields, values, explicit, overrides)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
         overrides["rope_parameters"] = rope
@@ -187,7 +195,7 @@ def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, obj
         raise SmallConfigError(config_class, overrides, error) from error
 
 
-def _own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
+def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Field]:
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
@@ -200,6 +208,15 @@ def _declared(field: dataclasses.Field) -> object:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None
+
+
+def _default_sub_configs(
+    config_class: type[PreTrainedConfig], variant: Mapping
+) -> dict[str, Callable[[SpecialIds], SmallConfig]]:
+    return {
+        key: lambda ids, of=sub_class, given=given: shrink(of, given, variant, ids)
+        for key, (sub_class, given) in _sub_configs(config_class).items()
+    }
 
 
 def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[PreTrainedConfig], dict]]:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from patchgen.runtime import registry
+from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
+from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 BASE = "base"
 CHECKPOINTING = "checkpointing"
@@ -20,6 +27,10 @@ EVALUATION = "evaluation"  # of models that take media, whose towers may differ 
 # Variants that change what a mask or a packed batch does: the router loss weighs tokens by the mask, a window cuts the
 # attention of each document. They run every case; the others, which change neither, the first.
 ALL_CASES = ("router_logits", "window", "no_window")
+
+
+# Variants that ask other features of the attention, or have other layers: each is compared as a run computes it.
+TRAINED = (BASE, "window", "no_window", "experts")
 
 
 class NoUpstreamError(ValueError):
@@ -33,6 +44,7 @@ def verify_model(
     head: str | None = None,
     variants: Iterable[str] | None = None,
     implementations: Collection[str] | None = None,
+    training_path: bool = True,
 ) -> Proof:
     """Proves a generated model against the upstream module that `provenance.json` names.
 
@@ -43,6 +55,7 @@ def verify_model(
         head: the class to prove; default: the first of the heads in `provenance.json`.
         variants: names out of `small_config.VARIANTS`, "checkpointing" and "evaluation"; default: all that the config knows.
         implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
+        training_path: compare as a run computes, too, if the eager comparison found nothing.
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
@@ -70,6 +83,7 @@ def verify_model(
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
     proofs: list[Proof] = []
+    trained: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
     for variant in chosen:
         try:
@@ -99,12 +113,38 @@ def verify_model(
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
         proof.refused_inputs = media.refused
         proofs.append(proof)
+        if variant in TRAINED:
+            trained[variant] = small.config
     merged = merge(proofs)
     merged.refused = refused
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version
+    if training_path and merged.is_equal:
+        merged.training = _training_path(upstream_class, generated_class, trained)
     return merged
+
+
+def judge(
+    model: str, *, directory: Path, head: str | None, implementations: Collection[str] | None = None
+) -> tuple[verdict.Verdict, Proof | None]:
+    """The verdict on a model with all its variants, and the proof; None where upstream's class or config refused it."""
+    try:
+        proof = verify_model(model, directory=directory, head=head, implementations=implementations)
+    except REFUSALS as refusal:
+        return verdict.Verdict(verdict.GENERATED, verdict.one_line(refusal)), None
+    return verdict.of(proof), proof
+
+
+def _training_path(
+    upstream_class: type, generated_class: type, configs: Mapping[str, PreTrainedConfig]
+) -> TrainingPath | None:
+    """The comparison as a run computes, over variants; with media on the first."""
+    paths = {
+        variant: prove_training_path(upstream_class, generated_class, config, media=variant == BASE)
+        for variant, config in configs.items()
+    }
+    return merge_paths(paths) if paths else None
 
 
 def head_with_media(directory: Path) -> str | None:

@@ -1,0 +1,193 @@
+"""Whether a recipe's model can train, decided before any rank starts: `patchgen train` refuses in the words of the proof.
+
+    model.source = 'some_model': proven, eager only: packed rows: other tokens in one document change the logits of others ...
+
+Two questions, on the CPU, with models of a few thousand parameters:
+
+    the type      is its head proven, as `patchgen verify` and `patchgen sweep` prove it?
+    the recipe    does the config, small but with its own options, agree with upstream under what the recipe names?
+
+The answer is kept in ~/.cache/patchgen/preflight under everything that it depends on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from patchgen.runtime import attention, registry, seams
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.compatibility import ReleaseMismatch
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify.comparison import train_step
+from patchgen.runtime.verify.coverage import REFUSALS
+from patchgen.runtime.verify.inputs import text_cases
+from patchgen.runtime.verify.model_pair import build_model
+from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.training_path import prove_training_path
+from patchgen.runtime.verify.verify_model import judge
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+IMPLEMENTATIONS = ("torch", "chunked")
+"""Of the seams, beside those that a run selects: they need no compiler."""
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was decided: the verdict, and the attention that a run takes."""
+
+    status: str
+    reason: str
+    attention: str
+
+    @property
+    def refusal(self) -> str:
+        """The words of the verdict; empty if the model can train."""
+        return "" if self.status == verdict.PROVEN else verdict.Verdict(self.status, self.reason).words
+
+
+def require_trainable(recipe: Recipe) -> Recipe:
+    """The recipe with its attention decided.
+
+    Raises:
+        RecipeError: the model cannot train, in one sentence.
+    """
+    found = examine(recipe)
+    if found.refusal:
+        raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
+    return replace(recipe, model=replace(recipe.model, attention=found.attention))
+
+
+def examine(recipe: Recipe) -> Preflight:
+    """Decides, or reads what was decided before.
+
+    Raises:
+        RecipeError: there is no such model, or none was generated.
+    """
+    models.require_attention(recipe.model.attention)
+    head, config = _head(recipe)
+    named = {name: getattr(recipe.kernels, name) for name in seams.names()}
+    media = recipe.data.kind == "multimodal"
+    path = _cache() / f"{_key(head, config, recipe.model.attention, named, media)}.json"
+    if path.is_file():
+        return Preflight(**json.loads(path.read_text(encoding="utf-8")))
+    found = _decide(head, config, recipe.model.attention, named, media=media)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}")
+        temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        pass  # a home that cannot be written: it is decided again next time
+    return found
+
+
+def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+    """The generated head and the config, or part of it, that it takes."""
+    config = models.read_config(recipe.model)
+    try:
+        return models.find_head_and_config(config)
+    except (registry.UnknownModelError, ReleaseMismatch) as error:
+        reason = str(error).splitlines()[0].removesuffix(".")
+        raise RecipeError(
+            f"model.source = '{recipe.model.source}': {reason}; what can be trained is what "
+            f"`patchgen generate {config.model_type}` makes."
+        ) from error
+
+
+def _decide(
+    head: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    named_attention: str | None,
+    named_seams: Mapping[str, str | None],
+    *,
+    media: bool,
+) -> Preflight:
+    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    upstream_class = None
+    if not generated.upstream_module.startswith(registry.PACKAGE):
+        upstream_class = getattr(importlib.import_module(generated.upstream_module), head.__name__)
+        found, proof = judge(generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS)
+        path = proof.training if proof is not None else None
+        if found.status != verdict.PROVEN:
+            return Preflight(found.status, found.reason, "")
+        if path is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
+            return Preflight(found.status, "", path.attention)
+    small = _small(upstream_class or head, config)
+    path = prove_training_path(
+        upstream_class,
+        head,
+        small,
+        named_attention=named_attention,
+        named_seams=named_seams,
+        asked_config=with_dropout(small, config),
+        media=media,
+    )
+    status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
+    return Preflight(status, verdict.one_line(path.reason), path.attention)
+
+
+def _is_default(config: PreTrainedConfig) -> bool:
+    """Whether the small form of a config is the one that its type was proven with."""
+    return shrink(config).config.to_dict() == small_config(type(config)).config.to_dict()
+
+
+def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """The small form of a config, or that of its class where upstream refuses these options beside small sizes."""
+    try:
+        small = shrink(config).config
+        train_step(build_model(model_class, small), text_cases(small, model_class)[0])
+    except REFUSALS:
+        return small_config(type(config)).config
+    return small
+
+
+@functools.cache
+def _code() -> str:
+    """A hash of the runtime and its kernels: what compares, and what is compared."""
+    digest = hashlib.sha256()
+    for folder in ("runtime", "kernels"):
+        for path in sorted((Path(attention.__file__).parents[1] / folder).glob("**/*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _key(
+    head: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    named_attention: str | None,
+    named_seams: Mapping[str, str | None],
+    media: bool,
+) -> str:
+    file = Path(sys.modules[head.__module__].__file__)
+    parts = {
+        "file": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "head": head.__name__,
+        "config": config.to_dict(),
+        "attention": named_attention,
+        "usable": [name for name, backend in BACKENDS.items() if backend.unavailable() is None],
+        "seams": dict(named_seams),
+        "media": media,
+        "code": _code(),
+        "versions": [torch.__version__, transformers.__version__],
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _cache() -> Path:
+    return Path.home() / ".cache" / "patchgen" / "preflight"

@@ -1,0 +1,71 @@
+"""A small form of somebody's own config: its options stay, its sizes become those of `small_config`.
+
+    shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, four layers
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+from patchgen.runtime.verify import field_semantics as sizes
+from patchgen.runtime.verify import small_config as small
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def shrink(config: PreTrainedConfig) -> small.SmallConfig:
+    """The small form of a config, without dropout.
+
+    Raises:
+        SmallConfigError: the class refuses the sizes beside these options.
+    """
+    return _shrink(config, small.SpecialIds())
+
+
+def _shrink(config: PreTrainedConfig, ids: small.SpecialIds) -> small.SmallConfig:
+    makers = {name: functools.partial(_shrink, sub) for name, sub in _sub_configs(config).items()}
+    return small.shrink(type(config), options(config), {}, ids, makers)
+
+
+def options(config: PreTrainedConfig) -> dict[str, object]:
+    """The fields, of its class or not, in which a config is not what its class gives by default."""
+    try:
+        default = vars(type(config)())
+    except small.REFUSALS:
+        default = {}
+    declared = {field.name for field in dataclasses.fields(config)}
+    own = small.own_fields(type(config))
+    found = {}
+    for name, value in vars(config).items():
+        is_undeclared = name not in declared and not name.startswith("_") and name not in _RECORDS
+        if name in config.sub_configs or not (name in own or is_undeclared):
+            continue
+        if name not in default or value != default[name]:
+            found[name] = value
+    return found
+
+
+# Written into a config file by who saved it; no option.
+_RECORDS = ("transformers_version", "architectures", "model_type", "auto_map", "torch_dtype", "dtype", "name_or_path")
+
+
+def _sub_configs(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
+    return {
+        name: vars(config)[name] for name in config.sub_configs if dataclasses.is_dataclass(vars(config).get(name))
+    }
+
+
+def with_dropout(config: PreTrainedConfig, original: PreTrainedConfig) -> PreTrainedConfig:
+    """A small config with the dropout of the config that it was made from."""
+    found = copy.deepcopy(config)
+    for name, value in vars(original).items():
+        if sizes.is_dropout(name) and isinstance(value, (int, float)):
+            setattr(found, name, value)
+    for name, sub in _sub_configs(original).items():
+        if vars(found).get(name) is not None:
+            setattr(found, name, with_dropout(vars(found)[name], sub))
+    return found

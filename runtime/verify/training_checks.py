@@ -1,0 +1,379 @@
+"""The comparisons of `training_path.py`, one by one: the generated class as the trainer calls it, and upstream's, eager.
+
+B rows   S tokens per row   V vocabulary
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.kernels.chunking import largest_chunk
+from patchgen.runtime import attention, parallel, seams
+from patchgen.runtime.parallel import loss, report
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify import training_inputs as inputs
+from patchgen.runtime.verify.comparison import (
+    EQUAL,
+    GRADIENT_FLOOR,
+    SEED,
+    Difference,
+    Step,
+    compare_gradients,
+    difference,
+)
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.training_inputs import Batch, Documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TOLERANCE = 1e-5
+ROUNDING = 8.0
+WELL_CONDITIONED = 1e-3
+"""Upstream's own rounding above this share says nothing any more: discrete choices (routing) fell out otherwise."""
+CHUNK = 7
+UNSEEN = 5
+"""Tokens at the end of a row that are changed."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: the largest relative differences of what it compared."""
+
+    name: str
+    loss: Difference = EQUAL
+    logits: Difference = EQUAL
+    gradient: Difference = EQUAL
+
+    @property
+    def worst(self) -> float:
+        """The largest of the three, relative."""
+        return max(self.loss.relative, self.logits.relative, self.gradient.relative)
+
+
+class Comparison:
+    """Both models with the same weights, and the comparisons one by one."""
+
+    def __init__(
+        self,
+        reference_class: type[PreTrainedModel],
+        generated_class: type[PreTrainedModel],
+        config: PreTrainedConfig,
+        media: bool,
+    ) -> None:
+        self.generated_class, self.config = generated_class, config
+        self.reference = build_model(reference_class, config)
+        perturb(self.reference)
+        self.draw = inputs.TextDraw(config)
+        self.plain = inputs.plain_rows(self.draw)
+        self.text = inputs.text_documents(self.draw)
+        self.media = inputs.media_documents(self.reference) if media else {}
+        self.seams: dict[str, str] = {}
+        self.ran_seams: dict[str, str] = {}
+        self.positions: Any = None
+        self.state: ParallelState | None = None
+        self.ran_with = ""
+        self.checks: list[Check] = []
+        self.failures: list[str] = []
+
+    def _generated(self, name: str, config: PreTrainedConfig) -> PreTrainedModel:
+        """The generated class under an attention, with upstream's weights."""
+        torch.manual_seed(SEED)
+        model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
+        model.load_state_dict(self.reference.state_dict(), strict=True)
+        return model.train()
+
+    @cached_property
+    def generated(self) -> PreTrainedModel:
+        """The generated class as it is compared."""
+        return self._generated(self.ran_with, self.config)
+
+    @cached_property
+    def exact(self) -> nn.Module:
+        """Upstream's model in fp64."""
+        return copy.deepcopy(self.reference).double()
+
+    def choices(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> set[str]:
+        """Finds the seams of a run and its position function; returns the features that it asks of its attention.
+
+        Rows of the data pipeline are run for that, with `config`.
+        """
+        model = self._generated(attention.ORDER[-1], config)
+        finder = getattr(model, "get_position_id_func", None)
+        self.positions = finder() if finder is not None else None
+        self.seams = seams.for_training(report.seam_users(model), named_seams)
+        self.ran_seams = {seam: self._runnable(model, seam) for seam in seams.CHOSEN_UNASKED if seam in self.seams}
+        packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
+        with attention.recording() as asked, torch.no_grad(), all_eager():
+            for rows in packed:
+                model(**inputs.without_labels(slice_batch(rows, sp=1, sp_rank=0)), use_cache=False)
+        return asked
+
+    def _runnable(self, model: PreTrainedModel, seam: str) -> str:
+        """The implementation of a seam that a run selects, or the choice of the CPU where it needs another device."""
+        try:
+            with torch.no_grad(), attention.recording(), _selected({seam: self.seams[seam]}):
+                model(**self.plain, use_cache=False)
+        except (NotImplementedError, ImportError):
+            return seams.AUTO
+        except Exception:
+            pass  # the comparison says it
+        return self.seams[seam]
+
+    # ------------------------------------------------------------------------------------------- the checks
+
+    def run(self) -> None:
+        """All comparisons; a comparison that raises has failed, and the others go on."""
+        packed = self.text.packed()
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("causality", self.causality),
+            ("plain", lambda: self.rows("plain", self.plain, spare=3)),
+            ("packed", lambda: self.documents("packed", self.text, packed)),
+            ("leak", lambda: self.leak(packed)),
+            ("padded right", lambda: self.rows("padded right", inputs.padded_rows(self.plain, left=False))),
+            ("padded left", lambda: self.rows("padded left", inputs.padded_rows(self.plain, left=True))),
+            ("chunks", lambda: self.documents("chunks", self.text, packed, chunk=CHUNK)),
+            ("accumulation", lambda: self.accumulation(packed)),
+            ("router loss", self.router_loss),
+        ]
+        for name, documents in self.media.items():
+            steps.append(
+                (
+                    f"packed {name}",
+                    lambda n=name, d=documents: self.documents(f"packed {n}", d, d.packed(self.positions)),
+                )
+            )
+        for name, step in steps:
+            try:
+                step()
+            except Exception as error:
+                self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
+
+    def causality(self) -> None:
+        """Tokens at the end of a row change no logits before them, unless they do so upstream."""
+        place = slice(self.plain["input_ids"].shape[1] - UNSEEN, None)
+        changed = inputs.changed(self.plain, place, self.draw)
+        upstream = [self._reference_logits(self.reference, rows)[:, : place.start] for rows in (self.plain, changed)]
+        own = [self._logits(rows)[:, : place.start] for rows in (self.plain, changed)]
+        if difference(*upstream).relative > TOLERANCE:
+            return  # it sees later tokens upstream, too: the rows below are compared with it
+        found = difference(*own)
+        self.checks.append(Check("causality", logits=found))
+        if not found.relative <= TOLERANCE:
+            self.failures.append(
+                f"a later token changes earlier logits by {found.relative:.0e} of their size, and upstream it does not."
+            )
+
+    def rows(self, name: str, rows: Batch, spare: int = 0) -> None:
+        """Rows without packing, in a step that has `spare` labels elsewhere."""
+        items = inputs.num_labels(rows) + spare
+        counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
+        logits = lambda model: {"logits": self._reference_logits(model, rows)[counts]}  # noqa: E731
+        self._compare(
+            name,
+            actual=self._step([rows], items, {"logits": self._logits(rows)[counts]}),
+            reference=lambda model: _reference_step(model, [rows], items, logits(model)),
+        )
+
+    def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
+        """A packed row against its documents alone."""
+        items = sum(map(inputs.num_labels, documents.rows))
+        alone = lambda model: {"logits": torch.cat([self._reference_logits(model, row) for row in documents.rows], 1)}  # noqa: E731
+        with largest_chunk(chunk) if chunk else contextlib.nullcontext():
+            actual = self._step([packed], items, {"logits": self._logits(packed)})
+        self._compare(name, actual, lambda model: _reference_step(model, documents.rows, items, alone(model)))
+
+    def leak(self, packed: Batch) -> None:
+        """Other tokens in one document change no logits of the others."""
+        before, worst = self._logits(packed), EQUAL
+        for place in self.text.bounds():
+            after = self._logits(inputs.changed(packed, place, self.draw))
+            others = torch.ones(before.shape[1], dtype=torch.bool)
+            others[place] = False
+            worst = worst.worst(difference(after[:, others], before[:, others]))
+        self.checks.append(Check("leak", logits=worst))
+        if not worst.relative <= TOLERANCE:
+            self.failures.append(
+                f"packed rows: other tokens in one document change the logits of others by {worst.relative:.0e} of their "
+                "size."
+            )
+
+    def accumulation(self, packed: Batch) -> None:
+        """Two micro-batches of different size are one step over both."""
+        rows = [*inputs.same_rows([self.text]), self.plain]
+        items = sum(map(inputs.num_labels, rows))
+        self._compare(
+            "accumulation",
+            self._step([packed, self.plain], items),
+            lambda model: _reference_step(model, rows, items),
+        )
+
+    def router_loss(self) -> None:
+        """One row with the router loss, whose definition over several rows is the run's own (docs/parallel.md)."""
+        switch = "output_router_logits"
+        owners = [
+            one
+            for model in (self.reference, self.generated)
+            for one in (model.config, model.config.get_text_config(decoder=True))
+            if hasattr(one, switch)
+        ]
+        if not owners:
+            return
+        row = {name: tensor[:1] for name, tensor in self.plain.items()}
+        with contextlib.ExitStack() as stack:
+            for one in owners:
+                stack.callback(setattr, one, switch, getattr(one, switch))
+                setattr(one, switch, True)
+            items = inputs.num_labels(row)
+            self.__dict__.pop("exact", None)  # its config is a copy of before
+            stack.callback(self.__dict__.pop, "exact", None)
+            self._compare("router loss", self._step([row], items), lambda model: _reference_step(model, [row], items))
+
+    # ------------------------------------------------------------------------------------- as the trainer calls
+
+    def _logits(self, rows: Batch) -> Tensor:
+        """`(B, S, V)` of the generated model, as evaluation would call it."""
+        handed = slice_batch(inputs.without_labels(rows), sp=1, sp_rank=0)
+        with torch.no_grad(), _selected(self.ran_seams), parallel.using(self.state):
+            return self.generated(**handed, use_cache=False).logits
+
+    def _step(self, micro_batches: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None) -> Step:
+        """Loss and gradients of one step, as the trainer takes it."""
+        model, total = self.generated, torch.zeros(())
+        model.zero_grad(set_to_none=True)
+        number = torch.tensor(items)
+        with _selected(self.ran_seams), parallel.using(self.state), loss.step(number, len(micro_batches)):
+            for rows in micro_batches:
+                torch.manual_seed(SEED)
+                handed = slice_batch(copy.deepcopy(rows), sp=1, sp_rank=0)
+                share = model(**handed, num_items_in_batch=number, use_cache=False).loss
+                share.backward()
+                total = total + share.detach()
+        return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
+
+    @staticmethod
+    def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:
+        handed = _in_dtype_of(model, inputs.without_labels(rows))
+        with torch.no_grad(), all_eager():
+            return model(**handed, use_cache=False).logits
+
+    # --------------------------------------------------------------------------------------------- comparing
+
+    def _compare(self, name: str, actual: Step, reference: Callable[[nn.Module], Step]) -> None:
+        expected = reference(self.reference)
+        found = {key: difference(actual.outputs[key], expected.outputs[key]) for key in actual.outputs}
+        gradients = compare_gradients(actual, expected)
+        worst = EQUAL
+        for one in gradients.values():
+            worst = worst.worst(one)
+        self.checks.append(Check(name, found["loss"], found.get("logits", EQUAL), worst))
+        beyond = {key: one for key, one in found.items() if not one.relative <= TOLERANCE}
+        beyond |= {f"gradient of {key}": one for key, one in gradients.items() if not one.relative <= TOLERANCE}
+        if beyond:
+            exact = self._exact_step(reference)
+            beyond = {key: one for key, one in beyond.items() if not _is_rounding(key, actual, expected, exact)}
+        if beyond:
+            telling = (key for key in ("logits", "loss") if key in beyond)
+            key = next(telling, max(beyond, key=lambda name: beyond[name].relative))
+            verb = "differ" if key == "logits" else "differs"
+            whose = "upstream's" if name in UNPACKED else "upstream's for the documents alone"
+            self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_size(beyond[key])}.")
+
+    def _exact_step(self, reference: Callable[[nn.Module], Step]) -> Step | None:
+        try:
+            return reference(self.exact)
+        except Exception:
+            return None  # not every model computes in fp64
+
+
+UNPACKED = ("plain", "padded right", "padded left", "router loss")
+_SUBJECT = {
+    "plain": "rows of one document",
+    "packed": "packed rows",
+    "leak": "packed rows",
+    "chunks": "the loss in chunks",
+    "accumulation": "gradient accumulation",
+}
+
+
+def _size(found: Difference) -> str:
+    if found.absolute == float("inf"):
+        return "all of it: it is there on one side only"
+    return f"{found.relative:.0e} of its size"
+
+
+def _is_rounding(key: str, actual: Step, expected: Step, exact: Step | None) -> bool:
+    """Whether upstream in fp32 is about as far from upstream in fp64 as the generated class is."""
+    if exact is None:
+        return False
+    mine, theirs, true = map(_picker(key), (actual, expected, exact))
+    if mine is None or theirs is None or true is None or mine.shape != true.shape:
+        return False
+    norm, own = max(true.double().norm(), _floor(key, expected)), (theirs.double() - true.double()).norm()
+    return bool(own <= WELL_CONDITIONED * norm and (mine.double() - true.double()).norm() <= ROUNDING * own)
+
+
+def _floor(key: str, expected: Step) -> float:
+    """What a gradient is at least taken for: one that is zero in exact arithmetic has nothing but rounding."""
+    if not key.startswith("gradient of "):
+        return 0.0
+    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
+    return GRADIENT_FLOOR * max(norms, default=0.0)
+
+
+def _picker(key: str) -> Callable[[Step], Tensor | None]:
+    if key.startswith("gradient of "):
+        return lambda step: step.gradients.get(key.removeprefix("gradient of "))
+    return lambda step: step.outputs.get(key)
+
+
+@contextlib.contextmanager
+def _selected(chosen: Mapping[str, str]) -> Iterator[None]:
+    with all_eager(), seams.using(**chosen):
+        yield
+
+
+def _reference_step(
+    model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
+) -> Step:
+    """The step of documents one by one: each mean counts with its share of the labels."""
+    model.train()
+    model.zero_grad(set_to_none=True)
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        labels = inputs.num_labels(row)
+        if not labels:
+            continue
+        torch.manual_seed(SEED)
+        with all_eager():
+            mean = model(**_in_dtype_of(model, copy.deepcopy(dict(row))), use_cache=False).loss
+            share = mean * (labels / items)
+            share.backward()
+        total += share.detach()
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return Step({"loss": total.to(dtype), **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
+
+
+def _in_dtype_of(model: nn.Module, rows: Mapping[str, Any]) -> Batch:
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in rows.items()
+    }
+
+
+def told(error: Exception) -> str:
+    """An exception in one line, ending in a full stop."""
+    text = " ".join(str(error).split()) or "no message"
+    named = text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+    return named if named.endswith((".", "!", "?")) else f"{named}."

@@ -1,0 +1,156 @@
+"""The proof of the path that a run takes: the attention, seams, loss and batches that `patchgen train` would choose.
+
+The eager proof (`proof.py`) says that generated code computes what upstream computes. A run computes otherwise: another
+attention, kernels behind the seams, packed rows with the positions and lengths that the data pipeline hands over, a loss
+that is a share of a step. Here upstream's class, eager and one document at a time, is compared with the generated class as
+the trainer calls it:
+
+    causality      a later token changes no earlier logits, unless it does so upstream
+    plain          rows of one document; the number of labels of the step is handed in
+    padded         zeros of the mask behind the tokens, and before them
+    packed         a row of several documents against each alone: logits, loss, every gradient
+    leak           other tokens in one document change no logits of the others
+    chunks         the packed row again, its loss in chunks of a few tokens
+    accumulation   two micro-batches are one step
+    media          the same with images, videos and audio, where the model takes them
+    router loss    of one row
+
+`training_checks.py` makes them. The bar is `TOLERANCE` of the norm. What exceeds it must be as near to upstream in fp64 as
+upstream in fp32 is, times `ROUNDING`: models exist that are worse conditioned than the bar.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from patchgen.runtime import attention
+from patchgen.runtime.parallel import ParallelConfig
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.training_checks import Check, Comparison, told
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+ON_CPU = ("patchgen_sdpa", "patchgen_eager")
+"""Attention that runs on the CPU without compiling; others are stood in for by the fastest of them with the features."""
+
+
+@dataclass(frozen=True)
+class TrainingPath:
+    """What a run would choose, what was compared under it, and what failed."""
+
+    attention: str
+    """The name that a run on this machine takes."""
+    ran_with: str
+    """The name that the comparison ran with: the same, or one for the CPU that computes the same features."""
+    seams: Mapping[str, str] = field(default_factory=dict)
+    asked: tuple[str, ...] = ()
+    """The features that the model asks of its attention."""
+    checks: tuple[Check, ...] = ()
+    failures: tuple[str, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """Why the model cannot train on this path, in one sentence; empty if it can."""
+        return self.failures[0] if self.failures else "" if self.checks else "nothing was compared."
+
+    @property
+    def worst(self) -> float:
+        """The largest relative difference of all checks."""
+        return max((check.worst for check in self.checks), default=0.0)
+
+
+def prove_training_path(
+    upstream_class: type[PreTrainedModel] | None,
+    generated_class: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    *,
+    named_attention: str | None = None,
+    named_seams: Mapping[str, str | None] | None = None,
+    asked_config: PreTrainedConfig | None = None,
+    media: bool = True,
+) -> TrainingPath:
+    """Compares the generated class, as a run calls it, with upstream's.
+
+    Args:
+        upstream_class: None for a model that was made from a file: then the generated class itself, eager and one
+            document at a time, is what it is compared with.
+        config: a small one, without dropout.
+        named_attention, named_seams: what a recipe names; the rest is chosen as a run chooses it.
+        asked_config: the same with the dropout that a run has, for what it asks of the attention; None: `config`.
+        media: compare with images, videos and audio as well, where the model takes them.
+    """
+    attention.register()
+    config = _without_router_loss(config)
+    path = Comparison(upstream_class or generated_class, generated_class, config, media)
+    try:
+        asked = path.choices(asked_config or config, named_seams or {})
+    except Exception as error:
+        return TrainingPath(named_attention or "", "", failures=(f"its first step fails: {told(error)}",))
+    chosen = named_attention or attention.choose(asked)
+    lacking = attention.lacks(chosen, asked)
+    found = TrainingPath(chosen, chosen, path.seams, tuple(sorted(asked)))
+    if lacking:
+        able = attention.choose(asked)
+        return replace(
+            found,
+            failures=(f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can.",),
+        )
+    path.ran_with = chosen if chosen in ON_CPU else attention.choose(asked, device_type="cpu")
+    with one_rank() as state:
+        path.state = state
+        path.run()
+    return replace(found, ran_with=path.ran_with, checks=tuple(path.checks), failures=tuple(path.failures))
+
+
+@functools.lru_cache(maxsize=8)
+def _asked(generated_class: type[PreTrainedModel], config_text: str) -> frozenset[str]:
+    config = generated_class.config_class.from_dict(json.loads(config_text))
+    small = shrink(config).config
+    path = Comparison(generated_class, generated_class, _without_router_loss(small), media=False)
+    return frozenset(path.choices(with_dropout(path.config, config), {}))
+
+
+def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> frozenset[str]:
+    """The features that packed text makes a model ask of its attention, found by running a small form of it."""
+    attention.register()
+    return _asked(generated_class, config.to_json_string(use_diff=False))
+
+
+def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
+    """One record of several variants of a model; the first gives the names, checks of the others carry their variant's."""
+    (_, first), *others = paths.items()
+    checks, failures, asked = list(first.checks), list(first.failures), set(first.asked)
+    for variant, path in others:
+        checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
+        failures += [f"variant {variant}: {failure}" for failure in path.failures]
+        asked |= set(path.asked)
+    return replace(first, checks=tuple(checks), failures=tuple(failures), asked=tuple(sorted(asked)))
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[ParallelState]:
+    """The parallel state of a run on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield ParallelState.create(ParallelConfig.for_world(1), "cpu")
+    finally:
+        dist.destroy_process_group()
+
+
+def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The language-model loss alone: the router loss of several rows is no mean over labels."""
+    config = copy.deepcopy(config)
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "output_router_logits"):
+            one.output_router_logits = False
+    return config

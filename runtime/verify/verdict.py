@@ -1,0 +1,52 @@
+"""How far a proof reaches, in the words that every record, page and refusal uses.
+
+proven                       equal to upstream, eager and as a run computes it
+proven, eager only: REASON   equal to upstream with eager attention on one process; a run would compute otherwise, or fail
+generated: REASON            there is generated code, and it is not equal to upstream or was not compared
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.proof import Proof
+
+PROVEN = "proven"
+EAGER_ONLY = "proven, eager only"
+GENERATED = "generated"
+LONGEST = 240
+"""Letters of a reason: messages of others may be pages long."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A status, and why it is not "proven"; empty if it is."""
+
+    status: str
+    reason: str = ""
+
+    @property
+    def words(self) -> str:
+        """Both, as a person reads them."""
+        return f"{self.status}: {self.reason}" if self.reason else self.status
+
+
+def of(proof: Proof) -> Verdict:
+    """The verdict on a proof of all that a model has."""
+    if proof.failures:
+        return Verdict(GENERATED, one_line(proof.failures[0]))
+    if not proof.cases:
+        return Verdict(GENERATED, "no case ran.")
+    if proof.training is None:
+        return Verdict(EAGER_ONLY, "the training path was not compared.")
+    if proof.training.reason:
+        return Verdict(EAGER_ONLY, one_line(proof.training.reason))
+    return Verdict(PROVEN)
+
+
+def one_line(text: object) -> str:
+    """A message in one line of at most `LONGEST` letters."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= LONGEST else line[: LONGEST - 3].rstrip() + "..."
