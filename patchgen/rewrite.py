@@ -6,7 +6,7 @@ Inserted code is formatted with black at the depth where it lands; what was ther
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
@@ -168,3 +168,53 @@ def uses_name(node: cst.CSTNode, name: str) -> bool:
 
     node.visit(Finder())
     return found
+
+
+class WrapCalls(cst.CSTTransformer):
+    """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
+
+    `depth` is that of the node which is visited: 0 for a block, 1 for a method.
+    """
+
+    def __init__(self, wanted: Mapping[str, str], mark: str, more: Sequence[cst.Arg] = (), depth: int = 0) -> None:
+        self._wanted, self._mark, self._more = wanted, mark, more
+        self.kinds: list[str] = []
+        self._changed = False
+        self._depth = depth
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
+            return updated_node
+        name = original_node.func.value
+        self.kinds.append(self._wanted[name])
+        self._changed = True
+        first = updated_node.args[0]
+        comma = (
+            first.comma
+            if isinstance(first.comma, cst.Comma)
+            else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
+        )
+        function = cst.Arg(value=cst.Name(name), comma=comma)
+        return updated_node.with_changes(
+            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
+            args=[function, *updated_node.args, *self._more],
+        )
+
+    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
+        self._depth += 1
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        self._depth -= 1
+        return updated_node
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._changed = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        if not self._changed:
+            return updated_node
+        self._changed = False
+        (marked,) = statements(code_of(updated_node), self._depth, comment=self._mark)
+        return marked.with_changes(leading_lines=[*original_node.leading_lines, *marked.leading_lines])

@@ -12,7 +12,7 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import parallel, seams
@@ -70,7 +70,7 @@ __all__ = [
     "require_whole_sequence",
     "rms_norm",
     "rotary",
-    "router_mask",
+    "router_loss",
     "router_means",
     "sequence_position_ids",
     "serves",
@@ -331,40 +331,44 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
 # ------------------------------------------------------------------------------------------ router loss
 
 
-def router_mask(attention_mask: Tensor | None, gate_logits: Sequence[Tensor]) -> Tensor | None:
-    """The attention mask of the tokens that this rank's router saw.
+def router_loss(
+    function: Callable[..., object], *args: object, tokens: Tensor, real_tokens: Tensor | None = None, **kwargs: object
+) -> object:
+    """The load-balancing loss of a model's routers.
+
+    Without a parallel state upstream's function, called as upstream calls it. While one is live, on one rank too: this
+    rank's share of a number that is the same in every layout and for every padding (`runtime/parallel/router_loss.py`
+    has the formula): upstream's on each row without its padding, the mean over the rows of the step by their tokens.
 
     Args:
-        attention_mask: `[B, S]` of this rank, `[B, S * sp]` of the whole sequence, or None.
-        gate_logits: the router logits of each layer, `[T, E]`.
+        function: upstream's; its parameter `gate_logits` takes the router logits of each layer, `[T, E]`, and its
+            parameter `attention_mask` None or `[B, S]`.
+        tokens: token ids or embeddings, `[B, S, ...]`: how many rows there are.
+        real_tokens: bool `[B, S]`, False where a token is padding; None: what `attention_mask` says.
+
+    Raises:
+        ValueError: logits or masks that do not fit the tokens; accumulation without the number of tokens of the step.
     """
     state = parallel.current()
-    if attention_mask is None or state is None or state.sp == 1:
-        return attention_mask
-    from patchgen.runtime.parallel.loss import own_mask
+    if state is None:
+        return function(*args, **kwargs)
+    from patchgen.runtime.parallel.router_loss import router_loss as over_ranks
 
-    return own_mask(attention_mask, gate_logits[0].shape[0], state)
+    return over_ranks(function, *args, tokens=tokens, real_tokens=real_tokens, state=state, **kwargs)
 
 
-def router_means(
-    tokens_per_expert: Tensor,
-    router_prob_per_expert: Tensor,
-    gate_logits: Sequence[Tensor],
-    attention_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The two factors of the load-balancing loss as means over the global batch.
+def router_means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of the load-balancing loss, above their product in the function that `router_loss` calls.
 
-    The loss is the product of two means over tokens, so each must be global before they are multiplied.
+    Without a parallel state as they are. While one is live: the first over all ranks, for the product of two means is
+    another number than the mean of products; the second this rank's part of a mean over the step.
 
     Args:
         tokens_per_expert: the share of tokens routed to each expert, a mean over this rank's tokens, `[..., E]`.
         router_prob_per_expert: the mean router probability of each expert over this rank's tokens, `[..., E]`.
-        gate_logits: the router logits of each layer, `[T, E]`: they say how many tokens this rank has.
-        attention_mask: `[B, S]` or None: the tokens that count.
     """
-    state = parallel.current()
-    if state is None:
+    if parallel.current() is None:
         return tokens_per_expert, router_prob_per_expert
-    from patchgen.runtime.parallel.loss import router_means as over_ranks
+    from patchgen.runtime.parallel.router_loss import means
 
-    return over_ranks(tokens_per_expert, router_prob_per_expert, gate_logits, attention_mask, state)
+    return means(tokens_per_expert, router_prob_per_expert)

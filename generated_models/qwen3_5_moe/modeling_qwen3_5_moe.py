@@ -13,7 +13,7 @@
 # stacked_experts    upstream 1
 # fused_experts      1 hit
 # shared_experts     1 hit
-# router_loss        1 hit
+# router_loss        3 hits
 # fused_loss         2 hits
 # language_sp        1 hit
 # mixer_sp           1 hit
@@ -1857,9 +1857,6 @@ def load_balancing_loss_func(
     if gate_logits is None or not isinstance(gate_logits, tuple):
         return 0
 
-    # patchgen: router_loss
-    attention_mask = ops.router_mask(attention_mask, gate_logits)
-
     # Accumulate assignment counts and probability sums layer by layer, normalizing at the end,
     # so peak memory stays O(seq_len * num_experts) regardless of the number of layers.
     compute_device = gate_logits[0].device
@@ -1897,9 +1894,7 @@ def load_balancing_loss_func(
     router_prob_per_expert = router_prob_sum / total_rows
 
     # patchgen: router_loss
-    tokens_per_expert, router_prob_per_expert = ops.router_means(
-        tokens_per_expert, router_prob_per_expert, gate_logits, attention_mask
-    )
+    tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
 
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
@@ -1984,11 +1979,15 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
 
         aux_loss = None
         if output_router_logits:
-            aux_loss = load_balancing_loss_func(
+            # patchgen: router_loss
+            aux_loss = ops.router_loss(
+                load_balancing_loss_func,
                 outputs.router_logits,
                 self.num_experts,
                 self.num_experts_per_tok,
                 attention_mask,
+                tokens=input_ids if input_ids is not None else inputs_embeds,
+                real_tokens=kwargs.get("real_tokens"),
             )
             if labels is not None:
                 loss += self.router_aux_loss_coef * aux_loss.to(loss.device)  # make sure to reside in the same device
@@ -2145,11 +2144,15 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoePreTrainedModel, GenerationMi
 
         aux_loss = None
         if output_router_logits:
-            aux_loss = load_balancing_loss_func(
+            # patchgen: router_loss
+            aux_loss = ops.router_loss(
+                load_balancing_loss_func,
                 outputs.router_logits,
                 self.config.text_config.num_experts,
                 self.config.text_config.num_experts_per_tok,
                 attention_mask,
+                tokens=input_ids if input_ids is not None else inputs_embeds,
+                real_tokens=kwargs.get("real_tokens"),
             )
             if labels is not None:
                 loss += self.config.text_config.router_aux_loss_coef * aux_loss.to(

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from patchgen.pipeline import Generated
     from patchgen.runtime.verify.proof import Proof
 
-PROVEN, GENERATED, FAILED = "proven", "generated", "failed"
+PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
+"""The first three are those of `runtime/verify/verdict.py`, which loads no torch either but lies beyond the generator."""
 TEXT = "text"
 CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 # Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
@@ -92,15 +93,20 @@ def _facts(model_type: str, generated: Generated) -> dict:
 
 
 def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
+    from patchgen.runtime.verify import report, verdict
     from patchgen.runtime.verify.verify_model import head_with_media, verify_model
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
     proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
-    loss = max((case.loss.relative for case in proof.cases), default=0.0)
-    gradient = max((case.gradient.relative for case in proof.cases), default=0.0)
-    found = {"loss_difference": loss, "gradient_difference": gradient, "inputs": _inputs(proof)}
-    reason = proof.failures[0] if proof.failures else "" if proof.cases else "no case ran"
-    return {"status": GENERATED if reason else PROVEN, "reason": phrase(reason) if reason else "", **found}
+    found = verdict.of(proof)
+    return {
+        "status": found.status,
+        "reason": found.reason,
+        "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
+        "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
+        "inputs": _inputs(proof),
+        "training": report.training_record(proof.training) if proof.training is not None else None,
+    }
 
 
 def _inputs(proof: Proof) -> list[str]:
@@ -123,6 +129,7 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "moe": False,
         "family": TEXT,
         "inputs": [],
+        "training": None,
         "loss_difference": None,
         "gradient_difference": None,
         "seconds": 0.0,

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from patchgen import __version__, provenance, upstream
 from patchgen.commands import source_keys
-from patchgen.commands.examination import FAILED, TEXT, generated_digest, quiet
+from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
 from patchgen.templates import render
 
 FILE = "coverage.json"
@@ -125,7 +125,7 @@ def cell_holds(row: Mapping, layout: str, key: Mapping[str, str], generated: str
 
 def needs_ranks(row: Mapping) -> bool:
     """Whether a type is compared on ranks: a causal one that is generated and that trains on one rank."""
-    return row.get("family", TEXT) == TEXT and row["status"] != FAILED
+    return row.get("family", TEXT) == TEXT and row["status"] not in (FAILED, EAGER_ONLY)
 
 
 # -------------------------------------------------------------------------------------------------- currency

@@ -15,6 +15,7 @@ from patchgen import upstream
 from patchgen.commands import records, source_keys, support_matrix
 from patchgen.commands.examination import (
     CAUSAL_MAP,
+    EAGER_ONLY,
     FAILED,
     GENERATED,
     PROVEN,
@@ -89,9 +90,11 @@ def _proven_bytes(known: Mapping | None, key: Mapping[str, str]) -> str:
 
 
 def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
-    counts = {status: sum(one["status"] == status for one in asked) for status in (PROVEN, GENERATED, FAILED)}
+    statuses = (PROVEN, EAGER_ONLY, GENERATED, FAILED)
+    counts = {status: sum(one["status"] == status for one in asked) for status in statuses}
     moe = sum(one["status"] == PROVEN and one["moe"] for one in asked)
-    console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
+    others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
+    console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
     console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
     is_good = counts[PROVEN] == len(asked) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
     return 0 if is_good else 1

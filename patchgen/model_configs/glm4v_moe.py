@@ -8,7 +8,7 @@ CONFIG = ModelConfig(
         "position_id_func": 2,
         "fused_experts": 1,
         "shared_experts": 1,
-        "router_loss": 1,
+        "router_loss": 2,
         "fused_loss": 1,
         "vision_sp": 2,
         "fill_back": 1,

@@ -8,7 +8,7 @@ CONFIG = ModelConfig(
         "position_id_func": 2,
         "fused_experts": 1,
         "shared_experts": 1,
-        "router_loss": 1,
+        "router_loss": 3,
         "fused_loss": 2,
         "language_sp": 1,
         "position_ids": 1,

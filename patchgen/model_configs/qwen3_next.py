@@ -6,7 +6,7 @@ CONFIG = ModelConfig(
     expect={
         "fused_experts": 1,
         "shared_experts": 1,
-        "router_loss": 1,
+        "router_loss": 2,
         "fused_loss": 1,
         "language_sp": 1,
         "mixer_sp": 1,

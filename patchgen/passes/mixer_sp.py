@@ -5,14 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-import libcst.matchers as m
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, dotted, parameter_names, reads_name
 from patchgen.anatomy.roles import HAND_WRITTEN, depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, statements, transform
+from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
@@ -113,7 +110,7 @@ class MixerSP(SitePass):
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(info) else []
         needed += [DELTA_RULE] if _recurrences(anatomy, called) else []
-        rewriter = _WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
+        rewriter = WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         if missing or not rewriter.kinds:
@@ -222,50 +219,3 @@ def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
 def _not_parallel(place: str, loop: ast.For) -> str:
     header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
     return f"{place} steps along the sequence (`{header}`): not sequence-parallel"
-
-
-class _WrapCalls(cst.CSTTransformer):
-    """`f(x, ...)` becomes `ops.<kind>(f, x, ...)`, its statement marked."""
-
-    def __init__(self, wanted: dict[str, str], mark: str) -> None:
-        self._wanted, self._mark = wanted, mark
-        self.kinds: list[str] = []
-        self._changed = False
-        self._depth = 0
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
-            return updated_node
-        name = original_node.func.value
-        self.kinds.append(self._wanted[name])
-        self._changed = True
-        first = updated_node.args[0]
-        comma = (
-            first.comma
-            if isinstance(first.comma, cst.Comma)
-            else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-        )
-        function = cst.Arg(value=cst.Name(name), comma=comma)
-        return updated_node.with_changes(
-            func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
-            args=[function, *updated_node.args],
-        )
-
-    def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
-        self._depth += 1
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        self._depth -= 1
-        return updated_node
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._changed = False
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        if not self._changed:
-            return updated_node
-        self._changed = False
-        (marked,) = statements(code_of(updated_node), self._depth, comment=self._mark)
-        return marked.with_changes(leading_lines=[*original_node.leading_lines, *marked.leading_lines])

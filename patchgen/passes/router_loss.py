@@ -1,65 +1,82 @@
-"""The router's auxiliary loss is computed over the global batch."""
+"""The router's auxiliary loss is one number in every layout and for every padding."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import called_names, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import edit_function, function_body, has_docstring, insert_before, statements, with_body
+from patchgen.anatomy.classes import FunctionNode, called_names, parameter_names
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import WrapCalls, edit_function, function_body, insert_before, statements, with_body
 from patchgen.source import Block, Module
 
 MASK = "attention_mask"
 LOGITS = "gate_logits"
+TOKENS = ("input_ids", "inputs_embeds")  # of a head: one of them says how many rows there are
 COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # how upstream has counted tokens per expert
 
 
 class RouterLoss(SitePass):
-    """The loss is a product of two means over tokens: a mean of local products is another number than the global one."""
+    """The loss is a product of two means over tokens: a mean of local products is another number than the global one,
+    and a token of padding is in both. What counts is said where a head calls the loss; its means are taken there."""
 
     name = "router_loss"
-    purpose = "The load-balancing loss multiplies means over the global batch, under SP and EP too."
-    expects = "one hit per load-balancing loss function"
+    purpose = "The load-balancing loss is the same number in every layout (SP and EP too) and for every padding."
+    expects = "one hit per load-balancing loss function, and one per method that calls it"
     EXAMPLES = (
         Example(
-            "global means above the product, the mask sliced like the rows",
+            "a loss over what counts, called group by group",
             before=(
                 "def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):\n"
                 "    tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)\n"
                 "    overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))\n"
                 "    return overall_loss * num_experts\n"
+                "\n\n"
+                "class ExampleForCausalLM(nn.Module):\n"
+                "    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):\n"
+                "        outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)\n"
+                "        return load_balancing_loss_func(outputs.router_logits, self.num_experts, 2, attention_mask)\n"
             ),
             after=(
                 "def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):\n"
-                "    # patchgen: router_loss\n"
-                "    attention_mask = ops.router_mask(attention_mask, gate_logits)\n"
                 "    tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)\n"
                 "    # patchgen: router_loss\n"
-                "    tokens_per_expert, router_prob_per_expert = ops.router_means(\n"
-                "        tokens_per_expert, router_prob_per_expert, gate_logits, attention_mask\n"
-                "    )\n"
+                "    tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)\n"
                 "    overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))\n"
                 "    return overall_loss * num_experts\n"
+                "\n\n"
+                "class ExampleForCausalLM(nn.Module):\n"
+                "    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):\n"
+                "        outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)\n"
+                "        # patchgen: router_loss\n"
+                "        return ops.router_loss(\n"
+                "            load_balancing_loss_func,\n"
+                "            outputs.router_logits,\n"
+                "            self.num_experts,\n"
+                "            2,\n"
+                "            attention_mask,\n"
+                "            tokens=input_ids if input_ids is not None else inputs_embeds,\n"
+                '            real_tokens=kwargs.get("real_tokens"),\n'
+                "        )\n"
             ),
         ),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            Site(
-                name,
-                name,
-                node.lineno,
-                "a function of router logits and an attention mask that the heads add to the loss",
-            )
-            for name, node in anatomy.functions.items()
-            if module.has(name) and {LOGITS, MASK} <= set(parameter_names(node))
+        losses = {name: node for name, node in _losses(anatomy).items() if module.has(name)}
+        why = "a function of router logits and an attention mask that the heads add to the loss"
+        callers = [
+            method_site(anatomy, info.name, method, "it calls a load-balancing loss")
+            for info in anatomy.classes.values()
+            if module.has(info.name)
+            for method, node in info.methods.items()
+            if called_names(node) & set(losses)
         ]
+        return [*(Site(name, name, node.lineno, why) for name, node in losses.items()), *callers]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Classes that weigh an auxiliary loss, and functions that look like one, where no loss function was found.
@@ -67,7 +84,7 @@ class RouterLoss(SitePass):
         The name of the coefficient is one sign; a function that counts the choices of a softmax of router logits is
         another, whatever it and its parameters are called.
         """
-        functions = {site.name for site in self.sites(module, anatomy)}
+        functions = {name for name in _losses(anatomy) if module.has(name)}
         signs = []
         for info in anatomy.classes.values():
             forward = info.methods.get("forward")
@@ -84,7 +101,12 @@ class RouterLoss(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        del anatomy
+        if site.block in anatomy.functions:
+            return self._take_means(block, site)
+        method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
+        return self._say_what_counts(block, method, _losses(anatomy))
+
+    def _take_means(self, block: Block, site: Site) -> Rewritten | Missed:
         miss: list[Missed] = []
 
         def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
@@ -97,16 +119,30 @@ class RouterLoss(SitePass):
                 miss.append(Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last))
                 return function
             left, right = factors
-            means = f"{left}, {right} = ops.router_means({left}, {right}, {LOGITS}, {MASK})"
-            body = insert_before(body, position, statements(means, depth=1, comment=self.mark))
-            mask = statements(f"{MASK} = ops.router_mask({MASK}, {LOGITS})", depth=1, comment=self.mark)
-            start = next((i + 1 for i, node in enumerate(body) if _returns_early(node)), int(has_docstring(function)))
-            return with_body(function, insert_before(body, start, mask))
+            means = f"{left}, {right} = ops.router_means({left}, {right})"
+            return with_body(function, insert_before(body, position, statements(means, depth=1, comment=self.mark)))
 
         block = edit_function(block, site.name, globalise)
-        if miss:
-            return miss[0]
-        return Rewritten(block, "means over the global batch")
+        return miss[0] if miss else Rewritten(block, "means over what counts")
+
+    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten | Missed:
+        if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
+            return Missed(
+                f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args)
+            )
+        tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
+        more = [
+            cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))
+            for name, value in (("tokens", tokens), ("real_tokens", f'{method.args.kwarg.arg}.get("real_tokens")'))
+        ]
+        wrapper = WrapCalls(dict.fromkeys(losses, "router_loss"), self.mark, more, depth=1)
+        block = edit_function(block, method.name, lambda function: function.visit(wrapper))
+        return Rewritten(block, "called for what counts")
+
+
+def _losses(anatomy: Anatomy) -> dict[str, FunctionNode]:
+    """The load-balancing losses of the file, known by their parameters."""
+    return {name: node for name, node in anatomy.functions.items() if {LOGITS, MASK} <= set(parameter_names(node))}
 
 
 def _factors(node: cst.BaseStatement) -> tuple[str, str] | None:
@@ -122,7 +158,3 @@ def _factors(node: cst.BaseStatement) -> tuple[str, str] | None:
     )
     found = m.extract(node, pattern)
     return (found["left"].value, found["right"].value) if found else None
-
-
-def _returns_early(node: cst.BaseStatement) -> bool:
-    return isinstance(node, cst.If) and bool(m.findall(node.body, m.Return()))

@@ -29,7 +29,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
         `input_ids`, `labels` (not shifted, IGNORED where nothing is learned), `position_ids`, all `(1, S)` int64, of
         multimodal samples positions `(4, 1, S)`: the text's, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
         `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples put together by the rules
-        of `parallel/fields.py`.
+        of `parallel/fields.py`; with padding, `real_tokens` `(1, S)` bool.
     """
     lengths = [sample["input_ids"].shape[-1] for sample in samples]
     padding = max((pad_to or 0) - sum(lengths), 0 if samples else 1)
@@ -44,6 +44,8 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
             batch[name] = pack(name, _of_all(name, samples)).unsqueeze(-2)
         else:
             batch[name] = pack(name, [sample[name] for sample in samples if name in sample])
+    if padding:
+        batch["real_tokens"] = torch.arange(sum(lengths))[None] < sum(lengths) - padding
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     longest = max(lengths)
     return batch | {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -5,8 +5,9 @@
     media.py         rows of towers, features to tokens    towers.py        towers without input
     mixers.py        convolution and delta rule            experts.py      the token exchange of expert parallelism
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
-    gradients.py     norm, clipping, non-finite reports    checkpointing.py  activation checkpointing
-    watch.py         collectives that stall                report.py       what serves what, bytes per rank
+    router_loss.py   the loss of routers                   gradients.py    norm, clipping, non-finite reports
+    checkpointing.py activation checkpointing              watch.py        collectives that stall
+    report.py        what serves what, bytes per rank
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until
 a state is activated.

@@ -31,7 +31,8 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     Args:
         batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
             shifted, `shift_labels` `(B, S)`, `position_ids` `(..., S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q`
-            `(documents + 1,)` over the rows one after the other. Other entries are handed on as they are.
+            `(documents + 1,)` over the rows one after the other, `real_tokens` `(B, S)` bool, False where a token is
+            padding. Other entries are handed on as they are.
         sp, sp_rank: the number of ranks that share the batch, and which of them this is.
         pad_token_id: fills rows up to a multiple of `sp`; the padding is a document of its own without labels. It must
             not be a placeholder of an image, a video or a sound.
@@ -39,7 +40,8 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     Returns:
         The same keys, sequences sliced to s, plus `position_ids` and, with labels, `shift_labels`. A batch of several
         documents gets `cu_seq_lens_q`, `cu_seq_lens_k` (int32, of the *whole* sequence) and `max_length_q`,
-        `max_length_k` (int). An attention mask without zeros is dropped.
+        `max_length_k` (int). An attention mask without zeros is dropped. `real_tokens` is there if any token of the
+        whole batch is padding: by the argument of that name, by the mask, or added here.
     """
     out = dict(batch)
     tokens = out.get("input_ids", out.get("inputs_embeds"))
@@ -62,6 +64,9 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         out.pop(key, None)
 
     mask = out.pop("attention_mask", None)
+    real = _real_tokens(out.pop("real_tokens", None), mask, B, S)
+    if padding or not bool(real.all()):
+        out["real_tokens"] = real
     if mask is not None and not bool(mask.all()):
         out["attention_mask"] = mask
     elif lengths is None and text_positions(positions, B) is None:
@@ -84,6 +89,15 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
             fill = pad_token_id if name == "input_ids" else rule.pad_value
             out[name] = rule.part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
     return out
+
+
+def _real_tokens(given: Tensor | None, mask: Tensor | None, B: int, S: int) -> Tensor:
+    """`(B, S)` bool: the tokens that neither `given` nor an attention mask calls padding."""
+    real = torch.ones(B, S, dtype=torch.bool)
+    for told in (given, mask):
+        if told is not None:
+            real &= told.bool()
+    return real
 
 
 def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | None) -> Tensor:

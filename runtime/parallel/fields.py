@@ -72,6 +72,7 @@ RULES: dict[str, FieldRule] = {
     "labels": TARGETS,
     "shift_labels": TARGETS,
     "attention_mask": TOKENS,
+    "real_tokens": TOKENS,
     "position_ids": FieldRule(-1, sliced=True, pad_value=COUNTING, pad_scale=1),
     "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
     "mm_token_type_ids": WHOLE_TOKENS,

@@ -3,18 +3,21 @@
 A rank's loss is its *share*: the shares of all ranks and micro-batches add up to the loss, and their gradients to its
 gradient. FSDP2 is told to sum (`sharding.py`), so no factor of any mesh size appears anywhere.
 
-    items = loss.count_items(micro_batches, state)          # labels that count, over the whole step
+    items = loss.count_items(micro_batches, device)         # labels that count, over the whole step
+    tokens = loss.count_tokens(micro_batches, device)       # tokens without padding, over the whole step
     for batch in micro_batches:
-        with loss.step(items, len(micro_batches)):
+        with loss.step(items, len(micro_batches), num_tokens=tokens):
             model(**batch).loss.backward()
 
-    B rows   s tokens of this rank's slice   E experts
+The loss of routers has a file of its own (`router_loss.py`).
+
+    B rows   s tokens of this rank's slice
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,20 +34,46 @@ from patchgen.runtime.parallel.state import ParallelState
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step covers: labels that count over all ranks and micro-batches, and micro-batches."""
+    """What one optimizer step covers, over all ranks and micro-batches.
 
-    num_items: Tensor | int
-    num_micro_batches: int
+    Attributes:
+        num_items: labels that count; None: those of the micro-batch, on all ranks.
+        num_micro_batches: of one rank.
+        num_tokens: tokens that are no padding; None: those of the micro-batch, on all ranks.
+        router_loss: whether the loss of the routers is part of the loss.
+    """
+
+    num_items: Tensor | int | None = None
+    num_micro_batches: int = 1
+    num_tokens: Tensor | int | None = None
+    router_loss: bool = True
 
 
-_STEP: Step | None = None
+_ALONE = Step()
+"""A micro-batch outside of any step is a step of its own."""
+_STEP = _ALONE
+
+
+def current_step() -> Step:
+    """The step of which losses are shares now."""
+    return _STEP
 
 
 @contextlib.contextmanager
-def step(num_items: Tensor | int, num_micro_batches: int = 1) -> Iterator[None]:
-    """Within the block, losses are shares of a step of `num_items` labels and `num_micro_batches` micro-batches."""
+def step(
+    num_items: Tensor | int,
+    num_micro_batches: int = 1,
+    *,
+    num_tokens: Tensor | int | None = None,
+    router_loss: bool = True,
+) -> Iterator[None]:
+    """Within the block, losses are shares of the step that these numbers describe (`Step`).
+
+    Args:
+        num_tokens: needed where a router loss is accumulated over micro-batches.
+    """
     global _STEP
-    before, _STEP = _STEP, Step(num_items, num_micro_batches)
+    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss)
     try:
         yield
     finally:
@@ -62,6 +91,23 @@ def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device
     if dist.is_initialized():
         total = all_reduce(total, operation="count the labels of the step")
     return total.clamp(min=1)
+
+
+def count_tokens(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
+    """The tokens in the micro-batches of all ranks that are no padding: on `device`, at least 1; one collective."""
+    total = torch.as_tensor(sum(map(real_tokens, micro_batches)), device=device, dtype=torch.long)
+    if dist.is_initialized():
+        total = all_reduce(total, operation="count the tokens of the step")
+    return total.clamp(min=1)
+
+
+def real_tokens(batch: Mapping[str, Any]) -> Tensor | int:
+    """The tokens of a batch, or of a slice of one, that are no padding."""
+    given = [batch[name] for name in ("real_tokens", "attention_mask") if batch.get(name) is not None]
+    if given:
+        return given[0].sum()
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return tokens.shape[0] * tokens.shape[1]
 
 
 def global_labels(
@@ -90,66 +136,9 @@ def global_labels(
             shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     arguments["shift_labels"] = slice_dimension(shifted, s, state, dim=1).contiguous()
     if arguments.get("num_items_in_batch") is None:
-        if _STEP is not None:
+        if _STEP.num_items is not None:
             arguments["num_items_in_batch"] = _STEP.num_items
         else:
             count = (arguments["shift_labels"] != IGNORED).sum()
             arguments["num_items_in_batch"] = all_reduce(count, operation="count the labels of a batch").clamp(min=1)
     return slice_dimension(labels, s, state, dim=1), arguments
-
-
-# ------------------------------------------------------------------------------------------ router loss
-
-
-class _GlobalMean(torch.autograd.Function):
-    """This rank's share of a mean over all ranks, from the mean over its own tokens.
-
-    Value: the global mean, divided by the number of shares. Gradient: what the global mean owes to this rank,
-    `own tokens / all tokens`, for the gradients of all ranks are added up.
-    """
-
-    @staticmethod
-    def forward(ctx, mean, part, shares):
-        ctx.save_for_backward(part)
-        ctx.steps = shares[1]
-        total = all_reduce(mean * part, operation="average the router probabilities over all ranks")
-        return total / (shares[0] * shares[1])
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (part,) = ctx.saved_tensors
-        return gradient * part / ctx.steps, None, None
-
-
-def router_means(
-    tokens_per_expert: Tensor,
-    router_prob_per_expert: Tensor,
-    gate_logits: Sequence[Tensor],
-    attention_mask: Tensor | None,
-    state: ParallelState,
-) -> tuple[Tensor, Tensor]:
-    """`ops.router_means` on many ranks: both means are over the tokens of all ranks.
-
-    The second is divided by the number of ranks and micro-batches, so that the loss is this rank's share, as the
-    language-model loss is.
-    """
-    rows = gate_logits[0].shape[0]
-    if attention_mask is None:
-        own = tokens_per_expert.new_full((), float(rows))
-    else:
-        own = own_mask(attention_mask, rows, state).sum().to(tokens_per_expert.dtype)
-    # A rank without tokens that count has 0 / 0 for means; it has no part in any.
-    tokens_per_expert, router_prob_per_expert = (
-        torch.where(own > 0, mean, torch.zeros_like(mean)) for mean in (tokens_per_expert, router_prob_per_expert)
-    )
-    part = own / all_reduce(own, operation="count the routed tokens of all ranks").clamp(min=1)
-    tokens = all_reduce(tokens_per_expert * part, operation="average the expert loads over all ranks")
-    micro_batches = _STEP.num_micro_batches if _STEP is not None else 1
-    return tokens, _GlobalMean.apply(router_prob_per_expert, part, (dist.get_world_size(), micro_batches))
-
-
-def own_mask(attention_mask: Tensor, rows: int, state: ParallelState) -> Tensor:
-    """The part of a padding mask `(B, S)` that belongs to this rank's `rows = B * s` router rows."""
-    if attention_mask.numel() == rows:
-        return attention_mask
-    return slice_dimension(attention_mask, rows // attention_mask.shape[0], state, dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +27,8 @@ class ParallelState:
             are left out and counted.
         head_groups: in how many groups the heads of an attention travel, so that the attention of one group overlaps
             with the exchange of others; where fewer divide a rank's key heads, so many.
+        router_loss: over which tokens the loads of the experts are counted: those of a "row", or of the whole step
+            ("global"); see `router_loss.py`.
     """
 
     config: ParallelConfig
@@ -34,6 +37,7 @@ class ParallelState:
     expert_mesh: DeviceMesh
     expert_capacity: int | None = None
     head_groups: int = 1
+    router_loss: Literal["row", "global"] = "row"
 
     @classmethod
     def create(
@@ -43,6 +47,7 @@ class ParallelState:
         *,
         expert_capacity: int | None = None,
         head_groups: int = 1,
+        router_loss: Literal["row", "global"] = "row",
     ) -> ParallelState:
         """Builds the meshes; every rank must call it.
 
@@ -63,6 +68,8 @@ class ParallelState:
             raise ValueError(f"expert_capacity must be at least one row, or None, not {expert_capacity}.")
         if head_groups < 1:
             raise ValueError(f"head_groups must be at least 1 (no overlap), not {head_groups}.")
+        if router_loss not in ("row", "global"):
+            raise ValueError(f"router_loss must be 'row' or 'global', not {router_loss!r}.")
         config.require_world(dist.get_world_size())
 
         def mesh(**dimensions: int) -> DeviceMesh:
@@ -75,6 +82,7 @@ class ParallelState:
             expert_mesh=mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep),
             expert_capacity=expert_capacity,
             head_groups=head_groups,
+            router_loss=router_loss,
         )
 
     @property

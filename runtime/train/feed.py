@@ -21,6 +21,7 @@ from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.loss import real_tokens
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
@@ -34,6 +35,7 @@ class StepBatches:
         micro_batches: slices of this rank, on the host.
         position: of the loader, after these.
         tokens, labels, flops: of the whole step.
+        real_tokens: tokens of the whole step that are no padding.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -41,6 +43,7 @@ class StepBatches:
     tokens: int
     labels: int
     flops: float
+    real_tokens: int
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,24 @@ class End:
     reason: str
 
 
-def micro_batches_per_step(batches_per_step: int, num_batches: int) -> int:
+def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_loss: str = "row") -> int:
     """What each batch group accumulates.
 
     Raises:
-        RecipeError: the batches of a step do not divide evenly.
+        RecipeError: the batches of a step do not divide evenly, or the router loss is over the whole step and the step
+            is accumulated.
     """
     if batches_per_step % num_batches:
         raise RecipeError(
             f"train.batches_per_step = {batches_per_step} does not divide over the {num_batches} batch groups of this "
             f"layout (dp_replicate * dp_shard). Make it a multiple of {num_batches}, or share sequences (parallel.sp)."
+        )
+    if router_loss == "global" and batches_per_step > num_batches:
+        raise RecipeError(
+            f"train.router_loss = global counts the loads of the experts over the whole step, which are not known at its "
+            f"first backward when train.batches_per_step = {batches_per_step} batches are accumulated by the "
+            f"{num_batches} batch groups of this layout (dp_replicate * dp_shard). Make batches_per_step "
+            f"{num_batches}, or take router_loss: row."
         )
     return batches_per_step // num_batches
 
@@ -93,7 +104,7 @@ class Feed:
         Raises:
             DataError: on all ranks, a whole step without a label, or data that any rank refuses.
         """
-        failure, whole, mine, own = None, [], [], [0.0] * 4
+        failure, whole, mine, own = None, [], [], [0.0] * 5
         try:
             whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
             mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
@@ -102,7 +113,7 @@ class Feed:
             failure = error
         # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
         short = len(whole) < self.num_micro_batches
-        ended, tokens, labels, flops, stops, failures = all_reduce(
+        ended, tokens, labels, flops, real, stops, failures = all_reduce(
             torch.tensor([*own, self.should_stop(), failure is not None], dtype=torch.float64),
             operation="agree on the next step",
         ).tolist()
@@ -117,14 +128,14 @@ class Feed:
                 f"A step holds {int(tokens)} tokens and not one label: there is nothing to learn from it. Look at how "
                 "the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
             )
-        return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops)
+        return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops, int(real))
 
-    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> tuple[int, int, float]:
-        """Tokens, labels and FLOPs that this rank adds to the step."""
-        # SP ranks hold the same rows: the first of them counts. Labels are counted in slices.
+    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> tuple[int, int, float, int]:
+        """Tokens, labels, FLOPs and tokens without padding that this rank adds to the step."""
+        # SP ranks hold the same rows: the first of them counts. Labels and real tokens are counted in slices.
         lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
         labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
-        return sum(lengths), labels, self.cost.flops(lengths)
+        return sum(lengths), labels, self.cost.flops(lengths), sum(int(real_tokens(row)) for row in mine)
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:

@@ -26,7 +26,8 @@ def require_valid(recipe: Recipe, world: int) -> None:
         RecipeError: the sizes do not fit the ranks.
     """
     layout = models.parallel_config(recipe.parallel, world)
-    micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
+    train = recipe.train
+    micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
     models.require_attention(recipe.model.attention)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)

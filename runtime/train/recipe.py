@@ -183,6 +183,9 @@ class TrainConfig:
         steps: optimizer steps; the run ends earlier if the data do.
         batches_per_step: packed batches of one step over all ranks; what each batch group gets of them is accumulated.
             The same number gives the same losses on any number of ranks, unless samples are read as a stream.
+        router_loss: over which tokens the loads of the experts are counted, where the model adds the loss of its routers
+            (`model.overrides: {output_router_logits: true}`): each packed row balances its own; or the whole step does
+            ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
         eval_every: steps between evaluations; 0: none.
@@ -194,6 +197,7 @@ class TrainConfig:
 
     steps: Count = 1000
     batches_per_step: Count = 1
+    router_loss: Literal["row", "global"] = "row"
     seed: CountOrZero = 0
     deterministic: bool = False
     eval_every: CountOrZero = 0

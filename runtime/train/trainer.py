@@ -54,12 +54,16 @@ class Trainer:
         # First: ranks that differ in their layout would wait for groups that nobody joins.
         setup.require_same_recipe(recipe)
         layout = models.parallel_config(recipe.parallel, dist.get_world_size())
-        self.num_micro_batches = micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
+        train = recipe.train
+        self.num_micro_batches = micro_batches_per_step(
+            train.batches_per_step, layout.num_batches, router_loss=train.router_loss
+        )
         self.state = ParallelState.create(
             layout,
             device.type,
             expert_capacity=recipe.parallel.expert_capacity,
             head_groups=recipe.parallel.head_groups,
+            router_loss=train.router_loss,
         )
         seed(recipe, self.state)
         setup.require_shared(recipe.directory)
@@ -139,7 +143,7 @@ class Trainer:
         last = len(batches.micro_batches) - 1
         for index, rows in enumerate(batches.micro_batches):
             sharding.reduce_gradients(self.model, is_last=index == last)
-            with loss.step(items, len(batches.micro_batches)):
+            with loss.step(items, len(batches.micro_batches), num_tokens=max(1, batches.real_tokens)):
                 part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
                 part.backward()
             share += part.detach()
@@ -175,7 +179,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The mean loss per label over `eval_batches` packed batches, the same ones each time."""
+        """The mean loss per label over `eval_batches` packed batches, the same ones each time; without that of routers."""
         recipe = self.recipe
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
@@ -187,7 +191,7 @@ class Trainer:
             if isinstance(batches, End):
                 break
             items = torch.tensor(max(1, batches.labels), device=self.device)
-            with loss.step(items, 1):
+            with loss.step(items, router_loss=False):
                 rows = to_device(batches.micro_batches[0], self.device)
                 total += self.model(**rows, num_items_in_batch=items, use_cache=False).loss * items
             labels += batches.labels

@@ -166,7 +166,7 @@ def reference(name: str, packed: bool, micro_batches: int) -> tuple[list[float],
     """Upstream's class in one process: losses, first gradients, norms, parameters after three steps.
 
     Packed rows are run document by document, so nothing of packing is taken on trust. Only with the router loss, which
-    is not a sum over documents, are they packed by upstream itself.
+    is not a sum over documents but over rows, are they packed by upstream itself, row by row.
     """
     model = build(name, generated=False, attention_name="eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -178,15 +178,12 @@ def reference(name: str, packed: bool, micro_batches: int) -> tuple[list[float],
         for rows in torch.arange(ROWS).chunk(micro_batches):
             for piece in _pieces(name, packed, rows):
                 part = {key: value[piece] for key, value in whole.items()}
-                more = (
-                    {"position_ids": positions(True).expand(len(rows), -1)}
-                    if part["labels"].shape[1] == LENGTH and packed
-                    else {}
-                )
+                whole_row = part["labels"].shape[1] == LENGTH and packed
+                more = {"position_ids": positions(True).expand(len(part["labels"]), -1)} if whole_row else {}
                 out = model(**part, **more, num_items_in_batch=items, use_cache=False)
                 share = out.loss
                 if getattr(out, "aux_loss", None) is not None and model.config.output_router_logits:
-                    share = share - model.config.router_aux_loss_coef * out.aux_loss * (1 - 1 / micro_batches)
+                    share = share - model.config.router_aux_loss_coef * out.aux_loss * (1 - 1 / ROWS)
                 share.backward()
                 total += float(share)
         if step == 0:
@@ -199,7 +196,9 @@ def reference(name: str, packed: bool, micro_batches: int) -> tuple[list[float],
 
 
 def _pieces(name: str, packed: bool, rows: Tensor):
-    if not packed or name.endswith("_router_loss"):
+    if name.endswith("_router_loss"):
+        return [(row[None], slice(None)) for row in rows]
+    if not packed:
         return [(rows, slice(None))]
     return [(rows, slice(a, b)) for a, b in itertools.pairwise(DOCUMENTS)]
 
@@ -241,14 +240,14 @@ def agrees(
     losses, norms, first = [], [], {}
     for step in range(3):
         micro = [own_part(step, packed, state, index, micro_batches) for index in range(micro_batches)]
-        items = loss.count_items(micro, "cpu")
+        items, tokens = loss.count_items(micro, "cpu"), loss.count_tokens(micro, "cpu")
         total = torch.zeros(())
         with parallel.using(state):
             for inputs in micro:
                 if reduce_last:
                     last = inputs is micro[-1]
                     sharding.reduce_gradients(model, is_last=last, keep_whole=reduce_last == "shards too")
-                with loss.step(items, micro_batches):
+                with loss.step(items, micro_batches, num_tokens=tokens):
                     share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
                     share.backward()
                 total += share.detach()

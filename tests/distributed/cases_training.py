@@ -76,38 +76,6 @@ def labels_without_shift_are_shifted_over_ranks() -> None:
         torch.testing.assert_close(share, expected)
 
 
-def padding_counts_in_no_router_mean() -> None:
-    """Router means of ranks with unlike numbers of tokens that count, one of them with none."""
-    state = cases_sequence.state_of()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(world, 6, 4, generator=generator)
-    mask = torch.zeros(world, 6)
-    for row in range(1, world):
-        mask[row, : row + 1] = 1
-
-    def means(rows, weights):
-        share = rows.softmax(-1)
-        count = torch.nn.functional.one_hot(share.argmax(-1), 4).float()
-        weights = weights.reshape(-1, 1)
-        return (count * weights).sum(0) / weights.sum(), (share * weights).sum(0) / weights.sum()
-
-    whole = logits.clone().requires_grad_()
-    tokens, probabilities = means(whole.flatten(0, 1), mask.view(-1))
-    (tokens * probabilities).sum().backward()
-    mine = logits[rank].clone().requires_grad_()
-    local = means(mine, mask[rank])
-    with parallel.using(state):
-        got_tokens, share = ops.router_means(*local, (mine,), mask[rank : rank + 1])
-    torch.testing.assert_close(got_tokens, tokens.detach())
-    (got_tokens * share).sum().backward()
-    total = share.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, probabilities.detach())
-    expected = whole.grad[rank]
-    torch.testing.assert_close(torch.nan_to_num(mine.grad), expected, rtol=1e-5, atol=1e-7)
-
-
 def report_reads_live_modules() -> str:
     model, state = _model(sp=2, ep=2)
     with seams.using(fused_moe="torch"):

@@ -32,10 +32,6 @@ def test_unshifted_labels_of_a_slice(two_ranks, four_ranks):
     four_ranks.run(cases.labels_without_shift_are_shifted_over_ranks)
 
 
-def test_router_means_with_padding_and_a_rank_without_tokens(four_ranks):
-    four_ranks.run(cases.padding_counts_in_no_router_mean)
-
-
 def test_the_report_reads_live_modules(two_ranks):
     text = two_ranks.run(cases.report_reads_live_modules)[0]
     assert "Qwen3MoeForCausalLM on 2 ranks: dp_replicate 1 x dp_shard 1 x sp 2, ep 2" in text

@@ -40,7 +40,11 @@ def test_sounds_of_different_lengths_are_filled_up():
 
 
 @settings(max_examples=80)
-@given(name=st.sampled_from(sorted(set(RULES) - {"attention_mask"})), size=st.integers(1, 9), sp=st.integers(1, 4))
+@given(
+    name=st.sampled_from(sorted(set(RULES) - {"attention_mask", "real_tokens"})),
+    size=st.integers(1, 9),
+    sp=st.integers(1, 4),
+)
 def test_slice_batch_does_what_the_table_says(name, size, sp):
     rule = RULES[name]
     batch = {"input_ids": value_of("input_ids", size), "position_ids": torch.arange(size)[None]}
@@ -68,6 +72,16 @@ def test_a_mask_is_padded_and_sliced_and_labels_are_ignored_where_it_ends():
     parts = [slice_batch(dict(batch), sp=2, sp_rank=rank) for rank in range(2)]
     assert torch.cat([part["attention_mask"] for part in parts], dim=1).tolist() == [[1, 1, 0, 0]]
     assert parts[1]["labels"][0, 1] == IGNORED
+
+
+def test_what_is_padding_is_said_once_and_for_every_rank():
+    """By the caller, by the mask, by what slicing adds; nothing where nothing is padding."""
+    batch = {"input_ids": torch.ones(1, 5), "attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}
+    batch["real_tokens"] = torch.tensor([[True, True, True, True, False]])
+    parts = [slice_batch(dict(batch), sp=2, sp_rank=rank)["real_tokens"] for rank in range(2)]
+    assert torch.cat(parts, dim=1).tolist() == [[False, True, True, True, False, False]]
+    assert "real_tokens" not in slice_batch({"input_ids": torch.ones(1, 4)}, sp=2, sp_rank=0)
+    assert "real_tokens" in slice_batch({"input_ids": torch.ones(1, 5)}, sp=2, sp_rank=0)
 
 
 def test_a_field_without_a_rule_is_refused():
