@@ -37,7 +37,7 @@ _ROWS = 128
 """Chunks are whole multiples of this many tokens: no product has a ragged tile but the last."""
 
 _ROW_ALIGNMENT = 16
-"""Rows of logits begin at multiples of 16 elements, so that every vocabulary has aligned products."""
+"""On a GPU, rows of logits begin at multiples of 16 elements: every vocabulary has aligned products."""
 
 
 def linear_causal_lm_loss(
@@ -156,8 +156,7 @@ def _linear_cross_entropy(
         d_weight_VH.zero_()
         d_bias_V.zero_()
     size = min(limited(chunk_rows(num_tokens, vocab_size)), num_tokens)
-    stride = -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    buffer = hidden_TH.new_empty(size, stride)[:, :vocab_size]
+    buffer = _logits_buffer(hidden_TH, size, vocab_size)
     with_gradient = with_hidden or with_weight or with_bias
     for start in range(0, num_tokens, size or 1):
         chunk = slice(start, min(start + size, num_tokens))
@@ -199,6 +198,20 @@ def _outputs(
         weight_VH.new_empty(weight_VH.shape if with_weight else (0,), dtype=wide),
         weight_VH.new_empty(weight_VH.shape[:1] if with_bias else (0,), dtype=wide),
     )
+
+
+def _logits_buffer(like: Tensor, num_rows: int, vocab_size: int) -> Tensor:
+    """`[num_rows, V]`, not filled. Nothing that a product may read between two rows is left unwritten.
+
+    A product reads more than its operand and multiplies the rest by zero, which makes NaN of the NaN that fresh memory
+    may hold: oneDNN (3.12) rounds the row of a bf16 operand up to 32 elements on processors with AMX. Beyond a row
+    lies the next one, or zeros.
+    """
+    if not like.is_cuda:
+        return like.new_empty(num_rows, vocab_size)
+    buffer = like.new_empty(num_rows, -(-vocab_size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT)
+    buffer[:, vocab_size:].zero_()
+    return buffer[:, :vocab_size]
 
 
 def _fp32_or_more(tensor: Tensor) -> torch.dtype:

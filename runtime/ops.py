@@ -274,6 +274,9 @@ def causal_conv1d(
 ) -> Tensor:
     """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
 
+    Documents of a packed row (`cu_seq_lens` among the keywords) are kept apart, on one rank too; upstream's torch form
+    takes a row for one document.
+
     Args:
         convolution: upstream's function, called with the arguments that follow.
         hidden_states: `[B, C, S]`.

@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
+from rounding import require_rounding
 from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
@@ -49,7 +50,7 @@ def _agrees(whole_call, sliced_call, tensors, along, out_dim, packed, state) -> 
     with parallel.using(state):
         got = sliced_call(**mine, **lengths)
     (got * direction.chunk(size, dim=out_dim)[rank]).sum().backward()
-    torch.testing.assert_close(got, expected.chunk(size, dim=out_dim)[rank], rtol=1e-5, atol=1e-6)
+    require_rounding(got, expected.chunk(size, dim=out_dim)[rank])
     for name, leaf in mine.items():
         gradient = leaf.grad.clone()
         if name in along:
@@ -57,7 +58,7 @@ def _agrees(whole_call, sliced_call, tensors, along, out_dim, packed, state) -> 
         else:
             dist.all_reduce(gradient, group=state.sp_group)
             full = leaves[name].grad
-        torch.testing.assert_close(gradient, full, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+        require_rounding(gradient, full, what=name)
 
 
 def convolution_agrees(packed: bool, sp: int) -> None:

@@ -144,12 +144,3 @@ def run(case: Case, tensors: dict[str, Tensor], backend: str, grad_seed: int = 1
     out.backward(torch.randn(out.shape, generator=generator).to(out))
     gradients = {f"d_{name}": leaves[name].grad for name in GRADIENTS if name in leaves}
     return {"out": out.detach(), **gradients}
-
-
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    """`|found - expected| / |expected|`; infinite where something is missing or not finite."""
-    if found is None or not bool(torch.isfinite(found).all()):
-        return float("inf")
-    norm = expected.double().norm()
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / norm) if norm > 0 else float(difference)

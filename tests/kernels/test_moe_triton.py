@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moe_cases import CASES, Case, relative_error, run
+from moe_cases import CASES, Case, run
+from rounding import UNITS, require_as_exact, require_rounding
 from torch import nn
 
 from patchgen.kernels import (
@@ -50,7 +51,7 @@ def test_kernels_equal_the_reference_in_the_interpreter(case: Case):
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
-        assert relative_error(found[name], expected[name]) < 2e-6, name
+        require_rounding(found[name], expected[name], what=name)
 
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
@@ -61,7 +62,7 @@ def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bo
     tensors = case.tensors(torch.float32)
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
-        assert relative_error(found[name], expected[name]) < 2e-6, name
+        require_rounding(found[name], expected[name], what=name)
 
 
 def test_the_order_of_tiles_changes_no_bit(monkeypatch):
@@ -128,7 +129,7 @@ def test_the_rows_of_a_tokens_slots_are_summed(index_dtype: torch.dtype):
     row_of_slot_TK[2] = -1
     row_of_slot_TK[4, 1] = -1
     expected = torch.where(row_of_slot_TK[..., None] < 0, 0, rows_PH[row_of_slot_TK.clamp(min=0)]).sum(1)
-    torch.testing.assert_close(combine.sum_slots(rows_PH, None, row_of_slot_TK, 3), expected)
+    require_rounding(combine.sum_slots(rows_PH, None, row_of_slot_TK, 3), expected, units=4)
 
 
 def test_no_more_tiles_than_planned_for():
@@ -205,7 +206,7 @@ def test_without_gradients_the_projection_is_not_kept():
     tensors = case.tensors(dtype, device)
     with torch.no_grad():
         out = fused_moe(**tensors, **case.options(), backend="triton")
-    assert relative_error(out, run(case, tensors, "reference")["out"]) < (1e-2 if on_gpu else 2e-6)
+    require_rounding(out, run(case, tensors, "reference")["out"], units=4 if on_gpu else UNITS)
 
 
 @pytest.mark.parametrize(
@@ -265,8 +266,7 @@ def test_bf16_errs_no_more_than_the_eager_loop_times_one_and_a_half(case: Case, 
     yardstick = run(case, wide, "reference")
     eager, found = run(case, tensors, "reference"), run(case, tensors, backend)
     for name in yardstick:
-        allowed = 1.5 * relative_error(eager[name], yardstick[name])
-        assert relative_error(found[name], yardstick[name]) <= allowed, name
+        require_as_exact(found[name], eager[name], yardstick[name], factor=1.5, what=name)
 
 
 @pytest.mark.gpu

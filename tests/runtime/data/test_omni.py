@@ -20,7 +20,8 @@ needs_torchvision = pytest.mark.skipif(
 def run(script: str, timeout: float) -> list[dict]:
     """The JSON objects that a script of this folder prints."""
     root = HERE.parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, HERE / script], capture_output=True, text=True, timeout=timeout, env=environment
     )
