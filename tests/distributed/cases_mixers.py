@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import inspect
 import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
+import cases_models
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
 from rounding import require_rounding
 from torch import Tensor
+from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as served_by
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
-from patchgen.runtime import ops, parallel
+from patchgen.runtime import attention, ops, parallel
+from patchgen.runtime.parallel import batch
 
 BOUNDS = (0, 3, 4, 13, 16, 24, 32)  # documents of two rows of 16
 ROWS, LENGTH = 2, 16
@@ -113,3 +122,139 @@ def recurrence_agrees(packed: bool, sp: int, key_heads: int, value_heads: int) -
         return out
 
     _agrees(whole, sliced, tensors, dict.fromkeys(tensors, 1), 1, packed, state_of(sp=sp))
+
+
+# ------------------------------------------------------------------------------------ numbers of documents
+
+PACKAGES = Path(__file__).parent / "kernel_packages"
+
+
+@contextlib.contextmanager
+def kernel_packages(there: bool) -> Iterator[None]:
+    """Within the block, what is imported finds `fla` and `causal_conv1d`: stand-ins with their signatures."""
+    if not there:
+        yield
+        return
+    sys.path.insert(0, str(PACKAGES))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(PACKAGES))
+        for name in ("fla", "causal_conv1d"):
+            sys.modules.pop(name, None)
+
+
+def bounds_of(documents: int, total: int) -> list[int]:
+    """`documents` lengths, unlike ones, that add up to `total`."""
+    inner = torch.randperm(total - 1, generator=torch.Generator().manual_seed(documents))[: documents - 1] + 1
+    return [0, *sorted(inner.tolist()), total]
+
+
+def documents_are_computed_alone(kernels: bool, first: int, last: int) -> None:
+    """Both mixers of a row with `first` to `last` documents, over slices, against upstream's torch form of each alone.
+
+    Value heads and channels are 32 each, so that the bounds of 31 documents are as many.
+    """
+    total, heads, channels = 80, (16, 32), 32
+    state = state_of(sp=dist.get_world_size())
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query, key, value = normal(1, total, heads[0], 4), normal(1, total, heads[0], 4), normal(1, total, heads[1], 4)
+    g, beta = -normal(1, total, heads[1]).abs(), normal(1, total, heads[1]).sigmoid()
+    x, weight, bias = normal(1, channels, total), normal(channels, 3), normal(channels)
+    plain_rule, plain_convolution = inspect.unwrap(torch_chunk_gated_delta_rule), inspect.unwrap(causal_conv1d_fn)
+    rule, convolution, more = plain_rule, plain_convolution, {"chunk_size": 4}
+    if kernels:
+        with kernel_packages(True):
+            rule = served_by("chunk_gated_delta_rule", "fla")(plain_rule)
+            convolution = served_by("causal_conv1d_fn", "causal_conv1d")(plain_convolution)
+        more = {}
+
+    def own(tensor: Tensor, dim: int = 1) -> Tensor:
+        return tensor.chunk(state.sp, dim=dim)[state.sp_rank]
+
+    for documents in range(first, last + 1):
+        bounds = bounds_of(documents, total)
+        spans = list(itertools.pairwise(bounds))
+        expected = [plain_rule(*(t[:, a:b] for t in (query, key, value, g, beta)), chunk_size=4)[0] for a, b in spans]
+        convolved = [plain_convolution(x[:, :, a:b], weight, bias, activation="silu") for a, b in spans]
+        lengths = torch.tensor(bounds, dtype=torch.int32)
+        with parallel.using(state):
+            got = ops.delta_rule(
+                rule, *map(own, (query, key, value)), g=own(g), beta=own(beta), cu_seqlens=lengths, **more
+            )
+            out = ops.causal_conv1d(convolution, own(x, 2), weight, bias, activation="silu", cu_seq_lens_q=lengths)
+        said = f"{documents} documents"
+        torch.testing.assert_close(got[0], own(torch.cat(expected, 1)), msg=lambda text, s=said: f"{s}: {text}")
+        torch.testing.assert_close(out, own(torch.cat(convolved, 2), 2), msg=lambda text, s=said: f"{s}: {text}")
+
+
+def model_computes_documents_alone(name: str, kernels: bool, counts: list[int]) -> None:
+    """Loss and gradients of a model over slices against the same model on the whole row, as one rank has it."""
+    attention.register()
+    total = 144
+    cached = cases_models.import_generated
+    state = state_of(sp=dist.get_world_size())
+    with kernel_packages(kernels):
+        cases_models.import_generated = cached.__wrapped__  # decorated anew, by what is importable now
+        try:
+            model = cases_models.build(name, generated=True, attention_name="patchgen_sdpa")
+        finally:
+            cases_models.import_generated = cached
+    ids = torch.randint(0, cases_models.VOCABULARY, (1, total), generator=torch.Generator().manual_seed(0))
+    for documents in counts:
+        lengths = torch.tensor(bounds_of(documents, total), dtype=torch.int32)
+        positions = torch.cat([torch.arange(n) for n in lengths.diff().tolist()])[None]
+        given = {"input_ids": ids, "labels": ids, "position_ids": positions, "cu_seq_lens_q": lengths}
+        values = {}
+        for sp, sp_rank, using in ((1, 0, None), (state.sp, state.sp_rank, state)):
+            inputs = batch.slice_batch(given, sp=sp, sp_rank=sp_rank)
+            items = total - documents
+            with parallel.using(using):
+                share = model(**inputs, num_items_in_batch=torch.tensor(items), use_cache=False).loss
+                share.backward()
+            found = [share.detach(), *(parameter.grad for parameter in model.parameters())]
+            if sp > 1:
+                for tensor in found:
+                    dist.all_reduce(tensor)
+            values[sp] = [tensor.clone() for tensor in found]
+            model.zero_grad()
+        for got, expected in zip(values[state.sp], values[1], strict=True):
+            bar = 1e-5 * float(expected.abs().max()) + 1e-12
+            torch.testing.assert_close(got, expected, rtol=0, atol=bar, msg=lambda text, n=documents: f"{n}: {text}")
+
+
+def refusals() -> list[str]:
+    """What is said of tensors whose names say nothing, or say another size, of caches and of lengths of a slice."""
+    state = state_of(sp=dist.get_world_size())
+    x, weight = torch.randn(1, 4, 8), torch.randn(4, 3)
+    heads = torch.randn(1, 8, 4, 2)
+
+    def rule(query, key, value, g, beta, decay_of_heads=None, initial_state=None, chunk_size=4, **kwargs):
+        return value
+
+    def convolution(hidden_states, weight, bias=None, gates=None, **kwargs):
+        return hidden_states
+
+    def refusal(call, *args, using=state, **kwargs) -> str:
+        try:
+            with parallel.using(using):
+                call(*args, **kwargs)
+        except ValueError as error:
+            return str(error)
+        raise AssertionError("it was computed")
+
+    gates = {"g": heads[..., 0], "beta": heads[..., 0]}
+    return [
+        refusal(ops.delta_rule, rule, heads, heads, heads, **gates, decay_of_heads=torch.ones(4)),
+        refusal(ops.delta_rule, rule, heads, heads, heads, g=heads[:, :, :2, 0], beta=heads[..., 0]),
+        refusal(ops.delta_rule, rule, heads, heads, heads, **gates, initial_state=torch.ones(1, 4, 2, 2)),
+        refusal(ops.causal_conv1d, convolution, x, weight, gates=torch.ones(4)),
+        refusal(ops.causal_conv1d, convolution, x, torch.randn(8, 3)),
+        refusal(ops.causal_conv1d, convolution, x, weight, seq_idx=torch.zeros(1, 8)),
+        refusal(ops.causal_conv1d, convolution, x, weight, cu_seq_lens_q=torch.tensor([0, 3, 6]), using=None),
+    ]

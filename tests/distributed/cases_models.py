@@ -87,11 +87,22 @@ MODELS: dict[str, tuple[str, dict]] = {
             "linear_conv_kernel_dim": 3,
         },
     ),
+    "qwen3_5_text": (
+        "Qwen3_5ForCausalLM",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
 }
 
 
 def model_type(name: str) -> str:
-    return name.removesuffix("_router_loss")
+    return name.removesuffix("_router_loss").removesuffix("_text")
 
 
 @cache
@@ -114,8 +125,8 @@ def import_generated(kind: str):
 def config_of(name: str):
     class_name, more = MODELS[name]
     kind = model_type(name)
-    module = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
-    return getattr(module, class_name.replace("ForCausalLM", "Config"))(**_SMALL | more)
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    return getattr(module, class_name).config_class(**_SMALL | more)
 
 
 def build(name: str, *, generated: bool, attention_name: str):

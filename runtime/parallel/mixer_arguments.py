@@ -1,0 +1,163 @@
+"""What the arguments of a sequence mixer are: told by the names of its parameters, never by a size that happens to match.
+
+`cu_seqlens` of 31 documents has 32 entries, as many as there may be value heads, channels or tokens.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+
+class Role(enum.Enum):
+    """What a tensor of a mixer's call spans."""
+
+    KEY_TOKENS = "(B, S, key heads, ...)"
+    VALUE_TOKENS = "(B, S, value heads, ...)"
+    VALUE_HEADS = "(value heads, ...)"
+    SEQUENCE = "(B, channels, S)"
+    CHANNELS = "(channels, ...)"
+    LENGTHS = "(documents + 1,)"
+    DOCUMENTS = "(B, S), the document of each token"
+    STATE = "a decoding cache"
+
+
+TOKENS = (Role.KEY_TOKENS, Role.VALUE_TOKENS)
+_LENGTHS = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens"), Role.LENGTHS)
+
+# The parameters of upstream's torch functions and of the kernels of `fla` that take their place.
+RULE_ROLES: Mapping[str, Role] = _LENGTHS | {
+    "query": Role.KEY_TOKENS,
+    "key": Role.KEY_TOKENS,
+    "q": Role.KEY_TOKENS,
+    "k": Role.KEY_TOKENS,
+    "value": Role.VALUE_TOKENS,
+    "v": Role.VALUE_TOKENS,
+    "g": Role.VALUE_TOKENS,
+    "beta": Role.VALUE_TOKENS,
+    "z": Role.VALUE_TOKENS,
+    "A_log": Role.VALUE_HEADS,
+    "dt_bias": Role.VALUE_HEADS,
+    "D": Role.VALUE_HEADS,
+    "initial_state": Role.STATE,
+}
+# The same of short convolutions, and of the package `causal_conv1d`.
+CONVOLUTION_ROLES: Mapping[str, Role] = _LENGTHS | {
+    "hidden_states": Role.SEQUENCE,
+    "x": Role.SEQUENCE,
+    "weight": Role.CHANNELS,
+    "bias": Role.CHANNELS,
+    "seq_idx": Role.DOCUMENTS,
+    "initial_state": Role.STATE,
+    "initial_states": Role.STATE,
+    "conv_state": Role.STATE,
+    "conv_states": Role.STATE,
+    "final_states_out": Role.STATE,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of upstream's function, each argument under the name of its parameter.
+
+    Attributes:
+        values: by name, in the order of the call.
+        positional: how many of them are handed over by position, as upstream does: a kernel that takes the place of
+            the function may call them otherwise.
+    """
+
+    function: Callable[..., Any]
+    roles: Mapping[str, Role]
+    values: Mapping[str, Any]
+    positional: int
+
+    @classmethod
+    def of(
+        cls, function: Callable[..., Any], roles: Mapping[str, Role], args: Collection[Any], kwargs: Mapping[str, Any]
+    ) -> Call:
+        """The call `function(*args, **kwargs)`.
+
+        Raises:
+            TypeError: more arguments by position than the function has parameters.
+        """
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        names = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
+        if len(args) > len(names):
+            raise TypeError(f"{_name(function)} takes {names}, not {len(args)} arguments by position.")
+        return cls(function, roles, dict(zip(names, args, strict=False)) | kwargs, len(args))
+
+    @property
+    def name(self) -> str:
+        return _name(self.function)
+
+    def having(self, *roles: Role) -> dict[str, Tensor]:
+        """The tensors of these roles."""
+        return {
+            name: value
+            for name, value in self.values.items()
+            if isinstance(value, Tensor) and self.roles.get(name) in roles
+        }
+
+    def without(self, role: Role) -> Call:
+        """The call without the arguments of a role, whatever their values."""
+        left_out = [name for name in self.values if self.roles.get(name) is role]
+        # What came by position after one that is left out goes by name.
+        positional = min([self.positional, *map(list(self.values).index, left_out)])
+        values = {name: value for name, value in self.values.items() if name not in left_out}
+        return replace(self, values=values, positional=positional)
+
+    def with_values(self, changed: Mapping[str, Any]) -> Call:
+        return replace(self, values=self.values | changed)
+
+    def run(self) -> Any:
+        values = list(self.values.items())
+        return self.function(*(value for _, value in values[: self.positional]), **dict(values[self.positional :]))
+
+    def require_roles(self) -> None:
+        """Refuses a tensor that the function or its kernel takes, and of which nothing says what it spans.
+
+        What it takes as `**kwargs` only is of others: models hand all arguments of their forward down.
+        """
+        taken = set(inspect.signature(self.function).parameters) | set(
+            _closure(self.function, "applicable_params", ())
+        )
+        unknown = [n for n, v in self.values.items() if isinstance(v, Tensor) and n in taken and n not in self.roles]
+        if unknown:
+            raise ValueError(
+                f"{self.name} takes the tensor '{unknown[0]}' of shape {tuple(self.values[unknown[0]].shape)}, and "
+                f"nothing says whether it spans tokens, heads or channels. Known are {sorted(self.roles)}: add it to the "
+                "roles in runtime/parallel/mixer_arguments.py."
+            )
+
+    def require_shapes(self, expected: Mapping[Role, tuple[int, ...]]) -> None:
+        """Refuses tensors of a role that do not begin with the sizes of that role."""
+        for name, value in self.having(*expected).items():
+            sizes = expected[self.roles[name]]
+            if tuple(value.shape[: len(sizes)]) != sizes:
+                raise ValueError(
+                    f"'{name}' of {self.name} has the shape {tuple(value.shape)}: expected {self.roles[name].value}, "
+                    f"here {sizes} first."
+                )
+
+
+def keeps_documents_apart(function: Callable[..., Any], package: str) -> bool:
+    """Whether a kernel of `package` runs in the place of upstream's torch form, which knows no documents."""
+    # transformers decides when it decorates the function: a package may be there and not have the kernel.
+    decided = _closure(function, "is_new_implementation", None)
+    return importlib.util.find_spec(package) is not None if decided is None else decided
+
+
+def _closure(function: Callable[..., Any], variable: str, default: Any) -> Any:
+    """A variable of transformers' decorator around a function that a kernel may serve."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    return function.__closure__[names.index(variable)].cell_contents if variable in names else default
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "a sequence mixer")
