@@ -108,7 +108,9 @@ def test_what_a_backend_cannot_do_it_refuses_by_name():
 def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
     call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(attention.UnsupportedError, match="Module hands block_indices to its attention, and nothing in it"):
+    with pytest.raises(
+        attention.UnsupportedError, match="Module hands block_indices to its attention, and nothing in it"
+    ):
         call(torch.nn.Module(), states, states, states, None, block_indices=torch.zeros(1, 1, 4, 1))
 
 
@@ -138,7 +140,9 @@ def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
     assert mask.dense(None)[0, 0, 1, 2]
     call = attention.attention_function("patchgen_flash_varlen", BACKENDS["patchgen_flash_varlen"])
     states = torch.zeros(1, 2, 6, 8)
-    with pytest.raises(attention.UnsupportedError, match="'patchgen_flash_varlen' cannot do overlays, which Module asks"):
+    with pytest.raises(
+        attention.UnsupportedError, match="'patchgen_flash_varlen' cannot do overlays, which Module asks"
+    ):
         call(torch.nn.Module(), states, states, states, mask)
 
 

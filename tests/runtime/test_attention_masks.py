@@ -342,3 +342,30 @@ def test_selected_keys_and_biases_mean_the_same_under_every_name(name):
     grads = [torch.autograd.grad(x.square().sum(), [q, k, v, bias], retain_graph=True) for x in (out, expected)]
     for got, wanted in zip(*grads, strict=True):
         _near(got, wanted)
+
+
+def test_a_mask_says_what_is_causal_whatever_a_module_says():
+    """Gemma in PaliGemma calls itself bidirectional and draws a causal mask for text: upstream's formula reads the mask."""
+    module = nn.Module()
+    module.is_causal = False
+    states = [torch.randn(2, 2, 6, 8) for _ in range(3)]
+    out = {
+        name: attention.attention_function(name, BACKENDS[name])(module, *states, _made(name, 6, None, None, None))[0]
+        for name in ON_CPU
+    }
+    scores = states[0] @ states[1].transpose(2, 3) * 8**-0.5 + _made("eager", 6, None, None, None)
+    for got in out.values():
+        _near(got, (scores.softmax(-1) @ states[2]).transpose(1, 2))
+
+
+def test_sinks_of_each_token():
+    """A logit per query, as the last column of the scores."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    sinks = torch.randn(1, 2, 6, 1)
+    call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
+    out = call(nn.Module(), q, k, v, _made("patchgen_eager", 6, None, None, None), sinks=sinks)[0]
+    scores = q @ k.transpose(2, 3) * 8**-0.5 + _made("eager", 6, None, None, None)[:1]
+    weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+    _near(out, (weights @ v).transpose(1, 2))
+    assert attention.choose(["sinks", "sinks of each token"], device_type="cuda") == "patchgen_eager"
