@@ -140,11 +140,14 @@ def lacks(name: str, asked: Collection[str], *, device_type: str | None = None) 
 
 
 def choose(asked: Collection[str] = (), *, device_type: str | None = None) -> str:
-    """The fastest attention that can run here and has all features; `patchgen_eager` has every one."""
+    """The fastest attention that can train here and has all features; `patchgen_eager` has every one."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return next(
         name
         for name in ORDER
-        if BACKENDS[name].unavailable() is None and not lacks(name, asked, device_type=device_type)
+        if BACKENDS[name].unavailable() is None
+        and (device_type == "cuda" or BACKENDS[name].has_cpu_backward)
+        and not lacks(name, asked, device_type=device_type)
     )
 
 
@@ -194,7 +197,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         sink_logits = s_aux if s_aux is not None else sinks
         request = Attention(
-            causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
+            causal=_is_causal(attention_mask, is_causal, module),
             scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
             softcap=softcap,
             sinks=sink_logits,
@@ -203,7 +206,7 @@ def attention_function(name: str, backend: Backend) -> Callable:
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
         more = {argument: kwargs[argument] for argument in added(kwargs)}
-        if request.is_cross or more:
+        if request.is_cross or more or "sinks of each token" in request.asks_for:
             _require_whole(request, size, more, where)
         used = backend
         if _RECORDINGS:
@@ -239,6 +242,14 @@ def attention_function(name: str, backend: Backend) -> Callable:
 _longest = PerTensor(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
 _total = PerTensor(lambda cu_seq_lens: int(cu_seq_lens[-1]))
 _asserted: PerTensor[set[int]] = PerTensor(lambda _cu_seq_lens: set())  # the totals that the device was told to check
+
+
+def _is_causal(mask: object, asked: bool | None, module: nn.Module) -> bool:
+    """Whether no token sees a later one: as the mask was drawn, for upstream's formula reads nothing else; without a
+    mask, as the module says."""
+    if isinstance(mask, MaskStructure) and mask.causal is not None:
+        return mask.causal
+    return asked if asked is not None else getattr(module, "is_causal", True)
 
 
 def _structure(
@@ -281,7 +292,11 @@ def _overlay(mask: object, bounds: Tensor | None, q: Tensor, size: int, where: s
 
 def _require_whole(request: Attention, size: int, more: Collection[str], where: str) -> None:
     """Raises if a call means something that is known of this rank's slice only, or of two sequences."""
-    asks = f"{where} hands {', '.join(more)} to its attention" if more else f"{where} attends to another sequence"
+    asks = (
+        f"{where} attends to another sequence" if request.is_cross else f"{where} has {' and '.join(request.asks_for)}"
+    )
+    if more:
+        asks = f"{where} hands {', '.join(more)} to its attention"
     if size > 1:
         raise UnsupportedError(
             f"{asks}, and this rank holds a slice of the sequence (sp={size}): they are known for the slice only. Train "

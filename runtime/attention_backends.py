@@ -22,7 +22,16 @@ from torch import Tensor
 from patchgen.runtime.mask_functions import document_of
 from patchgen.runtime.per_tensor import PerTensor
 
-FEATURES = ("sliding window", "soft cap", "sinks", "dropout", "padding", "overlays", "two sequences")
+FEATURES = (
+    "sliding window",
+    "soft cap",
+    "sinks",
+    "dropout",
+    "padding",
+    "overlays",
+    "two sequences",
+    "sinks of each token",
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ class Attention:
         scaling: the factor of the scores.
         window: None, or the number of tokens a token sees, itself included (on both sides if not causal).
         softcap: None, or c of `c * tanh(score / c)`.
-        sinks: None, or `(N_q,)`: a logit per head that takes part in the softmax and has no value.
+        sinks: None, or `(N_q,)`: a logit per head that takes part in the softmax and has no value; or one of each token,
+            `(B, N_q, S, 1)`.
         dropout: of the weights.
         documents: None, or the documents that do not see each other.
         padding: None, or `(B, S)` bool, True for tokens that count.
@@ -64,6 +74,7 @@ class Attention:
     @cached_property
     def asks_for(self) -> tuple[str, ...]:
         """The features (of FEATURES) that a backend must have."""
+        by_token = self.sinks is not None and self.sinks.ndim > 1
         wanted = (
             self.window,
             self.softcap,
@@ -72,6 +83,7 @@ class Attention:
             self.padding,
             self.overlay,
             self.is_cross or None,
+            by_token or None,
         )
         return tuple(feature for feature, value in zip(FEATURES, wanted, strict=True) if value is not None)
 
@@ -91,6 +103,7 @@ class Backend:
         unavailable: says why it cannot run here, or returns None.
         gpu_features: what it can do on a GPU besides.
         takes_blocks: overlays reach it as a BlockMask, not as a tensor.
+        has_cpu_backward: whether it trains where there is no GPU.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -98,6 +111,7 @@ class Backend:
     unavailable: Callable[[], str | None]
     gpu_features: frozenset[str] = frozenset()
     takes_blocks: bool = False
+    has_cpu_backward: bool = True
 
     def features_on(self, device_type: str) -> frozenset[str]:
         """What it can do on a kind of device beyond causal and full attention over documents."""
@@ -171,7 +185,8 @@ def eager(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     elif mask is not None:
         scores = scores + mask
     if attention.sinks is not None:
-        sinks = attention.sinks.to(scores.dtype).view(1, N_q, 1, 1).expand(B, N_q, S, 1)
+        sinks = attention.sinks if attention.sinks.ndim > 1 else attention.sinks.view(1, N_q, 1, 1)
+        sinks = sinks.to(scores.dtype).expand(B, N_q, S, 1)
         weights = F.softmax(torch.cat([scores, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1]
     else:
         weights = F.softmax(scores, dim=-1, dtype=torch.float32)
@@ -440,6 +455,7 @@ BACKENDS: dict[str, Backend] = {
         lambda: None,
         gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
         takes_blocks=True,
+        has_cpu_backward=False,
     ),
     "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs(None, "torch")),
     "patchgen_flash_attention_2": Backend(

@@ -74,6 +74,7 @@ class MaskStructure:
 
     Attributes:
         drawing: what it is drawn from.
+        causal: whether no token sees a later one; None where what is laid over it says who sees whom.
         window: None, or the sliding window. Most models hand it to their attention as well; some only draw it.
         is_overlay: upstream lays more over it than order, window, packing and padding say: backends need the mask itself.
         is_packed: position ids show several documents per row.
@@ -84,6 +85,7 @@ class MaskStructure:
     """
 
     drawing: Drawing
+    causal: bool | None = None
     window: int | None = None
     is_overlay: bool = False
     is_packed: bool = False
@@ -287,10 +289,12 @@ def mask_function(
     }
     parts = set(mask_functions.parts(mask_function))
     is_packed = mask_functions.find_packing(mask_function) is not None or bool(parts & _PACKED)
+    is_overlay = bool(parts - _PLAIN - _PACKED)
     return MaskStructure(
         drawing=Drawing(mask_function, arguments, state if is_slice else None, padding),
+        causal=None if is_overlay else "causal_mask_function" in parts,
         window=local_size,
-        is_overlay=bool(parts - _PLAIN - _PACKED),
+        is_overlay=is_overlay,
         is_packed=is_packed,
         document=mask_functions.document_numbers(mask_function) if is_packed and not is_slice else None,
         cu_seq_lens=model_calls.documents_of(kwargs.get("config")) if parts != _ALL else None,
