@@ -122,7 +122,9 @@ def _decide(
     upstream_class = None
     if not generated.upstream_module.startswith(registry.PACKAGE):
         upstream_class = getattr(importlib.import_module(generated.upstream_module), head.__name__)
-        found, proof = judge(generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS)
+        found, proof = judge(
+            generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
+        )
         path = proof.training if proof is not None else None
         if found.status != verdict.PROVEN:
             return Preflight(found.status, found.reason, "")

@@ -48,6 +48,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name, reason in proof.refused_inputs.items():
         console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
+    for kind, reason in proof.not_compared.items():
+        console.print(f"not compared: {kind}: {reason}", style="red", markup=False)
     for name in proof.foreign:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
@@ -131,6 +133,7 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "without_gradient": list(proof.dead_parameters),
         "refused_variants": proof.refused,
         "refused_inputs": proof.refused_inputs,
+        "not_compared": proof.not_compared,
         "foreign_classes": proof.foreign,
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
