@@ -28,6 +28,8 @@ RANK_PROVER = (
 )
 GENERATOR = ("patchgen.pipeline",)
 PINS = ("transformers", "torch")
+ROOT = Path(__file__).parents[1]
+"""The folder of the package whose sources are read."""
 
 
 @functools.cache
@@ -113,8 +115,10 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield from _executed(child)
+            for other in child.orelse:
+                yield from _executed(other)
+        else:
+            yield from _executed(child)
 
 
 def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
@@ -130,7 +134,7 @@ def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def _file_of(name: str) -> Path | None:
-    base = Path(__file__).parents[1].joinpath(*name.split(".")[1:])
+    base = ROOT.joinpath(*name.split(".")[1:])
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
@@ -142,7 +146,7 @@ def _templates(files: Iterable[Path]) -> list[Path]:
         for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".jinja")
     }
-    folder = Path(__file__).parents[1] / "templates"
+    folder = ROOT / "templates"
     return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in named)
 
 
