@@ -89,17 +89,18 @@ def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[s
         if name in found:
             continue
         found[name] = path
-        for other in imported(ast.parse(path.read_bytes()), name, is_package=path.name == "__init__.py"):
+        for other in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
             inside = _lies_in(other, packages) and not _lies_in(other, without)
             if inside and other not in found and (file := _file_of(other)) is not None:
                 waiting.append((other, file))
     return dict(sorted(found.items()))
 
 
-def imported(tree: ast.Module, name: str, *, is_package: bool) -> set[str]:
+@functools.cache
+def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
     """The modules that a source may import; names out of modules are listed too, as if they were modules."""
     found: set[str] = set()
-    for node in _executed(tree):
+    for node in _executed(ast.parse(text)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -107,7 +108,7 @@ def imported(tree: ast.Module, name: str, *, is_package: bool) -> set[str]:
             found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
             found.add(node.value.partition(":")[0])
-    return found
+    return frozenset(found)
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
@@ -155,7 +156,12 @@ def _templates(files: Iterable[Path]) -> list[Path]:
 
 def hash_of(files: Iterable[Path]) -> str:
     """A hash of the code in files: comments, formatting and docstrings do not change it."""
-    return _short(*(provenance.symbol_hash(_without_docstrings(ast.parse(path.read_bytes()))) for path in files))
+    return _short(*(_code_hash(path.read_text(encoding="utf-8")) for path in files))
+
+
+@functools.cache
+def _code_hash(text: str) -> str:
+    return provenance.symbol_hash(_without_docstrings(ast.parse(text)))
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:
