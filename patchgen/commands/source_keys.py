@@ -62,8 +62,15 @@ def model_sources(model_type: str, release: upstream.Release) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The installed releases that a proof depends on; torch without the name of its build."""
-    return {name: importlib.metadata.version(name).partition("+")[0] for name in PINS}
+    """The installed releases that a proof depends on; torch without the name of its build, and empty where it is not."""
+    return {name: _version(name) for name in PINS}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # generating and checking need no torch
 
 
 def wanted_versions() -> dict[str, str]:

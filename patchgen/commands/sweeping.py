@@ -71,6 +71,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
             made_with = records.row_key(found.pop("generated"), key)
             kept = before if "status" not in found else {"ranks": before.get("ranks", {})}
             rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
+            if not records.needs_ranks(rows[place]):
+                rows[place].pop("ranks", None)
             records.write(path, rows)
             progress.update(task, advance=1, description=kind)
             if not console.is_terminal:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
-from patchgen.runtime.media_forms import REFUSALS, image_forms, whole_frames
+from patchgen.runtime.media_forms import REFUSALS, candidates, image_forms, whole_frames
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class MediaMaker:
         self._counts: dict[tuple, int] = {}
         self._frames: dict[int, int] | None = None
         self._form: tuple[tuple[int, ...], bool] | None = None
+        self._candidates: dict[str, dict[str, Tensor]] = {}
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
@@ -128,9 +129,37 @@ class MediaMaker:
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
-        if self._form is None:
-            self._form = self._accepted_form()
-        return self._whole_image(*self._form)
+        if self._form is None and IMAGE not in self._candidates:
+            try:
+                self._form = self._accepted_form()
+            except REFUSALS as refusal:
+                self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
+        return self._whole_image(*self._form) if self._form is not None else self._candidate(IMAGE)
+
+    def _candidate(self, kind: str) -> Item:
+        """An item of the form that was found by trying, with numbers of its own."""
+        (first, values), *others = self._candidates[kind].items()
+        return Item(kind, {first: self._noise(*values.shape), **dict(others)})
+
+    def _accepted_candidate(self, kind: str, refusal: Exception) -> dict[str, Tensor]:
+        """The first form of a minimal input, as `media_forms` tries them, that upstream takes and the forward knows.
+
+        Raises:
+            Exception: `refusal`, where upstream takes none.
+        """
+        try:
+            for arguments in candidates(self._features(kind), sp=1, like=torch.zeros(1)):
+                if arguments.keys() <= self.known and self._is_taken(Item(kind, arguments)):
+                    return arguments
+        except REFUSALS:  # the config does not say what one looks like
+            pass
+        raise refusal
+
+    def _is_taken(self, item: Item) -> bool:
+        try:
+            return self.count(item) > 0
+        except REFUSALS:
+            return False
 
     def _whole_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
         vision = layout.tower_config(self.config, IMAGE)
@@ -156,9 +185,17 @@ class MediaMaker:
     def _video(self, number: int) -> Item:
         if "video_grid_thw" in self.known:
             return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
+        if VIDEO in self._candidates:
+            return self._candidate(VIDEO)
         image = self._image(0).arguments["pixel_values"]
         frames = VIDEO_GRIDS[0][0]
-        return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[-3:])}, frames=frames)
+        item = Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[-3:])}, frames=frames)
+        try:
+            self.count(item)
+        except REFUSALS as refusal:
+            self._candidates[VIDEO] = self._accepted_candidate(VIDEO, refusal)
+            return self._candidate(VIDEO)
+        return item
 
     def with_seconds(self, item: Item, seconds: float) -> Item:
         """A video that says how long a step in time is, where the model takes that."""
@@ -179,8 +216,13 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
+        if self._frames is None and AUDIO not in self._candidates:
+            try:
+                self._frames = self._accepted_frames()
+            except REFUSALS as refusal:
+                self._candidates[AUDIO] = self._accepted_candidate(AUDIO, refusal)
         if self._frames is None:
-            self._frames = self._accepted_frames()
+            return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
 
     def _accepted_frames(self) -> dict[int, int]:
