@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 console = Console(highlight=False)
 
-PROVEN, GENERATED, FAILED = "proven", "generated", "failed"
+PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
 TEXT, VISION, AUDIO, OMNI = "text", "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
 FAMILIES = (TEXT, "moe", *MEDIA, "media")
@@ -81,9 +81,14 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     if output is None:
         support_matrix.write()
     asked = [rows[keys[kind]] for kind in wanted]
-    counts = {status: sum(row["status"] == status for row in asked) for status in (PROVEN, GENERATED, FAILED)}
+    counts = {
+        status: sum(row["status"] == status for row in asked) for status in (PROVEN, EAGER_ONLY, GENERATED, FAILED)
+    }
     moe = sum(row["status"] == PROVEN and row["moe"] for row in asked)
-    console.print(f"{counts[PROVEN]} proven ({moe} MoE), {counts[GENERATED]} generated, {counts[FAILED]} failed")
+    console.print(
+        f"{counts[PROVEN]} proven ({moe} MoE), {counts[EAGER_ONLY]} proven with eager attention only, "
+        f"{counts[GENERATED]} generated, {counts[FAILED]} failed"
+    )
     console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
     is_good = counts[PROVEN] == len(asked) if only else counts[PROVEN] and not counts[GENERATED]
     return 0 if is_good else 1
@@ -169,24 +174,30 @@ def examine(model_type: str, version: str, *, takes_media: bool = False) -> dict
         provenance.write(generated, Path(folder), force=True)
         try:
             outcome = _prove(model_type, Path(folder), takes_media=takes_media)
-        except REFUSALS as error:
+        except REFUSALS as error:  # of a media head that cannot be found
             outcome = {"status": GENERATED, "reason": _phrase(error)}
     return _row(model_type, **facts, **outcome, seconds=time.perf_counter() - start, generation_seconds=generation)
 
 
 def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
-    from patchgen.runtime.verify.verify_model import head_with_media, verify_model
+    from patchgen.runtime.verify.report import training_record
+    from patchgen.runtime.verify.verdict import Verdict, one_line
+    from patchgen.runtime.verify.verify_model import head_with_media, judge
 
     head = head_with_media(directory) if takes_media else None
-    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
-    loss = max((case.loss.relative for case in proof.cases), default=0.0)
-    gradient = max((case.gradient.relative for case in proof.cases), default=0.0)
-    found = {"loss_difference": loss, "gradient_difference": gradient, "inputs": _inputs(proof)}
-    reason = proof.failures[0] if proof.failures else "" if proof.cases else "no case ran"
-    if takes_media and not reason and not found["inputs"]:
+    found, proof = judge(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
+    if proof is None:
+        return {"status": found.status, "reason": found.reason}
+    facts = {
+        "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
+        "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
+        "inputs": _inputs(proof),
+        "training": training_record(proof.training) if proof.training is not None else None,
+    }
+    if takes_media and found.status == PROVEN and not facts["inputs"]:
         refusal = next(iter(proof.refused_inputs.items()), ("media", "the head takes none"))
-        reason = "only its text was compared: {}: {}".format(*refusal)
-    return {"status": GENERATED if reason else PROVEN, "reason": _phrase(reason) if reason else "", **found}
+        found = Verdict(GENERATED, one_line("only its text was compared: {}: {}".format(*refusal)))
+    return {"status": found.status, "reason": found.reason, **facts}
 
 
 def _inputs(proof: Proof) -> list[str]:
@@ -210,6 +221,7 @@ def _row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "inputs": [],
         "loss_difference": None,
         "gradient_difference": None,
+        "training": None,
         "seconds": 0.0,
         "generation_seconds": 0.0,
         **facts,
