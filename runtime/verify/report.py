@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,6 +139,21 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+
+
+def read_training(directory: Path, file: Path, head: str) -> dict | None:
+    """What the record beside a generated file says of the path of a run; None unless it proves this very file and head
+    with the installed releases."""
+    path = directory / FILE_NAME
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    holds = (
+        record.get("status") == verdict.PROVEN
+        and record["head"] == head
+        and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        and transformers.__version__ in record["transformers"]
+        and record["torch"] == torch.__version__.partition("+")[0]
+    )
+    return record.get("training") if holds else None
 
 
 def training_record(path: TrainingPath) -> dict[str, object]:
