@@ -81,12 +81,14 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
     upstream_class = getattr(transformers, head)
     config = training_config(upstream_class)
     generated = generated_class(head, file)
+    row = {"model_type": model_type}
+    if ep > 1 and not sharding.own_plan(build_model(generated, config)):
+        return row | {"applies": False, "seconds": time.perf_counter() - started}
     name, kernels = choices(upstream_class, generated, config)
     functions = router_functions(Path(file).parent)
     yardstick = build_model(upstream_class, config)
     perturb(yardstick)
     switch_dropout_off(yardstick)
-    row = {"model_type": model_type}
     for packed in (False, True):
         cases = {case.name: dict(case.batch) for case in text_cases(config, upstream_class)}
         inputs = cases.get("packed" if packed else "plain")
@@ -96,10 +98,7 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
         model = generated._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         model.load_state_dict(yardstick.state_dict())
         switch_dropout_off(model)
-        plan = sharding.own_plan(model)
-        row["num_expert_parameters"] = len(plan)
-        if ep > 1 and not plan:
-            return row | {"applies": False, "seconds": time.perf_counter() - started}
+        row["num_expert_parameters"] = len(sharding.own_plan(model))
         sharding.shard_model(model, state)
         got_loss, got = _all_ranks(model, inputs, state, kernels)
         # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.
