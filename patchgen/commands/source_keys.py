@@ -148,14 +148,15 @@ def _file_of(name: str) -> Path | None:
 
 def _templates(files: Iterable[Path]) -> list[Path]:
     """The templates that these sources name."""
-    named = {
-        node.value
-        for path in files
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".jinja")
-    }
+    named = frozenset[str]().union(*(_named_templates(path.read_text(encoding="utf-8")) for path in files))
     folder = ROOT / "templates"
     return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in named)
+
+
+@functools.cache
+def _named_templates(text: str) -> frozenset[str]:
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return frozenset(value for value in constants if isinstance(value, str) and value.endswith(".jinja"))
 
 
 # --------------------------------------------------------------------------------------------------- hashes
