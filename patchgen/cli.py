@@ -47,7 +47,7 @@ def generate(
 
 @app.command()
 def check(models: Models = None) -> None:
-    """Regenerate in memory and compare bytes; exit 1 if a committed file is stale.
+    """Regenerate in memory and compare bytes; exit 1 if a committed file is stale, or a recorded proof does not hold.
 
     Example: patchgen check qwen3_moe
     """
@@ -159,6 +159,8 @@ def verify(
     """
     from patchgen.commands import proof
 
+    if outdated and directory is not None:
+        raise ConfigError("--outdated is about the committed models, and --directory is none of them: leave one out.")
     what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
     if ranks > 1:
         layout = proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp)

@@ -56,14 +56,15 @@ def launch(
 
     Raises:
         LaunchFailed: the ranks failed.
-        RecipeError: the arguments contradict each other.
+        RecipeError: the arguments contradict each other, or the model cannot train: told before any rank starts.
     """
+    from patchgen.runtime.train import preflight
     from patchgen.runtime.train.plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if fresh:
             raise RecipeError("--fresh works where this command starts the ranks itself: name another log.directory.")
-        return STOPPED if worker(to_dict(recipe)) == "stop" else 0
+        return STOPPED if worker(to_dict(recipe), decided=False) == "stop" else 0
     least, _, most = nodes.partition(":")
     most = most or least
     if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
@@ -77,6 +78,7 @@ def launch(
             f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
         )
     require_valid(recipe, world=processes * int(least))
+    recipe = preflight.require_trainable(recipe)
     if fresh:
         if int(most) > 1:
             raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
@@ -136,13 +138,15 @@ def _reason(failure: Any) -> str:
 
 
 @record
-def worker(values: dict[str, Any]) -> str:
+def worker(values: dict[str, Any], *, decided: bool = True) -> str:
     """One rank: process group, device, trainer; returns why the run ended (`Summary.reason`).
 
     Args:
         values: a recipe as a dict, for it crosses a process border.
+        decided: whether `launch` has looked that the model can train; if not, rank 0 looks for all.
     """
     recipe = from_dict(values)
+    outcome = None if decided or os.environ["RANK"] != "0" else _decide(recipe)  # before there are groups
     # Row counts that differ from step to step leave holes between segments of fixed size (docs/parallel.md has figures).
     # torch reads it before it first allocates; either name may hold the user's own choice.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -154,7 +158,33 @@ def worker(values: dict[str, Any]) -> str:
 
         # Here too: torchrun starts ranks without `launch` having looked, and an elastic agent other numbers of them.
         require_valid(recipe, world=dist.get_world_size())
+        if not decided:
+            recipe = _agreed(outcome)
         return Trainer(recipe, device, setup.listeners(recipe)).run().reason
+
+
+def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
+    """The recipe that trains, as a dict, or why none does."""
+    from patchgen.runtime.train import preflight
+
+    try:
+        return to_dict(preflight.require_trainable(recipe)), ""
+    except RecipeError as error:
+        return None, str(error)
+
+
+def _agreed(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
+    """What rank 0 decided; every rank must call it.
+
+    Raises:
+        RecipeError: on all ranks, the model cannot train.
+    """
+    shared = [outcome]
+    dist.broadcast_object_list(shared, src=0)
+    values, refusal = shared[0]
+    if refusal:
+        raise RecipeError(refusal)
+    return from_dict(values)
 
 
 @contextlib.contextmanager

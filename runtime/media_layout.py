@@ -60,7 +60,8 @@ def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def mel_bins(audio: PreTrainedConfig) -> int:
-    return first_int(audio, "num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", default=80)
+    names = ("num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", "feature_size")
+    return first_int(audio, *names, default=80)
 
 
 def first_int(config: PreTrainedConfig, *names: str, default: int) -> int:

@@ -73,7 +73,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
         provenance.write(generated, Path(folder), force=True)
         try:
             outcome = _prove(model_type, Path(folder), takes_media=takes_media)
-        except REFUSALS as error:
+        except REFUSALS as error:  # of a head with media that cannot be found
             outcome = {"status": GENERATED, "reason": phrase(error)}
     seconds = time.perf_counter() - start
     return row(model_type, **facts, **outcome, generated=found, seconds=seconds, generation_seconds=generation)
@@ -93,19 +93,20 @@ def _facts(model_type: str, generated: Generated) -> dict:
 
 
 def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
-    from patchgen.runtime.verify import report, verdict
-    from patchgen.runtime.verify.verify_model import head_with_media, verify_model
+    from patchgen.runtime.verify.report import training_record
+    from patchgen.runtime.verify.verify_model import head_with_media, judge
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
-    proof = verify_model(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
-    found = verdict.of(proof)
+    found, proof = judge(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
+    if proof is None:
+        return {"status": found.status, "reason": found.reason}
     return {
         "status": found.status,
         "reason": found.reason,
         "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
         "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
         "inputs": _inputs(proof),
-        "training": report.training_record(proof.training) if proof.training is not None else None,
+        "training": training_record(proof.training) if proof.training is not None else None,
     }
 
 

@@ -129,8 +129,7 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     path = records.path_in(None)
     if with_rows and path.is_file():
         release = upstream.open_release(records.wanted_key()["transformers"])
-        wanted = {media: sweeping.types_of("media" if media else "text", release) for media in (False, True)}
-        found += records.stale_rows(path, wanted=wanted)
+        found += records.stale_rows(path, missing=sweeping.missing_types(records.read(path), release))
     for one in found:
         console.print(f"[red]old[/] {one}", soft_wrap=True)
     if not found:

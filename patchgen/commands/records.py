@@ -144,18 +144,15 @@ class Stale:
         return f"{len(self.names)} {self.what} do not hold for what stands here: {named}. Renew them: {self.command}"
 
 
-def stale_rows(path: Path, *, wanted: Mapping[bool, Iterable[str]], jobs: int = 2) -> list[Stale]:
+def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int = 2) -> list[Stale]:
     """What of a record does not hold for the sources that stand here; generates only what may have changed.
 
     Args:
-        wanted: the model types that the record should have, without and with media.
+        missing: the model types that the record should have and has not, without and with media.
     """
     rows, key = read(path), wanted_key()
     release = upstream.open_release(key["transformers"])
     present = present_digests((row for row in rows.values() if _may_hold(row, key)), release, jobs)
-    missing = {
-        takes_media: [k for k in kinds if (takes_media, k) not in rows] for takes_media, kinds in wanted.items()
-    }
     found = []
     for takes_media, command in ((False, "make sweep"), (True, "make sweep-media")):
         own = [row for (media, _), row in rows.items() if media == takes_media]
@@ -180,12 +177,14 @@ def present_digests(rows: Iterable[Mapping], release: upstream.Release, jobs: in
         else:
             unknown[kind] = None
     todo = [kind for kind in unknown if kind not in found]
-    if not todo:
-        return found
+    return found | (_digests(todo, release.version, jobs) if todo else {})
+
+
+def _digests(kinds: list[str], version: str, jobs: int) -> dict[str, str]:
+    """What generation gives for each type."""
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(todo)), mp_context=context, initializer=quiet) as pool:
-        digests = pool.map(generated_digest, todo, [release.version] * len(todo), chunksize=4)
-        return found | dict(zip(todo, digests, strict=True))
+    with ProcessPoolExecutor(min(jobs, len(kinds)), mp_context=context, initializer=quiet) as pool:
+        return dict(zip(kinds, pool.map(generated_digest, kinds, [version] * len(kinds), chunksize=4), strict=True))
 
 
 def stale_proofs(names: Iterable[str]) -> list[Stale]:

@@ -28,6 +28,8 @@ RANK_PROVER = (
 )
 GENERATOR = ("patchgen.pipeline",)
 PINS = ("transformers", "torch")
+ROOT = Path(__file__).parents[1]
+"""The folder of the package whose sources are read."""
 
 
 @functools.cache
@@ -60,8 +62,15 @@ def model_sources(model_type: str, release: upstream.Release) -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """The installed releases that a proof depends on; torch without the name of its build."""
-    return {name: importlib.metadata.version(name).partition("+")[0] for name in PINS}
+    """The installed releases that a proof depends on; torch without the name of its build, and empty where it is not."""
+    return {name: _version(name) for name in PINS}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return ""  # generating and checking need no torch
 
 
 def wanted_versions() -> dict[str, str]:
@@ -87,17 +96,18 @@ def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[s
         if name in found:
             continue
         found[name] = path
-        for other in imported(ast.parse(path.read_bytes()), name, is_package=path.name == "__init__.py"):
+        for other in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
             inside = _lies_in(other, packages) and not _lies_in(other, without)
             if inside and other not in found and (file := _file_of(other)) is not None:
                 waiting.append((other, file))
     return dict(sorted(found.items()))
 
 
-def imported(tree: ast.Module, name: str, *, is_package: bool) -> set[str]:
+@functools.cache
+def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
     """The modules that a source may import; names out of modules are listed too, as if they were modules."""
     found: set[str] = set()
-    for node in _executed(tree):
+    for node in _executed(ast.parse(text)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -105,7 +115,7 @@ def imported(tree: ast.Module, name: str, *, is_package: bool) -> set[str]:
             found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
             found.add(node.value.partition(":")[0])
-    return found
+    return frozenset(found)
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
@@ -113,8 +123,10 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
-            continue
-        yield from _executed(child)
+            for other in child.orelse:
+                yield from _executed(other)
+        else:
+            yield from _executed(child)
 
 
 def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
@@ -130,20 +142,21 @@ def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def _file_of(name: str) -> Path | None:
-    base = Path(__file__).parents[1].joinpath(*name.split(".")[1:])
+    base = ROOT.joinpath(*name.split(".")[1:])
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
 
 def _templates(files: Iterable[Path]) -> list[Path]:
     """The templates that these sources name."""
-    named = {
-        node.value
-        for path in files
-        for node in ast.walk(ast.parse(path.read_bytes()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.endswith(".jinja")
-    }
-    folder = Path(__file__).parents[1] / "templates"
+    named = frozenset[str]().union(*(_named_templates(path.read_text(encoding="utf-8")) for path in files))
+    folder = ROOT / "templates"
     return sorted(path for path in folder.rglob("*.jinja") if path.relative_to(folder).as_posix() in named)
+
+
+@functools.cache
+def _named_templates(text: str) -> frozenset[str]:
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    return frozenset(value for value in constants if isinstance(value, str) and value.endswith(".jinja"))
 
 
 # --------------------------------------------------------------------------------------------------- hashes
@@ -151,7 +164,12 @@ def _templates(files: Iterable[Path]) -> list[Path]:
 
 def hash_of(files: Iterable[Path]) -> str:
     """A hash of the code in files: comments, formatting and docstrings do not change it."""
-    return _short(*(provenance.symbol_hash(_without_docstrings(ast.parse(path.read_bytes()))) for path in files))
+    return _short(*(_code_hash(path.read_text(encoding="utf-8")) for path in files))
+
+
+@functools.cache
+def _code_hash(text: str) -> str:
+    return provenance.symbol_hash(_without_docstrings(ast.parse(text)))
 
 
 def _without_docstrings(tree: ast.Module) -> ast.Module:

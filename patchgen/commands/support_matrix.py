@@ -1,6 +1,6 @@
-"""The support matrix in docs/parallel.md, from the records of `patchgen sweep --sp 2`, `--ep 2` and `patchgen verify --ranks`.
+"""The support matrix in docs/parallel.md and the counts in README.md, from the records of sweeps and of proofs on ranks.
 
-python -m patchgen.commands.support_matrix      # writes it again
+python -m patchgen.commands.support_matrix      # writes them again
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import json
 from pathlib import Path
 
 from patchgen import provenance
+from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.generation import committed
 from patchgen.commands.models_page import rank_results
 from patchgen.errors import PatchgenError
 
+COUNT_BEGIN, COUNT_END = "<!-- counts: written, not edited -->\n", "<!-- end of the counts -->\n"
 BEGIN, END = "<!-- support matrix: written, not edited -->\n", "<!-- end of the support matrix -->\n"
 LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
 NOT_MEASURED = "not measured"
@@ -60,23 +62,45 @@ def _cell(result: dict | None) -> str:
     return NOT_MEASURED if result["difference"] is None else f"{result['difference']:.0e}"
 
 
+def counts() -> str:
+    """What the README says of the record of text types."""
+    rows = json.loads((docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
+    statuses = [row["status"] for row in rows if row.get("family", "text") == "text"]
+    equal = sum(status in (PROVEN, EAGER_ONLY) for status in statuses)
+    return (
+        f"- **Proven.** Loss, logits and every gradient of {equal} model types are bit-identical to upstream's, and "
+        f"{statuses.count(PROVEN)} of them are\n  proven as a run computes, with its attention, kernels and packed rows: "
+        "[docs/coverage.md](docs/coverage.md).\n"
+    )
+
+
 def page(text: str) -> str:
-    """The page with the matrix between its marks."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise PatchgenError(f"docs/parallel.md has lost its marks: {BEGIN.strip()} ... {END.strip()}")
-    return f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}"
+    """docs/parallel.md with the matrix between its marks."""
+    return _between(text, BEGIN, f"\n{support_matrix()}\n", END, "docs/parallel.md")
 
 
-def write() -> Path | None:
-    """Writes the matrix into docs/parallel.md; an installation without documentation has none."""
-    path = docs() / "parallel.md"
-    if not path.is_file():
-        return None
-    path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
-    return path
+def readme(text: str) -> str:
+    """The README with the counts of the record between its marks."""
+    return _between(text, COUNT_BEGIN, counts(), COUNT_END, "README.md")
+
+
+def _between(text: str, begin: str, inside: str, end: str, name: str) -> str:
+    before, first, rest = text.partition(begin)
+    _, last, after = rest.partition(end)
+    if not (first and last):
+        raise PatchgenError(f"{name} has lost its marks: {begin.strip()} ... {end.strip()}")
+    return f"{before}{begin}{inside}{end}{after}"
+
+
+def write() -> list[Path]:
+    """Writes the matrix into docs/parallel.md and the counts into README.md; an installation without them has none."""
+    written = []
+    for path, made in ((docs() / "parallel.md", page), (docs().parent / "README.md", readme)):
+        if path.is_file():
+            path.write_text(made(path.read_text(encoding="utf-8")), encoding="utf-8")
+            written.append(path)
+    return written
 
 
 if __name__ == "__main__":
-    print(write())
+    print(*write(), sep="\n")

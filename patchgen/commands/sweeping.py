@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -71,6 +71,8 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
             made_with = records.row_key(found.pop("generated"), key)
             kept = before if "status" not in found else {"ranks": before.get("ranks", {})}
             rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
+            if not records.needs_ranks(rows[place]):
+                rows[place].pop("ranks", None)
             records.write(path, rows)
             progress.update(task, advance=1, description=kind)
             if not console.is_terminal:
@@ -167,10 +169,22 @@ def types_of(family: str, release: upstream.Release) -> list[str]:
     return [kind for kind in kinds if _routes(kind, release)] if family == "moe" else kinds
 
 
+def missing_types(rows: Container[records.Place], release: upstream.Release) -> dict[bool, list[str]]:
+    """The model types of a release that have no row, without and with media."""
+    media = [kind for kind in _media_candidates(release) if (True, kind) not in rows]
+    return {
+        False: [kind for kind in types_of(TEXT, release) if (False, kind) not in rows],
+        True: [kind for kind in media if _family(kind, release) in MEDIA],
+    }
+
+
+def _media_candidates(release: upstream.Release) -> list[str]:
+    return sorted({kind for name in MEDIA_MAPS for kind in release.auto_map(name)})
+
+
 def _with_media(family: str, release: upstream.Release) -> list[str]:
     """The types with a head that takes images or audio, of one family or of all."""
-    kinds = sorted({kind for name in MEDIA_MAPS for kind in release.auto_map(name)})
-    found = {kind: _family(kind, release) for kind in kinds}
+    found = {kind: _family(kind, release) for kind in _media_candidates(release)}
     return [kind for kind, own in found.items() if own in (MEDIA if family == "media" else (family,))]
 
 

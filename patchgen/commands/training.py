@@ -40,13 +40,14 @@ def train(
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
-        from patchgen.runtime.train import plan
+        from patchgen.runtime.train import plan, preflight
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
-                print(plan.describe(recipe, world))
+                plan.require_valid(recipe, world)
+                print(plan.describe(preflight.require_trainable(recipe), world))
                 return 0
             return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
         except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:

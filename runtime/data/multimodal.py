@@ -232,7 +232,8 @@ class PrepareMultimodal:
             positions = positions["position_ids"]
         if isinstance(positions, tuple):
             positions = positions[0]
-        return torch.cat([text[None], positions.reshape(3, -1).to(text.dtype)])
+        # In their own dtype: seconds between frames may make positions that are no whole numbers.
+        return torch.cat([text[None].to(positions.dtype), positions.reshape(3, -1)])
 
     # ------------------------------------------------------------------------------------------------- length
 

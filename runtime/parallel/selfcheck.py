@@ -1,4 +1,4 @@
-"""Whether a model computes on slices of a sequence what it computes on the whole: one small forward at start-up.
+"""Whether a model computes on slices of a sequence what upstream computes on the whole: one small forward at start-up.
 
 A layer that mixes tokens by other means than attention, a convolution or a recurrence that `ops` serves (a state-space
 scan, positions derived from token ids, hand-written attention) runs on a slice without any error, and trains wrongly.
@@ -64,7 +64,9 @@ def _require_equal(model: nn.Module, state: ParallelState, batch: dict[str, Tens
     device = state.data_mesh.device_type
 
     def logits(sp: int, sp_rank: int, using: ParallelState) -> Tensor:
-        mine = slice_batch(batch, sp=sp, sp_rank=sp_rank)
+        # The whole is what upstream would compute: positions that nobody gave are the model's own, not those that we count.
+        is_upstreams = sp == 1 and "position_ids" not in batch
+        mine = batch if is_upstreams else slice_batch(batch, sp=sp, sp_rank=sp_rank)
         inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
         with parallel.using(using):
             return model(**inputs, use_cache=False).logits

@@ -16,8 +16,9 @@ import functools
 import hashlib
 import importlib
 import json
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import report, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
@@ -89,7 +90,7 @@ def examine(recipe: Recipe) -> Preflight:
     found = _decide(head, config, recipe.model.attention, named, media=media)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{hashlib.sha256(str(id(path)).encode()).hexdigest()[:8]}")
+        temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
         temporary.replace(path)
     except OSError:
@@ -103,10 +104,12 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     try:
         return models.find_head_and_config(config)
     except (registry.UnknownModelError, ReleaseMismatch) as error:
-        reason = str(error).splitlines()[0].removesuffix(".")
+        kind = config.model_type
+        if isinstance(error, ReleaseMismatch):
+            raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
         raise RecipeError(
-            f"model.source = '{recipe.model.source}': {reason}; what can be trained is what "
-            f"`patchgen generate {config.model_type}` makes."
+            f"model.source = '{recipe.model.source}': no generated model takes a {type(config).__name__}; make one with "
+            f"`patchgen generate {kind}`, which says why where it cannot."
         ) from error
 
 
@@ -122,7 +125,9 @@ def _decide(
     upstream_class = None
     if not generated.upstream_module.startswith(registry.PACKAGE):
         upstream_class = getattr(importlib.import_module(generated.upstream_module), head.__name__)
-        found, proof = judge(generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS)
+        found, proof = judge(
+            generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
+        )
         path = proof.training if proof is not None else None
         if found.status != verdict.PROVEN:
             return Preflight(found.status, found.reason, "")
@@ -140,6 +145,20 @@ def _decide(
     )
     status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
     return Preflight(status, verdict.one_line(path.reason), path.attention)
+
+
+def _of_type(
+    generated: registry.GeneratedModel, head: type[PreTrainedModel]
+) -> tuple[verdict.Verdict, Collection[str] | None]:
+    """The verdict on a head, and what it asks of attention: from the record beside its file if that holds here, else now."""
+    recorded = report.read_training(generated.directory, generated.file, head.__name__)
+    if recorded is not None and attention.choose(recorded["asked"]) == recorded["attention"]:
+        return verdict.Verdict(verdict.PROVEN), recorded["asked"]
+    found, proof = judge(
+        generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
+    )
+    path = proof.training if proof is not None else None
+    return found, path.asked if path is not None else None
 
 
 def _is_default(config: PreTrainedConfig) -> bool:

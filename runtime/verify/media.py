@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
-from patchgen.runtime.media_forms import REFUSALS, image_forms, whole_frames
+from patchgen.runtime.media_forms import REFUSALS, candidates, image_forms, whole_frames
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 SOUND = "sound"
 """The kind of a video with its audio."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
+"""What is made of each modality."""
+OTHER_INPUTS = {
+    IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
+    AUDIO: ("input_values", "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+}
+"""Other names under which a forward takes a modality: nothing is made of them."""
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
@@ -60,12 +66,21 @@ class MediaMaker:
         self._counts: dict[tuple, int] = {}
         self._frames: dict[int, int] | None = None
         self._form: tuple[tuple[int, ...], bool] | None = None
+        self._candidates: dict[str, dict[str, Tensor]] = {}
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
         """What the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
         return tuple(kind for kind, name in INPUTS.items() if name in known)
+
+    @staticmethod
+    def taken_by(model_class: type) -> dict[str, str]:
+        """Every modality that the forward of a class takes, with the name of the argument; what can be made of it or not."""
+        known = inspect.signature(model_class.forward).parameters
+        names = {kind: (INPUTS[kind], *OTHER_INPUTS.get(kind, ())) for kind in INPUTS}
+        found = {kind: next((name for name in own if name in known), None) for kind, own in names.items()}
+        return {kind: name for kind, name in found.items() if name is not None}
 
     def item(self, kind: str, number: int) -> Item:
         """The item of that kind; different numbers have different sizes."""
@@ -88,9 +103,7 @@ class MediaMaker:
         return self._counts[key]
 
     def _ask(self, item: Item) -> int:
-        name = f"get_{item.kind}_features"
-        owner = next((model for model in (self.model, *self.model.children()) if hasattr(model, name)), self.model)
-        method = getattr(owner, name)
+        method = self._features(item.kind)
         known = inspect.signature(method).parameters
         named = {name for name, one in known.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
         arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
@@ -104,14 +117,49 @@ class MediaMaker:
         width = self.config.get_text_config(decoder=True).hidden_size
         return sum(tensor.numel() for tensor in _tensors(features_of(output))) // width
 
+    def _features(self, kind: str) -> Callable[..., Any]:
+        """The method of the model, or of the one in it, that computes features of a modality."""
+        name = f"get_{kind}_features"
+        owner = next((model for model in (self.model, *self.model.children()) if _names_arguments(model, name)), None)
+        owner = owner or next((one for one in (self.model, *self.model.children()) if hasattr(one, name)), self.model)
+        return getattr(owner, name)
+
     # ------------------------------------------------------------------------------------------------ vision
 
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
-        if self._form is None:
-            self._form = self._accepted_form()
-        return self._whole_image(*self._form)
+        if self._form is None and IMAGE not in self._candidates:
+            try:
+                self._form = self._accepted_form()
+            except REFUSALS as refusal:
+                self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
+        return self._whole_image(*self._form) if self._form is not None else self._candidate(IMAGE)
+
+    def _candidate(self, kind: str) -> Item:
+        """An item of the form that was found by trying, with numbers of its own."""
+        (first, values), *others = self._candidates[kind].items()
+        return Item(kind, {first: self._noise(*values.shape), **dict(others)})
+
+    def _accepted_candidate(self, kind: str, refusal: Exception) -> dict[str, Tensor]:
+        """The first form of a minimal input, as `media_forms` tries them, that upstream takes and the forward knows.
+
+        Raises:
+            Exception: `refusal`, where upstream takes none.
+        """
+        try:
+            for arguments in candidates(self._features(kind), sp=1, like=torch.zeros(1)):
+                if arguments.keys() <= self.known and self._is_taken(Item(kind, arguments)):
+                    return arguments
+        except REFUSALS:  # the config does not say what one looks like
+            pass
+        raise refusal
+
+    def _is_taken(self, item: Item) -> bool:
+        try:
+            return self.count(item) > 0
+        except REFUSALS:
+            return False
 
     def _whole_image(self, dimensions: tuple[int, ...], with_sizes: bool) -> Item:
         vision = layout.tower_config(self.config, IMAGE)
@@ -137,9 +185,17 @@ class MediaMaker:
     def _video(self, number: int) -> Item:
         if "video_grid_thw" in self.known:
             return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
+        if VIDEO in self._candidates:
+            return self._candidate(VIDEO)
         image = self._image(0).arguments["pixel_values"]
         frames = VIDEO_GRIDS[0][0]
-        return Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[-3:])}, frames=frames)
+        item = Item(VIDEO, {"pixel_values_videos": self._noise(1, frames, *image.shape[-3:])}, frames=frames)
+        try:
+            self.count(item)
+        except REFUSALS as refusal:
+            self._candidates[VIDEO] = self._accepted_candidate(VIDEO, refusal)
+            return self._candidate(VIDEO)
+        return item
 
     def with_seconds(self, item: Item, seconds: float) -> Item:
         """A video that says how long a step in time is, where the model takes that."""
@@ -160,8 +216,13 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
+        if self._frames is None and AUDIO not in self._candidates:
+            try:
+                self._frames = self._accepted_frames()
+            except REFUSALS as refusal:
+                self._candidates[AUDIO] = self._accepted_candidate(AUDIO, refusal)
         if self._frames is None:
-            self._frames = self._accepted_frames()
+            return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
 
     def _accepted_frames(self) -> dict[int, int]:
@@ -176,15 +237,36 @@ class MediaMaker:
 
     def spectrogram(self, frames: int) -> Item:
         """A sound of so many frames."""
-        mel = layout.mel_bins(layout.tower_config(self.config, AUDIO))
-        arguments = {"input_features": self._noise(1, mel, frames)}
+        tower = layout.tower_config(self.config, AUDIO)
+        arguments = {"input_features": self._noise(1, layout.mel_bins(tower), frames)}
         for name in AUDIO_MASKS:
             if name in self.known:
                 arguments[name] = torch.ones(1, frames, dtype=torch.long)
+        for name in self._lengths() & self.known:
+            per_frame = layout.first_int(tower, "hop_length", default=1) if "sample" in name else 1
+            arguments[name] = torch.tensor([frames * per_frame])
         return Item(AUDIO, arguments)
+
+    def _lengths(self) -> set[str]:
+        """The arguments without which sounds have no features, and which say how long each is: in samples, or in frames."""
+        parameters = inspect.signature(self._features(AUDIO)).parameters
+        return {
+            name
+            for name, one in parameters.items()
+            if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and name.endswith("lengths")
+        }
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
+
+
+def _names_arguments(model: object, method: str) -> bool:
+    """Whether a model has the method, and it says what it takes: heads often hand on whatever they are given."""
+    found = getattr(model, method, None)
+    if found is None:
+        return False
+    kinds = {one.kind for one in inspect.signature(found).parameters.values()}
+    return bool(kinds - {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD})
 
 
 def with_sound(video: Item, audio: Item) -> Item:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import parallel
+from patchgen.runtime import parallel, seams
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.multimodal_inputs import Sample
-from patchgen.runtime.verify.parallel_coverage import NotApplicable, state_of
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.yardstick import Yardstick, find, yardstick
+from patchgen.runtime.verify.yardstick import NotApplicable, Yardstick, find, state_of, yardstick
 
 TOLERANCE = 1e-5
 WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
@@ -77,7 +76,8 @@ def compare(
     generated = known.generated()
     if fsdp:
         sharding.shard_model(generated, state)
-    got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training)
+    kernels = known.seams
+    got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training, kernels=kernels)
     row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
     return row | differences(got_loss, got, expected_loss, expected)
 
@@ -110,7 +110,7 @@ def mixed_steps(
             mine["position_ids"] = known.positions(mine)
             known.model.load_state_dict(_whole_state(generated))
             expected_loss, expected = known.one_rank(whole)
-            got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp)
+            got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, kernels=known.seams)
             optimizer.step()
             optimizer.zero_grad()
             row = differences(got_loss, got, expected_loss, expected)
@@ -165,14 +165,25 @@ def differences(
 
 
 def on_ranks(
-    model: nn.Module, inputs: dict[str, Any], state: ParallelState, *, pad: int, fsdp: bool, training: bool = True
+    model: nn.Module,
+    inputs: dict[str, Any],
+    state: ParallelState,
+    *,
+    pad: int,
+    fsdp: bool,
+    training: bool = True,
+    kernels: Mapping[str, str] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """A forward and backward of this rank's part of a batch; loss and gradients summed over the ranks."""
+    """A forward and backward of this rank's part of a batch; loss and gradients summed over the ranks.
+
+    Args:
+        kernels: implementations of seams by name; the others are eager.
+    """
     mine = batch.slice_batch(inputs, sp=state.sp, sp_rank=state.sp_rank, pad_token_id=pad)
     items = loss.count_items([mine], "cpu")
     model.train(training)
-    with parallel.using(state), loss.step(items):
-        share = model(**mine, num_items_in_batch=items).loss
+    with parallel.using(state), loss.step(items), seams.using(**(kernels or {})):
+        share = model(**mine, num_items_in_batch=items, use_cache=False).loss
         share.backward()
     total = share.detach().clone()
     dist.all_reduce(total)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,8 @@ class MediaCases:
 
     cases: tuple[Case, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    """The modalities that the forward takes and that no case holds, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Sample:
 
 def takes_media(model_class: type) -> bool:
     """Whether the forward of a class takes images, videos or audio."""
-    return bool(MediaMaker.modalities_of(model_class))
+    return bool(MediaMaker.taken_by(model_class))
 
 
 def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
@@ -104,7 +106,22 @@ def media_cases(model: PreTrainedModel, *, seed: int = 0) -> MediaCases:
             cases.append(case)
         except REFUSALS as refusal:
             refused[case.name] = _reason(refusal)
-    return MediaCases(tuple(cases), refused)
+    return MediaCases(tuple(cases), refused, _missing(type(model), cases, refused, builder.not_implemented))
+
+
+def _missing(
+    model_class: type, cases: Iterable[Case], refused: Mapping[str, str], not_implemented: Collection[str]
+) -> dict[str, str]:
+    """Why modalities that the forward takes are in no case, but for those that upstream itself says it does not serve."""
+    held = {name for case in cases for name in case.batch}
+    found = {}
+    for kind, name in MediaMaker.taken_by(model_class).items():
+        if name in held or kind in not_implemented:
+            continue
+        batches = (kind, f"{kind}s", "mixed")
+        unmade = f"no input is made for the argument {name} of {model_class.__name__}.forward"
+        found[kind] = next((refused[batch] for batch in batches if batch in refused), unmade)
+    return found
 
 
 class SampleBuilder:
@@ -113,6 +130,7 @@ class SampleBuilder:
     Attributes:
         layouts: how each modality that upstream takes stands in the text.
         refused: why upstream takes no other.
+        not_implemented: the modalities of which upstream itself says that it does not serve them.
     """
 
     def __init__(self, model: PreTrainedModel, *, seed: int = 0) -> None:
@@ -124,11 +142,14 @@ class SampleBuilder:
         self.drawable = torch.tensor(drawable_ids(model.config))
         self.layouts: dict[str, Layout] = {}
         self.refused: dict[str, str] = {}
+        self.not_implemented: list[str] = []
         for kind in MediaMaker.modalities_of(type(model)):
             try:
                 self.layouts[kind] = self._layout(kind)
             except REFUSALS as refusal:
                 self.refused[kind] = _reason(refusal)
+                if isinstance(refusal, NotImplementedError):
+                    self.not_implemented.append(kind)
 
     def batches(self) -> Iterator[tuple[str, tuple[Sample, ...]]]:
         """The batches by name, each of samples that differ."""

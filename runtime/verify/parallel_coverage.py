@@ -4,8 +4,8 @@
     python -m patchgen.runtime.verify.parallel_coverage --ep 2 mixtral     # some, printed
 
 Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared
-with upstream's own class in one process. With sequence parallelism a packed batch follows, compared with its documents
-run one by one. Expert parallelism alone leaves attention to upstream, which need not keep documents apart.
+with upstream's own class in one process. A packed batch follows, compared with its documents run one by one. Attention
+and seams are those that a run chooses, and the router loss is on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -24,14 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import attention, parallel, registry
-from patchgen.runtime.parallel import ParallelConfig, batch, loss, sharding
+from patchgen.runtime import parallel, registry, seams
+from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.coverage import causal_types
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.yardstick import (
+    choices,
+    router_functions,
+    state_of,
+    switch_dropout_off,
+    training_config,
+)
 
 TOLERANCE = 1e-5
 
@@ -60,21 +67,6 @@ class Row:
         return max((one for one in found if one == one), default=None)  # NaN: not measured
 
 
-class NotApplicable(ValueError):
-    """The type has nothing to prove here: no experts, or too few heads."""
-
-
-_STATES: dict[tuple[int, int], ParallelState] = {}
-
-
-def state_of(sp: int, ep: int = 1) -> ParallelState:
-    """One state per layout and process: process groups are never freed."""
-    if (sp, ep) not in _STATES:
-        config = ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep)
-        _STATES[sp, ep] = ParallelState.create(config, "cpu")
-    return _STATES[sp, ep]
-
-
 def generated_class(head: str, file: str) -> type[nn.Module]:
     """The head of a generated modeling file."""
     return getattr(registry.import_file(Path(file)), head)
@@ -84,37 +76,31 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
     import transformers
 
-    attention.register()
     started = time.perf_counter()
     state = state_of(sp, ep)
     upstream_class = getattr(transformers, head)
-    config = small_config(upstream_class.config_class).config
-    text = config.get_text_config(decoder=True)
-    for one in (config, text):
-        one.use_cache = False
-        if hasattr(one, "output_router_logits"):
-            one.output_router_logits = False
+    config = training_config(upstream_class)
+    generated = generated_class(head, file)
+    row = {"model_type": model_type}
+    if ep > 1 and not sharding.own_plan(build_model(generated, config)):
+        return row | {"applies": False, "seconds": time.perf_counter() - started}
+    name, kernels = choices(upstream_class, generated, config)
+    functions = router_functions(Path(file).parent)
     yardstick = build_model(upstream_class, config)
     perturb(yardstick)
     switch_dropout_off(yardstick)
-    row = {"model_type": model_type}
-    for packed in (False, True) if sp > 1 else (False,):
+    for packed in (False, True):
         cases = {case.name: dict(case.batch) for case in text_cases(config, upstream_class)}
         inputs = cases.get("packed" if packed else "plain")
         if inputs is None:
             continue
-        expected_loss, expected = _one_rank(yardstick, inputs, packed)
-        model = generated_class(head, file)._from_config(
-            copy.deepcopy(config), attn_implementation="patchgen_eager" if sp > 1 else "eager", dtype=torch.float32
-        )
+        expected_loss, expected = _one_rank(yardstick, inputs, packed, functions)
+        model = generated._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         model.load_state_dict(yardstick.state_dict())
         switch_dropout_off(model)
-        plan = sharding.own_plan(model)
-        row["num_expert_parameters"] = len(plan)
-        if ep > 1 and not plan:
-            return row | {"applies": False, "seconds": time.perf_counter() - started}
+        row["num_expert_parameters"] = len(sharding.own_plan(model))
         sharding.shard_model(model, state)
-        got_loss, got = _all_ranks(model, inputs, state)
+        got_loss, got = _all_ranks(model, inputs, state, kernels)
         # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.
         least = 1e-4 * max(float(gradient.abs().max()) for gradient in expected.values())
         differences = {name: _difference(got[name], expected[name], least) for name in expected}
@@ -131,40 +117,34 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
     return row | {"seconds": time.perf_counter() - started}
 
 
-def switch_dropout_off(model: nn.Module) -> None:
-    """Randomness is not what is compared."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "dropout_p", "attn_dropout", "hidden_dropout"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+def _one_rank(
+    model: nn.Module, inputs: dict, packed: bool, functions: Sequence[str]
+) -> tuple[float, dict[str, Tensor]]:
+    """Upstream's step: a batch as it is, or each document of each packed row by itself."""
+    if not packed:
+        return reference_loss.one_rank(model, [inputs], router_functions=functions)
+    pieces, rows = [], []
+    for row, places in enumerate(_documents(inputs)):
+        pieces += [{name: inputs[name][row : row + 1, one] for name in ("input_ids", "labels")} for one in places]
+        rows += [row] * len(places)
+    return reference_loss.one_rank(model, pieces, router_functions=functions, packed_rows=rows)
 
 
-def _one_rank(model: nn.Module, inputs: dict, packed: bool) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad()
-    model.train()
-    items = (inputs["labels"][:, 1:] != batch.IGNORED).sum()
-    total = 0.0
-    for piece in _documents(inputs) if packed else [slice(None)]:
-        part = {name: inputs[name][:, piece] for name in ("input_ids", "labels")}
-        share = model(**part, num_items_in_batch=items).loss
-        share.backward()
-        total += float(share.detach())
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def _documents(inputs: dict) -> list[list[slice]]:
+    """The places of the documents of each row."""
+    length = inputs["input_ids"].shape[1]
+    starts = [torch.nonzero(positions == 0).view(-1).tolist() for positions in inputs["position_ids"]]
+    return [list(itertools.starmap(slice, itertools.pairwise([*row, length]))) for row in starts]
 
 
-def _documents(inputs: dict) -> list[slice]:
-    starts = [int(place) for place in torch.nonzero(inputs["position_ids"][0] == 0).view(-1)]
-    return list(itertools.starmap(slice, itertools.pairwise([*starts, inputs["input_ids"].shape[1]])))
-
-
-def _all_ranks(model: nn.Module, inputs: dict, state: ParallelState) -> tuple[float, dict[str, Tensor]]:
+def _all_ranks(
+    model: nn.Module, inputs: dict, state: ParallelState, kernels: Mapping[str, str]
+) -> tuple[float, dict[str, Tensor]]:
     rows = torch.arange(inputs["input_ids"].shape[0]).chunk(state.config.num_batches)[state.batch_index]
     mine = batch.slice_batch({name: value[rows] for name, value in inputs.items()}, sp=state.sp, sp_rank=state.sp_rank)
     items = loss.count_items([mine], "cpu")
     model.train()
-    with parallel.using(state), loss.step(items):
+    with parallel.using(state), loss.step(items), seams.using(**kernels):
         share = model(**mine, num_items_in_batch=items).loss
         share.backward()
     total = share.detach().clone()
@@ -189,6 +169,7 @@ def sweep(model_types: Iterable[str], *, sp: int = 1, ep: int = 1, world: int = 
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    from patchgen import provenance
     from patchgen.commands import examination
 
     pool = RankPool(world)
@@ -198,9 +179,8 @@ def sweep(model_types: Iterable[str], *, sp: int = 1, ep: int = 1, world: int = 
             if generated is None:
                 row = Row(model_type, reason=f"not generated: {refusal}")
             else:
+                provenance.write(generated, Path(folder) / model_type)
                 file = Path(folder) / model_type / f"modeling_{generated.model}.py"
-                file.parent.mkdir()
-                file.write_text(generated.text, encoding="utf-8")
                 head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
                 row = _compared(pool, model_type, head, file, sp, ep)
             row = replace(row, generated=digest)

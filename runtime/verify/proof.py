@@ -72,6 +72,9 @@ class Proof:
     """Variants that upstream's own config class refuses, with its reason."""
     refused_inputs: dict[str, str] = field(default_factory=dict)
     """Multimodal inputs that upstream's own class refuses, with its reason."""
+    not_compared: dict[str, str] = field(default_factory=dict)
+    """Modalities that the head takes and that were in no case, with the reason: what is said of the others holds not for
+    them."""
     upstream_version: str = ""
     file_sha256: str = ""
     """Of the generated file."""

@@ -44,7 +44,7 @@ def one_rank(
     batches: Sequence[Mapping[str, Any]],
     *,
     router_functions: Sequence[str] = (),
-    is_one_row: bool = False,
+    packed_rows: Sequence[int] | None = None,
     training: bool = True,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of upstream's class over all batches, as one step.
@@ -52,23 +52,27 @@ def one_rank(
     Args:
         batches: `input_ids`, `labels` and perhaps `attention_mask`, each `(B, S)`, with what else the forward takes.
         router_functions: names of upstream's functions that compute a router loss.
-        is_one_row: whether the batches are the documents of one packed row, which ranks hold as a whole.
+        packed_rows: for each batch, which of the packed rows that ranks hold its rows are documents of; None: every row
+            is one by itself.
     """
     model.zero_grad()
     model.train(training)
     items = sum((inputs["labels"][:, 1:] != IGNORED).sum() for inputs in batches)
-    total, router, rows = torch.zeros(()), None, []
-    for inputs in batches:
+    total, router = torch.zeros(()), None
+    rows: dict[Any, list[list[Tensor]]] = {}
+    for number, inputs in enumerate(batches):
         with recorded(model, router_functions) as asked:
             share = model(**inputs, num_items_in_batch=items).loss
         total = total + share
         forget_positions(model)
         if asked.function is not None:
             router = asked, _factor(share, asked.answer)
-            rows += _rows(asked.logits, inputs)
+            for place, layers in enumerate(_rows(asked.logits, inputs)):
+                row = (number, place) if packed_rows is None else packed_rows[number]
+                rows.setdefault(row, []).append(layers)
     if router is not None:
         asked, factor = router
-        total = total + factor * _over_rows(asked, [_joined(rows)] if is_one_row else rows)
+        total = total + factor * _over_rows(asked, [_joined(documents) for documents in rows.values()])
     total.backward()
     return float(total.detach()), {
         name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None

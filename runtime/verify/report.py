@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,6 +49,8 @@ def print_proof(proof: Proof, console: Console | None = None) -> None:
         console.print(f"upstream's config refuses the variant {variant}: {reason}", style="yellow", markup=False)
     for name, reason in proof.refused_inputs.items():
         console.print(f"upstream refuses the input {name}: {reason}", style="yellow", markup=False)
+    for kind, reason in proof.not_compared.items():
+        console.print(f"not compared: {kind}: {reason}", style="red", markup=False)
     for name in proof.foreign:
         console.print(f"built from another upstream model: {name}", style="dim")
     for failure in proof.failures:
@@ -131,10 +134,26 @@ def proof_record(proof: Proof) -> dict[str, object]:
         "without_gradient": list(proof.dead_parameters),
         "refused_variants": proof.refused,
         "refused_inputs": proof.refused_inputs,
+        "not_compared": proof.not_compared,
         "foreign_classes": proof.foreign,
         "failures": proof.failures,
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+
+
+def read_training(directory: Path, file: Path, head: str) -> dict | None:
+    """What the record beside a generated file says of the path of a run; None unless it proves this very file and head
+    with the installed releases."""
+    path = directory / FILE_NAME
+    record = json.loads(path.read_text()) if path.is_file() else {}
+    holds = (
+        record.get("status") == verdict.PROVEN
+        and record["head"] == head
+        and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        and transformers.__version__ in record["transformers"]
+        and record["torch"] == torch.__version__.partition("+")[0]
+    )
+    return record.get("training") if holds else None
 
 
 def training_record(path: TrainingPath) -> dict[str, object]:

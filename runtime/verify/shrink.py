@@ -1,6 +1,6 @@
 """A small form of somebody's own config: its options stay, its sizes become those of `small_config`.
 
-    shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, four layers
+shrink(config).config        # yarn, windows, router loss, layer patterns as in `config`; hidden 64, four layers
 """
 
 from __future__ import annotations

@@ -144,7 +144,9 @@ def shrink(
     fields = own_fields(config_class)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
     if type(_declared(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
-        explicit.setdefault("is_decoder", sub_configs is None)  # the causal form of a class that is an encoder by default
+        explicit.setdefault(
+            "is_decoder", sub_configs is None
+        )  # the causal form of a class that is an encoder by default
     if "mlp_only_layers" in fields and not _declared(fields["mlp_only_layers"]):
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     overrides, sub_overrides, unclassified = {}, {}, []

@@ -40,6 +40,13 @@ class Documents:
     """Documents as rows `(1, n)` of their own, with `labels` not yet shifted and what else upstream's forward takes."""
 
     rows: tuple[Batch, ...]
+    together: Batch | None = None
+    """The same as one padded batch, where upstream's own result of a document depends on what else is in the batch: towers
+    that pad sounds to the longest."""
+
+    def reference(self) -> list[Batch]:
+        """What upstream is handed."""
+        return [self.together] if self.together is not None else list(self.rows)
 
     def packed(self, positions: Any = None) -> Batch:
         """One row of all documents as the data pipeline makes it.
@@ -71,7 +78,7 @@ def _sample(row: Mapping[str, Any], positions: Any) -> Batch:
     if positions is not None:
         known = {name: value for name, value in row.items() if isinstance(value, Tensor) and name != "labels"}
         found = positions(**known)["position_ids"]
-        sample["position_ids"] = torch.cat([text[None], found.reshape(3, -1).to(text.dtype)])
+        sample["position_ids"] = torch.cat([text[None].to(found.dtype), found.reshape(3, -1)])
     return sample
 
 
@@ -163,7 +170,7 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
                 builder.ask(row)
         except REFUSALS:
             continue
-        found[name] = Documents(rows)
+        found[name] = Documents(rows, dict(builder.case(name, samples).batch))
     return found
 
 

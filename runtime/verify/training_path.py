@@ -15,8 +15,8 @@ the trainer calls it:
     media          the same with images, videos and audio, where the model takes them
     router loss    of one row
 
-`training_checks.py` makes them. The bar is `TOLERANCE` of the norm. What exceeds it must be as near to upstream in fp64 as
-upstream in fp32 is, times `ROUNDING`: models exist that are worse conditioned than the bar.
+`training_checks.py` makes them. The bar is `TOLERANCE` of the norm, or in units of rounding: `ROUNDING` times
+what upstream's own result moves by when its weights move by their last bit, for models are worse conditioned than the bar.
 """
 
 from __future__ import annotations

@@ -39,6 +39,9 @@ def of(proof: Proof) -> Verdict:
         return Verdict(GENERATED, one_line(proof.failures[0]))
     if not proof.cases:
         return Verdict(GENERATED, "no case ran.")
+    if proof.not_compared:
+        missing = "; ".join(f"{kind} was not compared: {reason}" for kind, reason in proof.not_compared.items())
+        return Verdict(GENERATED, one_line(missing))
     if proof.training is None:
         return Verdict(EAGER_ONLY, "the training path was not compared.")
     if proof.training.reason:

@@ -112,6 +112,7 @@ def verify_model(
         )
         proof.overrides, proof.unclassified = small.overrides, small.unclassified
         proof.refused_inputs = media.refused
+        proof.not_compared = media.missing
         proofs.append(proof)
         if variant in TRAINED:
             trained[variant] = small.config

@@ -10,25 +10,79 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import attention, registry
+from patchgen.runtime.parallel import ParallelConfig
+from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder
-from patchgen.runtime.verify.parallel_coverage import switch_dropout_off
+from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
 from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.training_checks import Comparison
+from patchgen.runtime.verify.training_path import ON_CPU
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
-ATTENTION = "patchgen_eager"
 SEED = 7
+
+
+class NotApplicable(ValueError):
+    """There is nothing to compare here."""
 
 
 def find(model: str | Path) -> registry.GeneratedModel:
     """A generated model by its name, or by the folder that holds it."""
     return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
+
+
+def choices(
+    upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
+) -> tuple[str, dict[str, str]]:
+    """The attention and the implementations of seams that a run takes, as far as a CPU can run them."""
+    attention.register()
+    path = Comparison(upstream_class, generated_class, config, media=takes_media(upstream_class))
+    asked = path.choices(config, {})
+    chosen = attention.choose(asked)
+    return chosen if chosen in ON_CPU else attention.choose(asked, device_type="cpu"), path.ran_seams
+
+
+_STATES: dict[tuple[int, int], ParallelState] = {}
+
+
+def state_of(sp: int, ep: int = 1) -> ParallelState:
+    """One state per layout and process: process groups are never freed."""
+    if (sp, ep) not in _STATES:
+        config = ParallelConfig.for_world(dist.get_world_size(), sp=sp, ep=ep)
+        _STATES[sp, ep] = ParallelState.create(config, "cpu")
+    return _STATES[sp, ep]
+
+
+def switch_dropout_off(model: nn.Module) -> None:
+    """Randomness is not what is compared."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "dropout_p", "attn_dropout", "hidden_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """A small config as a run has it: no cache, and the router loss where there is one."""
+    config = small_config(upstream_class.config_class).config
+    for one in (config, config.get_text_config(decoder=True)):
+        one.use_cache = False
+        if hasattr(one, "output_router_logits"):
+            one.output_router_logits = True
+    return config
+
+
+def router_functions(directory: Path) -> tuple[str, ...]:
+    """The functions of upstream's module that compute a router loss, from the record of a generated model."""
+    return reference_loss.functions_of(json.loads((directory / "provenance.json").read_text(encoding="utf-8")))
 
 
 class Yardstick:
@@ -38,13 +92,9 @@ class Yardstick:
         generated = find(model)
         self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
         self.generated_class = getattr(generated.load(), head)
-        self.config = small_config(self.upstream_class.config_class).config
-        for one in (self.config, self.config.get_text_config(decoder=True)):
-            one.use_cache = False
-            if hasattr(one, "output_router_logits"):
-                one.output_router_logits = True
-        record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
-        self.router_functions = reference_loss.functions_of(record)
+        self.config = training_config(self.upstream_class)
+        self.router_functions = router_functions(generated.directory)
+        self.attention, self.seams = choices(self.upstream_class, self.generated_class, self.config)
         self.model = build_model(self.upstream_class, self.config)
         perturb(self.model)
         switch_dropout_off(self.model)
@@ -96,15 +146,20 @@ class Yardstick:
     def one_rank(
         self, batches: Sequence[dict[str, Any]], *, is_one_row: bool = False, training: bool = True
     ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of upstream's class on one rank, as `reference_loss.one_rank` defines them."""
+        """Loss and gradients of upstream's class on one rank, as `reference_loss.one_rank` defines them.
+
+        Args:
+            is_one_row: whether all are documents of one packed row.
+        """
+        packed_rows = [0] * len(batches) if is_one_row else None
         return reference_loss.one_rank(
-            self.model, batches, router_functions=self.router_functions, is_one_row=is_one_row, training=training
+            self.model, batches, router_functions=self.router_functions, packed_rows=packed_rows, training=training
         )
 
     def generated(self) -> PreTrainedModel:
-        """The generated class with the same weights, attending through our names."""
+        """The generated class with the same weights, attending as a run does."""
         model = self.generated_class._from_config(
-            copy.deepcopy(self.config), attn_implementation=ATTENTION, dtype=torch.float32
+            copy.deepcopy(self.config), attn_implementation=self.attention, dtype=torch.float32
         )
         model.load_state_dict(self.model.state_dict())
         switch_dropout_off(model)

@@ -10,8 +10,7 @@ from patchgen.runtime import attention, media_forms, ops, parallel
 from patchgen.runtime.parallel import media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult
-from patchgen.runtime.verify.parallel_coverage import state_of
-from patchgen.runtime.verify.yardstick import find, yardstick
+from patchgen.runtime.verify.yardstick import find, state_of, yardstick
 
 
 def agrees(model: str, name: str, *, sp: int, fsdp: bool = True, training: bool = True) -> None:

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from patchgen import model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
-from patchgen.commands import sweeping
+from patchgen.commands import examination, source_keys
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
@@ -288,20 +288,34 @@ def sweep(folder: Path, *types: str) -> tuple[int, dict]:
     return code, {row["model_type"]: row for row in record["rows"]}
 
 
-def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_older_code(tmp_path: Path):
+def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_another_prover(tmp_path: Path):
     pytest.importorskip("torch")
-    key = {"transformers": "5.23.0", "patchgen": "0.1.0", "sources": "0123456789abcdef"}
-    old = {**sweeping._row("llama", sweeping.PROVEN, ""), "seconds": 1.5}
-    (tmp_path / "coverage.json").write_text(json.dumps({"key": key, "rows": [old]}))
+    old = {**examination.row("llama", examination.PROVEN, ""), "seconds": 1.5}
+    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [old]}))
     code, rows = sweep(tmp_path, "no_such_type")
     assert code == 1  # what was asked for by name is not proven
     assert rows["no_such_type"]["status"] == "failed"
-    assert rows["llama"] == {**old, "made_with": "5.23.0 0.1.0 0123456789abcdef"}
-    assert "1 of 2 rows were made with older code" in (tmp_path / "coverage.md").read_text()
+    assert rows["llama"] == old
+    assert "1 of 2 rows were made by another prover" in (tmp_path / "coverage.md").read_text()
     code, rows = sweep(tmp_path, "llama")
     assert code == 0 and rows["llama"]["status"] == "proven"
-    assert rows["llama"]["made_with"] == rows["no_such_type"]["made_with"]
-    assert "older code" not in (tmp_path / "coverage.md").read_text()
+    assert "another prover" not in (tmp_path / "coverage.md").read_text()
+
+
+def test_a_sweep_proves_again_only_what_does_not_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    _, first = sweep(tmp_path, "arcee")
+    held = first["arcee"] | {"seconds": 77.0}
+    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [held]}))
+    assert sweep(tmp_path, "arcee")[1]["arcee"] == held
+    monkeypatch.setattr(source_keys, "generator", lambda: "moved, and gives the same bytes")
+    moved = sweep(tmp_path, "arcee")[1]["arcee"]
+    assert moved["sources"] != held["sources"]
+    assert moved == held | {"sources": moved["sources"]}
+    changed = held | {"made_with": held["made_with"] | {"prover": "older"}}
+    (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [changed]}))
+    again = sweep(tmp_path, "arcee")[1]["arcee"]
+    assert again["seconds"] != 77.0 and again["made_with"] == held["made_with"]
 
 
 def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, monkeypatch: pytest.MonkeyPatch):

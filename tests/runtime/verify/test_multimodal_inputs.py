@@ -9,10 +9,13 @@ import torch
 import transformers
 
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED
+from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.model_pair import build_model, build_pair
 from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, media_cases, takes_media
+from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.small_config import small_config
 
 KINDS = {
@@ -21,6 +24,7 @@ KINDS = {
     },
     "Qwen2_5_VLForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
     "Gemma3ForConditionalGeneration": {"images"},
+    "Dots3NoteForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},
 }  # fmt: skip
 
 
@@ -37,6 +41,7 @@ def test_every_kind_of_input_and_none_refused(head: str) -> None:
     _, media = upstream(head)
     assert {case.name for case in media.cases} == KINDS[head]
     assert not media.refused
+    assert not media.missing
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:
@@ -44,6 +49,31 @@ def test_an_input_that_upstream_refuses_is_told() -> None:
     _, media = upstream("Glm4vMoeForConditionalGeneration")
     assert set(media.refused) == {"mixed"}
     assert "do not match" in media.refused["mixed"]
+
+
+def test_a_modality_that_no_case_holds_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and video are compared; what is said of them says nothing of sounds."""
+
+    def fails(self: MediaMaker, number: int) -> None:
+        raise ValueError("sounds of this kind are not known")
+
+    monkeypatch.setattr(MediaMaker, "_audio", fails)
+    model, _ = upstream("Dots3NoteForConditionalGeneration")
+    media = media_cases(model)
+    assert {"images", "video"} <= {case.name for case in media.cases}
+    assert media.missing == {AUDIO: "ValueError: sounds of this kind are not known"}
+    proof = Proof("dots3_note", "", cases=[None], not_compared=media.missing)
+    assert not proof.is_proven
+    assert (
+        verdict.of(proof).words == "generated: audio was not compared: ValueError: sounds of this kind are not known"
+    )
+
+
+def test_an_argument_of_which_no_input_is_made_is_a_modality_too() -> None:
+    class Inkling:
+        def forward(self, input_ids, pixel_values=None, audio_input_ids=None): ...
+
+    assert MediaMaker.taken_by(Inkling) == {IMAGE: "pixel_values", AUDIO: "audio_input_ids"}
 
 
 def test_placeholders_are_as_many_as_features_and_carry_no_label() -> None:

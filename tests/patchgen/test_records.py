@@ -1,0 +1,139 @@
+"""Recorded proofs hold while what they depend on is the same, and `patchgen check` names those that do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from patchgen import provenance
+from patchgen.commands import records, source_keys
+from patchgen.commands.examination import digest, row
+
+CODE = "\n\nUNUSED = 1\n"
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the package's sources, from which the keys are computed."""
+    copy = tmp_path / "patchgen"
+    ignored = shutil.ignore_patterns("generated_models", "__pycache__")
+    shutil.copytree(source_keys.ROOT, copy, ignore=ignored)
+    monkeypatch.setattr(source_keys, "ROOT", copy)
+    return copy
+
+
+def hashes() -> list[str]:
+    """Of the prover, of the prover on ranks, and of the generator."""
+    keys = (source_keys.prover, source_keys.rank_prover, source_keys.generator)
+    return [key.__wrapped__() for key in keys]
+
+
+def changed(sources: Path, file: str, text: str) -> list[bool]:
+    """Which of the hashes a text at the end of a file changes."""
+    path = sources / file
+    assert path.is_file()
+    before, whole = hashes(), path.read_text()
+    path.write_text(whole + text)
+    found = [one != other for one, other in zip(hashes(), before, strict=True)]
+    path.write_text(whole)
+    return found
+
+
+def test_a_key_follows_the_code_that_a_proof_executes(sources: Path):
+    everything, nothing = [True, True, False], [False, False, False]
+    assert changed(sources, "kernels/linear_cross_entropy.py", CODE) == everything
+    assert changed(sources, "kernels/linear_cross_entropy.py", "\n# A comment.\n") == nothing
+    assert changed(sources, "runtime/verify/media_ranks.py", CODE) == [False, True, False]
+    assert changed(sources, "runtime/verify/verify_model.py", CODE) == [True, False, False]
+    assert changed(sources, "commands/examination.py", CODE) == [True, False, False]
+    assert changed(sources, "passes/fused_loss.py", CODE) == [False, False, True]
+    assert changed(sources, "templates/header.jinja", "more") == [False, False, True]
+
+
+def test_a_key_stays_where_unrelated_code_moves(sources: Path):
+    for file in ("cli.py", "runtime/train/trainer.py", "runtime/checkpoint/offline.py", "runtime/data/loader.py"):
+        assert changed(sources, file, CODE) == [False, False, False], file
+
+
+def test_the_config_of_another_model_changes_no_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    from patchgen import model_configs, upstream
+
+    release = upstream.open_release()
+    before = [source_keys.model_sources(kind, release) for kind in ("qwen3_moe", "llama")]
+    copy = tmp_path / "model_configs"
+    shutil.copytree(Path(model_configs.__file__).parent, copy)
+    config = copy / "llama.py"
+    config.write_text((config.read_text() if config.is_file() else "") + CODE)
+    monkeypatch.setattr(model_configs, "__file__", str(copy / "__init__.py"))
+    after = [source_keys.model_sources(kind, release) for kind in ("qwen3_moe", "llama")]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
+
+
+def record_of(path: Path, **changes: object) -> Path:
+    """A record of one type that is refused and one that is proven, as a sweep would write it now."""
+    from patchgen.commands.examination import generated_digest
+    from patchgen.upstream import open_release
+
+    release, key = open_release(), records.wanted_key()
+    bytes_ = generated_digest("llama", release.version)
+    made_with = records.row_key(bytes_, key) | changes
+    cells = {name: {"difference": 0.0, "reason": "", "applies": True} for name in records.LAYOUTS}
+    cells = {name: cell | {"made_with": records.cell_key(bytes_, key)} for name, cell in cells.items()}
+    sources = source_keys.model_sources("llama", release)
+    rows = {(False, "llama"): row("llama", "proven", "", sources=sources, made_with=made_with, ranks=cells)}
+    records.write(path, rows)
+    return path
+
+
+def stale(path: Path, missing: tuple[str, ...] = ()) -> list[str]:
+    return [
+        f"{one.what}: {', '.join(one.names)}" for one in records.stale_rows(path, missing={False: missing, True: ()})
+    ]
+
+
+def test_a_row_holds_while_bytes_prover_and_releases_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = "rows of docs/coverage.md (text)"
+    path = record_of(tmp_path / "coverage.json")
+    assert stale(path) == []
+    assert stale(path, missing=("new_type",)) == [f"{text}: new_type"]
+    for change in ({"prover": "older"}, {"torch": "2.11.0"}, {"transformers": "5.17.0"}):
+        assert stale(record_of(tmp_path / "coverage.json", **change)) == [f"{text}: llama"], change
+    path = record_of(tmp_path / "coverage.json")
+    monkeypatch.setattr(source_keys, "rank_prover", lambda: "newer")
+    assert stale(path) == [f"comparisons on ranks ({name}): llama" for name in records.LAYOUTS]
+
+
+def test_bytes_are_generated_again_only_where_the_generator_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = record_of(tmp_path / "coverage.json")
+    asked = []
+    real = records.generated_digest
+    monkeypatch.setattr(
+        records, "_digests", lambda kinds, *_: asked.extend(kinds) or {k: real(k, "5.23.0") for k in kinds}
+    )
+    assert stale(path) == [] and asked == []
+    monkeypatch.setattr(source_keys, "generator", lambda: "moved, and gives the same bytes")
+    assert stale(path) == [] and asked == ["llama"]
+    monkeypatch.setattr(records, "_digests", lambda kinds, *_: dict.fromkeys(kinds, digest("other bytes")))
+    assert len(stale(path)) == 3  # the row, and its two comparisons on ranks
+
+
+def test_check_fails_on_a_proof_of_older_sources_and_names_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    from patchgen.commands import generation
+
+    root = tmp_path / "generated_models"
+    shutil.copytree(provenance.generated_root() / "llama", root / "llama")
+    monkeypatch.setattr(provenance, "generated_root", lambda: root)
+    proof = root / "llama" / "verify.json"
+    record = json.loads(proof.read_text())
+    key = records.wanted_key()
+    proof.write_text(json.dumps(record | {"made_with": records.made_with(key["prover"], key)}))
+    (root / "llama" / "verify_ranks.json").unlink(missing_ok=True)
+    assert generation.check([]) == 0
+    proof.write_text(json.dumps(record | {"made_with": records.made_with("older", key)}))
+    assert generation.check([]) == 1
+    assert "make verify-all" in capsys.readouterr().out

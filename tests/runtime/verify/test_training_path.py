@@ -1,0 +1,175 @@
+"""The path of a run is compared with upstream's: what only goes wrong there is seen, one planted defect each."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+import torch
+from stand_in import write_stand_in
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
+from patchgen.kernels.chunking import largest_chunk, limited
+from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
+from patchgen.runtime import registry, seams
+from patchgen.runtime.parallel.batch import IGNORED
+from patchgen.runtime.verify import training_inputs, verdict
+from patchgen.runtime.verify.comparison import Step
+from patchgen.runtime.verify.report import read_training, write_proof
+from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.training_checks import _is_rounding
+from patchgen.runtime.verify.training_path import TrainingPath, asked_of_attention, prove_training_path
+from patchgen.runtime.verify.verify_model import verify_model
+
+# What a file can do under other names than upstream's: each is bit for bit upstream's with eager attention on one process.
+EAGER = 'config._attn_implementation == "eager"'
+SEES_THE_FUTURE = ("self.is_causal = True", f"self.is_causal = {EAGER}")
+LEAKS = (
+    "        attn_output, attn_weights = attention_interface(",
+    "        if self.config._attn_implementation != 'eager':\n"
+    "            attention_mask = None\n"
+    "            kwargs = {name: value for name, value in kwargs.items() if 'seq_lens' not in name}\n"
+    "        attn_output, attn_weights = attention_interface(",
+)
+DROPS_ITEMS = (
+    "vocab_size=self.config.vocab_size, **kwargs)",
+    "vocab_size=self.config.vocab_size, **{k: v for k, v in kwargs.items() if k != 'num_items_in_batch'})",
+)
+
+
+def path_of(folder, **options) -> TrainingPath:
+    """The comparison of a generated folder's head with the upstream class that it names, small."""
+    generated = registry.read_model(folder)
+    upstream = getattr(importlib.import_module(generated.upstream_module), generated.heads[0])
+    head = getattr(generated.load(), generated.heads[0])
+    return prove_training_path(upstream, head, small_config(upstream.config_class).config, **options)
+
+
+def test_upstreams_own_code_trains_as_upstream(tmp_path):
+    path = path_of(write_stand_in(tmp_path, "llama"))
+    assert path.reason == ""
+    names = [check.name for check in path.checks]
+    assert names == ["causality", "plain", "leak", "packed", "padded right", "padded left", "chunks", "accumulation"]
+    assert path.attention == path.ran_with
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        pytest.param(SEES_THE_FUTURE, "a later token changes earlier logits", id="future"),
+        pytest.param(LEAKS, "packed rows: other tokens in one document change the logits of others", id="leak"),
+        pytest.param(DROPS_ITEMS, "rows of one document: loss differs from upstream's", id="items"),
+    ],
+)
+def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, told):
+    proof = verify_model(
+        "llama", directory=write_stand_in(tmp_path, "llama", edits=(edit,)), variants=("base",), implementations=()
+    )
+    assert proof.is_equal, "eager, on one process, it is upstream's"
+    assert not proof.is_proven
+    found = verdict.of(proof)
+    assert found.status == verdict.EAGER_ONLY
+    assert found.reason.startswith(told)
+    assert found.words == f"proven, eager only: {found.reason}"
+
+
+def test_a_loss_that_loses_what_lies_behind_its_first_chunk_is_not_proven():
+    def first_chunk(head, hidden_states, labels, *, shift_labels=None, **arguments):
+        kept = shift_labels.clone()
+        kept.view(-1)[limited(kept.numel()) :] = IGNORED
+        return chunked_causal_lm_loss(head, hidden_states, labels, shift_labels=kept, **arguments)
+
+    seams.register("causal_lm_loss", "first chunk")(first_chunk)
+    try:
+        path = path_of(registry.find_model("llama").directory, named_seams={"causal_lm_loss": "first chunk"})
+    finally:
+        del seams._seam("causal_lm_loss").implementations["first chunk"]
+    assert [failure.partition(":")[0] for failure in path.failures] == ["the loss in chunks"]
+
+
+def test_a_limit_makes_the_losses_cross_bounds_of_chunks():
+    torch.manual_seed(0)
+    linear, hidden, labels = torch.nn.Linear(8, 11, bias=False), torch.randn(2, 9, 8), torch.randint(11, (2, 9))
+    sizes = []
+
+    def head(part):
+        sizes.append(part.shape[1])
+        return linear(part)
+
+    def losses() -> list[torch.Tensor]:
+        options = {"loss_function": ForCausalLMLoss, "vocab_size": 11}
+        return [
+            chunked_causal_lm_loss(head, hidden, labels, **options)[1],
+            linear_causal_lm_loss(linear, hidden, labels, **options)[1],
+        ]
+
+    whole = losses()
+    with largest_chunk(7):
+        parts = losses()
+    assert sizes == [18, 7, 7, 4]
+    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
+    assert limited(100) == 100, "the limit holds in the block only"
+
+
+def test_features_decide_the_attention(tmp_path):
+    head = registry.read_model(write_stand_in(tmp_path, "gpt_oss")).load().GptOssForCausalLM
+    assert asked_of_attention(head, small_config("gpt_oss").config) >= {"sinks", "sliding window"}
+    path = path_of(tmp_path / "gpt_oss", named_attention="patchgen_sdpa")
+    assert path.reason.startswith("attention 'patchgen_sdpa' cannot do sinks, which it asks for")
+
+
+def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
+    folder = write_stand_in(tmp_path, "llama")
+    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    record = json.loads(write_proof(proof, folder).read_text())
+    assert record["status"] == "proven"
+    assert set(record["training"]["checks"]["packed"]) == {"loss", "logits", "gradient"}
+    file = folder / "modeling_llama.py"
+    assert read_training(folder, file, "LlamaForCausalLM") == record["training"]
+    assert read_training(folder, file, "LlamaModel") is None
+    file.write_text(file.read_text() + "\n# changed\n")
+    assert read_training(folder, file, "LlamaForCausalLM") is None
+
+
+def test_rounding_is_what_upstream_moves_by_itself():
+    def step(value: float) -> Step:
+        return Step({"loss": torch.tensor([1.0, value])}, {})
+
+    shaken = [step(1e-4)]
+    assert _is_rounding("loss", step(3e-4), step(0.0), shaken)
+    assert not _is_rounding("loss", step(1e-2), step(0.0), shaken)
+    assert not _is_rounding("loss", step(1e-1), step(0.0), [step(0.5)]), "a discrete choice excuses nothing"
+
+
+# ---------------------------------------------------------------------------------------------- somebody's own config
+
+
+def test_a_small_form_keeps_the_options_of_a_config():
+    from transformers import CONFIG_MAPPING
+
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
+    config = CONFIG_MAPPING["qwen3"](
+        hidden_size=5120, rope_parameters=rope, attention_bias=True, attention_dropout=0.1, hidden_act="gelu"
+    )
+    small = shrink(config).config
+    assert (small.hidden_size, small.attention_bias, small.hidden_act) == (64, True, "gelu")
+    assert small.rope_parameters["rope_type"] == "yarn" and small.attention_dropout == 0.0
+    assert with_dropout(small, config).attention_dropout == 0.1
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "qwen3_vl", "mamba2"])
+def test_the_small_form_of_defaults_is_that_of_the_class(model_type):
+    from transformers import CONFIG_MAPPING
+
+    assert shrink(CONFIG_MAPPING[model_type]()).config.to_dict() == small_config(model_type).config.to_dict()
+
+
+def test_packed_rows_are_those_of_the_data_pipeline():
+    documents = training_inputs.text_documents(training_inputs.TextDraw(small_config("llama").config))
+    packed = documents.packed()
+    assert packed["cu_seq_lens_q"].diff().tolist() == list(training_inputs.LENGTHS)
+    for row, place in zip(documents.rows, documents.bounds(), strict=True):
+        assert torch.equal(packed["input_ids"][:, place], row["input_ids"])
