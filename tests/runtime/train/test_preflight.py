@@ -1,4 +1,4 @@
-"""`patchgen train` refuses what is not proven on the path of a run: in the proof's words, before any rank, however it is started."""
+"""`patchgen train` refuses what is not proven as a run computes: in the proof's words, before any rank, however it starts."""
 
 from __future__ import annotations
 
