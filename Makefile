@@ -13,7 +13,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
-	test test-slow test-poisoned test-parallel \
+	test test-slow test-poisoned test-refusals test-parallel \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -93,6 +93,9 @@ test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file i
 
 test-poisoned: $(VENV)/.setup-test  ## the tests with NaN in all memory that nobody has written
 	@PYTHONPATH=$(CURDIR)/tests/poisoned $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)
+
+test-refusals: $(VENV)/.setup-test  ## every type that the record does not call proven is refused by train (minutes)
+	@$(BIN)/python -m pytest tests/patchgen/test_refusals.py -n 2 $(ARGS)
 
 lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .
