@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.runtime import mask_functions, parallel
+from patchgen.runtime.document_rows import DocumentRows
 from patchgen.runtime.parallel import batch, collectives
 from patchgen.runtime.per_tensor import PerTensor
 
@@ -41,10 +42,12 @@ class Call:
 
     Attributes:
         cu_seq_lens: None, or `(documents + 1,)` over the rows of the whole sequence one after the other.
+        rows: where its documents went that are computed in rows of their own.
     """
 
     module: nn.Module
     cu_seq_lens: Tensor | None
+    rows: DocumentRows | None = None
 
 
 class _Running(threading.local):
@@ -54,6 +57,7 @@ class _Running(threading.local):
 
 _RUNNING = _Running()
 _NOTED = "patchgen_notes_calls"
+_SEPARATES = "patchgen_separates_documents"
 
 
 def note_calls(model: nn.Module) -> None:
@@ -62,6 +66,15 @@ def note_calls(model: nn.Module) -> None:
         setattr(model, _NOTED, True)
         model.register_forward_pre_hook(_enter, with_kwargs=True)
         model.register_forward_hook(_leave, always_call=True)
+
+
+def separate_documents(model: nn.Module) -> None:
+    """Computes packed rows with each document in a row of its own from now on; see `document_rows`.
+
+    For a model that cannot be told where documents end: without it, one would see the next. Not on a slice of a sequence.
+    """
+    note_calls(model)
+    setattr(model, _SEPARATES, True)
 
 
 def documents_of(config: object) -> Tensor | None:
@@ -87,6 +100,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         positions = _own_positions(module, given | added)
         if positions is not None:
             added[POSITIONS] = positions
+    if not _RUNNING.calls and getattr(module, _SEPARATES, False) and (given | added).get(BOUNDS) is not None:
+        rows = _rows(module, given | added)
+        _RUNNING.calls.append(Call(module, None, rows))
+        return (), rows.apart(given | added)
     _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS)))
     if not added:
         return args, kwargs
@@ -96,11 +113,27 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     }
 
 
-def _leave(module: nn.Module, args: object, output: object) -> None:
+def _leave(module: nn.Module, args: object, output: Any) -> Any:
     calls = _RUNNING.calls
     while any(call.module is module for call in calls):  # calls above it ended in an error
-        if calls.pop().module is module:
-            return
+        call = calls.pop()
+        if call.module is module:
+            return call.rows.together(output) if call.rows is not None and output is not None else None
+    return None
+
+
+def _rows(module: nn.Module, given: dict[str, Any]) -> DocumentRows:
+    state = parallel.current()
+    if state is not None and state.sp > 1:
+        raise ValueError(
+            f"{type(module).__name__} computes each document in a row of its own, and this rank holds a slice of packed "
+            f"rows (sp={state.sp}). Train this model with sp=1."
+        )
+    if given.get("attention_mask") is not None:
+        raise ValueError(
+            f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
+        )
+    return DocumentRows.of(given[BOUNDS], *_tokens(given).shape[:2])
 
 
 @cache

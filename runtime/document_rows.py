@@ -1,0 +1,84 @@
+"""The documents of packed rows, each in a row of its own: for models that cannot be told where documents end.
+
+    packed    a a a b b b b b c c        (B, S)
+    apart     a a a . .                  (D, L): as many rows as documents, as long as the longest
+              b b b b b
+              c c . . .
+
+A recurrence without packing arguments, positions counted along the row, blocks of keys: whatever it is, a document in its
+own row is computed as it is alone. Padding stands behind the tokens, where nothing that is causal looks. It costs the
+padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.parallel.fields import COUNTING, RULES
+
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+BY_TOKEN = ("logits", "last_hidden_state")
+"""The outputs with a row of numbers for each token."""
+_TOKENS = {name: rule for name, rule in RULES.items() if rule.pad_scale == 1}
+
+
+@dataclass(frozen=True)
+class DocumentRows:
+    """Where the tokens of packed rows go.
+
+    Attributes:
+        place: `(D, L)`, which token of the rows one after the other; any for padding.
+        is_token: `(D, L)` bool.
+        shape: `(B, S)` of the packed rows.
+    """
+
+    place: Tensor
+    is_token: Tensor
+    shape: tuple[int, int]
+
+    @classmethod
+    def of(cls, bounds: Tensor, B: int, S: int) -> DocumentRows:
+        """From `cu_seq_lens` over the rows one after the other. One host sync."""
+        lengths = bounds.diff()
+        starts = bounds[:-1][lengths > 0].long()
+        lengths = lengths[lengths > 0]
+        along = torch.arange(int(lengths.max()), device=bounds.device)
+        is_token = along[None] < lengths[:, None]
+        return cls(torch.where(is_token, starts[:, None] + along, 0), is_token, (B, S))
+
+    def apart(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a forward with their tokens in rows by document; images and sounds are in that order already.
+
+        What counts each token (a router loss) reads in `real_tokens` `(D, L)` which are none.
+        """
+        done = {name: self._take(name, value) for name, value in arguments.items() if name not in PACKING}
+        if not bool(self.is_token.all()):
+            done["real_tokens"] = self.is_token
+        return done
+
+    def _take(self, name: str, value: Any) -> Any:
+        rule = _TOKENS.get(name)
+        if rule is None or not isinstance(value, Tensor):
+            return value
+        dim = rule.pack_dim % value.ndim
+        value = value.expand(*value.shape[: dim - 1], *self.shape, *value.shape[dim + 1 :])
+        taken = value.flatten(dim - 1, dim).index_select(dim - 1, self.place.view(-1))
+        taken = taken.unflatten(dim - 1, self.place.shape)
+        more = (1,) * (value.ndim - dim - 1)
+        if rule.pad_value == COUNTING:
+            fill: Tensor | int = torch.arange(self.place.shape[1], device=value.device).view(-1, *more)
+        else:
+            fill = rule.pad_value
+        return torch.where(self.is_token.view(*self.is_token.shape, *more), taken, fill)
+
+    def together(self, output: Any) -> Any:
+        """The output of the forward with what it has for each token in packed rows again."""
+        for name in BY_TOKEN:
+            value = getattr(output, name, None)
+            if isinstance(value, Tensor) and value.shape[:2] == self.is_token.shape:
+                output[name] = value[self.is_token].unflatten(0, self.shape)
+        return output

@@ -1,0 +1,105 @@
+"""Documents of packed rows in rows of their own: the same numbers as each document alone, for models that mix tokens."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers.modeling_outputs import CausalLMOutput
+
+from patchgen.runtime import attention, model_calls
+from patchgen.runtime.document_rows import DocumentRows
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
+from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.small_config import small_config
+
+LENGTHS = (7, 12, 5)
+ROUNDING = 64 * torch.finfo(torch.float32).eps
+
+
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_tokens_go_to_rows_of_their_document_and_come_back(documents):
+    S = max(sum(lengths) for lengths in documents)
+    documents = [[*lengths, S - sum(lengths)] if sum(lengths) < S else lengths for lengths in documents]
+    lengths = [length for row in documents for length in row]
+    B = len(documents)
+    ids = torch.arange(1, B * S + 1).view(B, S)
+    bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    rows = DocumentRows.of(bounds, B, S)
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "position_ids": torch.stack([ids, 2 * ids, 3 * ids]),
+        "inputs_embeds": ids[..., None].float().expand(B, S, 2),
+        "pixel_values": torch.ones(3, 2),
+        "cu_seq_lens_q": bounds,
+    }
+    apart = rows.apart(batch)
+    assert "cu_seq_lens_q" not in apart
+    assert apart["pixel_values"] is batch["pixel_values"]
+    for row, document in enumerate(ids.view(-1).split(lengths)):
+        n = len(document)
+        assert torch.equal(apart["input_ids"][row, :n], document)
+        assert torch.equal(apart["labels"][row, :n], document)
+        assert (apart["labels"][row, n:] == IGNORED).all()
+        assert torch.equal(apart["position_ids"][1, row, :n], 2 * document)
+        assert torch.equal(apart["inputs_embeds"][row, :n, 1], document.float())
+    if len(set(lengths)) > 1:
+        assert int(apart["real_tokens"].sum()) == B * S
+    together = rows.together(CausalLMOutput(logits=apart["inputs_embeds"], loss=torch.tensor(1.0)))
+    assert torch.equal(together.logits, batch["inputs_embeds"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"),
+    [
+        ("mamba", "MambaForCausalLM"),
+        ("jamba", "JambaForCausalLM"),
+        ("rwkv", "RwkvForCausalLM"),
+        ("roformer", "RoFormerForCausalLM"),
+        ("bloom", "BloomForCausalLM"),
+    ],
+)
+def test_packed_rows_are_each_document_alone(kind, head):
+    """Logits, loss and every gradient, of models most of which read across documents otherwise."""
+    attention.register()
+    cls = getattr(importlib.import_module(f"transformers.models.{kind}.modeling_{kind}"), head)
+    config = small_config(cls.config_class).config
+    expected = build_model(cls, config)
+    perturb(expected)
+    own = cls._from_config(copy.deepcopy(config), attn_implementation="patchgen_sdpa", experts_implementation="eager")
+    own.load_state_dict(expected.state_dict())
+    model_calls.separate_documents(own.train())
+    ids = torch.randint(3, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    batch = slice_batch({"input_ids": ids, "labels": ids.clone(), "position_ids": positions}, sp=1, sp_rank=0)
+    items = torch.tensor(sum(LENGTHS) - len(LENGTHS))
+    got = own(**batch, num_items_in_batch=items, use_cache=False)
+    got.loss.backward()
+    parts = [
+        expected(input_ids=part, labels=part, num_items_in_batch=items, use_cache=False)
+        for part in ids.split(LENGTHS, dim=1)
+    ]
+    sum(part.loss for part in parts).backward()
+    logits = torch.cat([part.logits for part in parts], dim=1)
+    assert (got.logits - logits).abs().max() < ROUNDING * logits.abs().max()
+    largest = max(p.grad.norm() for p in expected.parameters() if p.grad is not None)
+    for (key, mine), theirs in zip(own.named_parameters(), expected.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert (mine.grad - theirs.grad).norm() < ROUNDING * max(theirs.grad.norm(), 1e-2 * largest), key
+
+
+def test_a_padding_mask_is_refused():
+    attention.register()
+    config = small_config("bloom").config
+    model = importlib.import_module("transformers.models.bloom.modeling_bloom").BloomForCausalLM._from_config(
+        config, attn_implementation="patchgen_sdpa"
+    )
+    model_calls.separate_documents(model)
+    bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="BloomForCausalLM got both cu_seq_lens_q and a padding mask"):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=torch.ones(1, 8), cu_seq_lens_q=bounds)
