@@ -302,36 +302,25 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
 
 
-def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | None:
-    """Multimodal position ids as upstream wants them: `(B, 3, S)` from the collator becomes `(3, B, S)`.
+def mrope_position_ids(
+    position_ids: Tensor | None, batch: Tensor, stacked_position_ids: Tensor | None = None
+) -> Tensor | None:
+    """Multimodal position ids in upstream's layout, which the name of the argument says, never a size.
 
     Args:
-        position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
-            or 4 (text first), or one that upstream broadcasts to all of them (`generate` continues from a cache with
-            it); text position ids `(B, S)`, and None, are returned as they are.
-        batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
-            exactly as many samples as rows has no such sign: in one process it is read as upstream's.
+        position_ids: `(rows, B or 1, S)`, as upstream has it: 3 rows (time, height, width), 4 (text first) or 1; text
+            position ids `(B, S)`, and None, are returned as they are.
+        batch: token ids or embeddings of the same batch, `(B, ...)`.
+        stacked_position_ids: `(B, rows, S)`, what a collator makes of the positions of single samples.
 
     Raises:
-        ValueError: neither layout fits the batch, or both do and a parallel state is live.
+        ValueError: both, or a shape that the name does not say.
     """
-    if position_ids is None or position_ids.ndim != 3:
+    if stacked_position_ids is None and (position_ids is None or position_ids.ndim != 3):
         return position_ids
-    first, second = position_ids.shape[:2]
-    if first == second == batch.shape[0] and first in (3, 4) and parallel.current() is not None:
-        raise ValueError(
-            f"Position ids of shape {tuple(position_ids.shape)} with a batch of {first}: rows first, as upstream has "
-            f"them, or samples first, as collated? Hand over another number of samples than {first}, or pack them in "
-            "one row."
-        )
-    if first in (1, 3, 4) and second in (1, batch.shape[0]):
-        return position_ids
-    if first == batch.shape[0] and second in (3, 4):
-        return position_ids.transpose(0, 1).contiguous()
-    raise ValueError(
-        f"Position ids of shape {tuple(position_ids.shape)} fit no batch of {batch.shape[0]}: expected "
-        f"(3 or 4, {batch.shape[0]}, length), or ({batch.shape[0]}, 3 or 4, length) as collated."
-    )
+    from patchgen.runtime.parallel.batch import rows_first
+
+    return rows_first(position_ids, stacked_position_ids, batch.shape[0])
 
 
 # ------------------------------------------------------------------------------------------ router loss

@@ -3,7 +3,8 @@
     function = model.get_position_id_func()      # pickles: the class, its config, a few numbers
     function(input_ids, image_grid_thw=grids)    # {"position_ids": [3, S], "rope_deltas": [1]}
 
-Samples stack to `(B, 3, S)`, which the generated model turns into upstream's `(3, B, S)`.
+Samples stack to `(B, 3, S)`: handed over as `stacked_position_ids`, the generated model and `slice_batch` turn them into
+upstream's `(3, B, S)`.
 """
 
 from __future__ import annotations

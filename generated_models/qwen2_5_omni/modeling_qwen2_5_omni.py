@@ -1998,7 +1998,7 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             audio_feature_lengths = None
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
 
         if position_ids is None:
             # patchgen: fill_back

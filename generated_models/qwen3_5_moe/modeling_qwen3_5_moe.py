@@ -1796,7 +1796,7 @@ class Qwen3_5MoeModel(Qwen3_5MoePreTrainedModel):
             inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
 
         if position_ids is None:
             # patchgen: fill_back

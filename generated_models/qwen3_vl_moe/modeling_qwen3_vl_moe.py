@@ -1395,7 +1395,7 @@ class Qwen3VLMoeModel(Qwen3VLMoePreTrainedModel):
             deepstack_visual_embeds = [torch.cat(feat, dim=0) for feat in deepstack_video_embeds]
 
         # patchgen: position_ids
-        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)
+        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
 
         if position_ids is None:
             # patchgen: fill_back

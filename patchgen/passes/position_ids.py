@@ -1,4 +1,4 @@
-"""Collated multimodal position ids `(batch, 3, L)` become `(3, batch, L)`."""
+"""Stacked multimodal position ids `(batch, 3, L)` become `(3, batch, L)`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
 BATCH = "inputs_embeds"
+STACKED = (
+    "stacked_position_ids"  # a name of their own: three samples of three rows have the shape of upstream's layout
+)
 
 
 class PositionIds(SitePass):
     """Samples are stacked along the batch dimension; upstream's multimodal models want it second."""
 
     name = "position_ids"
-    purpose = "Multimodal position ids arrive as the collator stacks them, (batch, 3, L), and become (3, batch, L)."
+    purpose = "Multimodal position ids as a collator stacks them, (batch, 3, L), have a name and become (3, batch, L)."
     expects = "one hit per fusion model that computes multimodal positions"
     EXAMPLES = (
         Example(
@@ -32,7 +35,7 @@ class PositionIds(SitePass):
                 "    def get_rope_index(self, input_ids):\n"
                 "        return input_ids\n"
                 "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
                 "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
                 "        if position_ids is None:\n"
                 "            position_ids = self.get_rope_index(input_ids)\n"
@@ -43,10 +46,12 @@ class PositionIds(SitePass):
                 "    def get_rope_index(self, input_ids):\n"
                 "        return input_ids\n"
                 "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None):\n"
+                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
                 "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
                 "        # patchgen: position_ids\n"
-                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds)\n"
+                "        position_ids = ops.mrope_position_ids(\n"
+                '            position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None)\n'
+                "        )\n"
                 "        if position_ids is None:\n"
                 "            position_ids = self.get_rope_index(input_ids)\n"
                 "        return self.language_model(inputs_embeds, position_ids)\n"
@@ -84,7 +89,11 @@ class PositionIds(SitePass):
                 closest = code_of(body[-1 if anchor is None else anchor])
                 miss.append(Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest))
                 return forward
-            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH})"
+            if not isinstance(forward.params.star_kwarg, cst.Param):
+                miss.append(Missed("a forward that takes keyword arguments", code_of(forward.params)))
+                return forward
+            stacked = f'{forward.params.star_kwarg.name.value}.pop("{STACKED}", None)'
+            code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
         block = edit_function(block, "forward", insert)

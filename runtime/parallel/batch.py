@@ -30,7 +30,8 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
 
     Args:
         batch: `input_ids` `(B, S)` or `inputs_embeds` `(B, S, H)`, and where there are any `labels` `(B, S)` not yet
-            shifted, `shift_labels` `(B, S)`, `position_ids` `(..., S)`, `attention_mask` `(B, S)`, `cu_seq_lens_q`
+            shifted, `shift_labels` `(B, S)`, `position_ids` `(B, S)` or in upstream's layout `(rows, B or 1, S)`,
+            `stacked_position_ids` `(B, rows, S)` in their place, `attention_mask` `(B, S)`, `cu_seq_lens_q`
             `(documents + 1,)` over the rows one after the other, `real_tokens` `(B, S)` bool, False where a token is
             padding. Other entries are handed on as they are.
         sp, sp_rank: the number of ranks that share the batch, and which of them this is.
@@ -50,7 +51,9 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     B, S = tokens.shape[:2]
     padding = -S % sp
 
-    positions = out.get("position_ids")
+    positions, stacked = out.get("position_ids"), out.pop("stacked_position_ids", None)
+    if stacked is not None or (positions is not None and positions.ndim == 3):
+        positions = rows_first(positions, stacked, B)
     if positions is None:
         if sp > 1 and any(out.get(key) is not None for key in GRIDS):
             raise ValueError(
@@ -69,7 +72,7 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
         out["real_tokens"] = real
     if mask is not None and not bool(mask.all()):
         out["attention_mask"] = mask
-    elif lengths is None and text_positions(positions, B) is None:
+    elif lengths is None and text_positions(positions) is None:
         _require_one_document(positions)
 
     if out.get("labels") is not None and out.get("shift_labels") is None:
@@ -114,7 +117,7 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
         inner = inner[inner < B * S]  # a last document without tokens
         starts.view(-1)[inner] = True
         return starts
-    text = text_positions(position_ids, B)
+    text = text_positions(position_ids)
     if text is not None:
         again = text[:, 1:] != text[:, :-1] + 1
         starts[:, 1:] = again.expand(B, S - 1)
@@ -123,8 +126,7 @@ def document_starts(B: int, S: int, position_ids: Tensor, cu_seq_lens: Tensor | 
 
 def _require_one_document(position_ids: Tensor) -> None:
     """Refuses positions of time, height and width that start again: all at 0, after a token that was not."""
-    axis = 0 if position_ids.shape[0] == TEXT_ROWS - 1 else 1
-    largest = position_ids.amax(dim=axis)
+    largest = position_ids.amax(dim=0)
     again = (largest[:, 1:] == 0) & (largest[:, :-1] > 0)
     if bool(again.any()):
         row, token = (again.nonzero()[0] + torch.tensor([0, 1])).tolist()
@@ -135,23 +137,40 @@ def _require_one_document(position_ids: Tensor) -> None:
         )
 
 
-def text_positions(position_ids: Tensor, B: int) -> Tensor | None:
-    """The positions `(B or 1, S)` of the text; None if only time, height and width are there.
+def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor:
+    """Position ids of three dimensions in upstream's layout `(rows, B or 1, S)`.
+
+    Args:
+        position_ids: in that layout.
+        stacked: `(B, rows, S)` in its place: positions of single samples, put together by a collator.
 
     Raises:
-        ValueError: as many samples as rows, so that rows and samples cannot be told apart.
+        ValueError: both are given, or the shape is not what the name says.
     """
+    if stacked is None:
+        rows, samples = position_ids.shape[:2]
+        if rows in (1, TEXT_ROWS - 1, TEXT_ROWS) and samples in (1, B):
+            return position_ids
+        raise ValueError(
+            f"position_ids of shape {tuple(position_ids.shape)} do not belong to a batch of {B}: expected (rows, {B}, "
+            "length) with 3 rows (time, height, width) or 4 (text first), as upstream has them. What a collator stacks, "
+            f"({B}, rows, length), goes by the name stacked_position_ids."
+        )
+    if position_ids is not None:
+        raise ValueError("Both position_ids and stacked_position_ids: hand over one of them.")
+    if stacked.ndim != 3 or stacked.shape[0] != B or stacked.shape[1] not in (TEXT_ROWS - 1, TEXT_ROWS):
+        raise ValueError(
+            f"stacked_position_ids of shape {tuple(stacked.shape)} do not belong to a batch of {B}: expected ({B}, 3 or "
+            "4, length)."
+        )
+    return stacked.transpose(0, 1).contiguous()
+
+
+def text_positions(position_ids: Tensor) -> Tensor | None:
+    """The positions `(B or 1, S)` of the text, of ids in upstream's layout; None if only time, height and width are there."""
     if position_ids.ndim == 2:
         return position_ids
-    first, second = position_ids.shape[:2]
-    if first == second == B and B in (TEXT_ROWS - 1, TEXT_ROWS):
-        raise ValueError(
-            f"Position ids of shape {tuple(position_ids.shape)} with a batch of {B}: rows first or samples first? Hand "
-            f"over another number of samples than {B}, or pack them in one row."
-        )
-    if first in (TEXT_ROWS - 1, TEXT_ROWS) and second in (1, B):
-        return position_ids[0] if first == TEXT_ROWS else None
-    return position_ids[:, 0] if second == TEXT_ROWS else None
+    return None if position_ids.shape[0] == TEXT_ROWS - 1 else position_ids[0]
 
 
 def document_lengths(starts: Tensor) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from patchgen.runtime import media_forms
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
 
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens")
-"""What says where the documents of a packed text end, and which of its tokens are padding."""
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens", "stacked_position_ids")
+"""What says where the documents of a packed text end, which of its tokens are padding, and where its tokens stand."""
 
 
 def needs_every_tower(state: ParallelState | None) -> bool:

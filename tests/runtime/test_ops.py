@@ -53,24 +53,30 @@ def test_positions_are_untouched_in_one_process(positions):
     assert ops.sequence_position_ids(positions, torch.zeros(1, 5, 8)) is positions
 
 
+@pytest.mark.parametrize("live", [False, True], ids=["one process", "ranks"])
 @pytest.mark.parametrize("rows", [3, 4])
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5])
-def test_collated_multimodal_positions_become_rows_first(batch_size, rows):
+def test_the_layout_of_multimodal_positions_is_what_their_name_says(batch_size, rows, live, monkeypatch):
+    """Three samples of three rows have one shape in both layouts."""
+    if live:
+        monkeypatch.setattr(ops.parallel, "current", object)
     upstream = torch.arange(rows * batch_size * 7).view(rows, batch_size, 7)
-    tokens = torch.zeros(batch_size, 7)
-    assert torch.equal(ops.mrope_position_ids(upstream, tokens), upstream)
-    if batch_size != rows:  # as many samples as rows: read as upstream's
-        assert torch.equal(ops.mrope_position_ids(upstream.transpose(0, 1), tokens), upstream)
+    tokens, stacked = torch.zeros(batch_size, 7), upstream.transpose(0, 1)
+    assert ops.mrope_position_ids(upstream, tokens) is upstream
+    assert torch.equal(ops.mrope_position_ids(None, tokens, stacked), upstream)
+    with pytest.raises(ValueError, match="Both position_ids and stacked_position_ids"):
+        ops.mrope_position_ids(upstream, tokens, stacked)
+    if batch_size != rows:
+        with pytest.raises(ValueError, match="goes by the name stacked_position_ids"):
+            ops.mrope_position_ids(stacked, tokens)
+        with pytest.raises(ValueError, match=f"expected \\({batch_size}, 3 or 4, length"):
+            ops.mrope_position_ids(None, tokens, upstream)
 
 
-@pytest.mark.parametrize("rows", [3, 4])
-def test_as_many_samples_as_rows_are_refused_where_ranks_run(rows, monkeypatch):
-    """One process reads them as upstream does."""
-    positions, tokens = torch.zeros(rows, rows, 7), torch.zeros(rows, 7)
-    assert ops.mrope_position_ids(positions, tokens) is positions
-    monkeypatch.setattr(ops.parallel, "current", object)
-    with pytest.raises(ValueError, match="rows first, as upstream has them, or samples first"):
-        ops.mrope_position_ids(positions, tokens)
+@pytest.mark.parametrize("shape", [(1, 2, 7), (3, 1, 7), (4, 1, 7), (1, 1, 7)])
+def test_positions_that_upstream_broadcasts_stay(shape):
+    positions = torch.zeros(shape)
+    assert ops.mrope_position_ids(positions, torch.zeros(2, 7)) is positions
 
 
 def test_positions_of_text_stay():
@@ -80,7 +86,7 @@ def test_positions_of_text_stay():
 
 
 def test_positions_of_another_batch_are_refused():
-    with pytest.raises(ValueError, match=r"\(3, 5, 7\) fit no batch of 2"):
+    with pytest.raises(ValueError, match=r"\(3, 5, 7\) do not belong to a batch of 2"):
         ops.mrope_position_ids(torch.zeros(3, 5, 7), torch.zeros(2, 7))
 
 

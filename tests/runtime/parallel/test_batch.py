@@ -106,6 +106,15 @@ def test_three_rows_that_start_again_need_lengths():
 
 
 @pytest.mark.parametrize("rows", [3, 4])
-def test_as_many_samples_as_rows_of_positions_are_refused(rows):
-    with pytest.raises(ValueError, match="rows first or samples first"):
-        slice_batch({"input_ids": torch.ones(rows, 5), "position_ids": torch.zeros(rows, rows, 5)}, sp=1, sp_rank=0)
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_stacked_positions_are_told_by_their_name(samples, rows):
+    ids = torch.ones(samples, 5)
+    positions = torch.arange(5) + torch.arange(samples * rows).view(rows, samples, 1)
+    lengths = torch.arange(0, samples * 5 + 1, 5, dtype=torch.int32)
+    for told in ({"position_ids": positions}, {"stacked_position_ids": positions.transpose(0, 1)}):
+        part = slice_batch({"input_ids": ids, "cu_seq_lens_q": lengths, **told}, sp=1, sp_rank=0)
+        assert torch.equal(part["position_ids"], positions)
+        assert "stacked_position_ids" not in part
+    if samples != rows:
+        with pytest.raises(ValueError, match="goes by the name stacked_position_ids"):
+            slice_batch({"input_ids": ids, "position_ids": positions.transpose(0, 1)}, sp=1, sp_rank=0)

@@ -113,17 +113,16 @@ def test_grids_without_position_ids_are_refused():
     assert "position_ids" in slice_batch(batch, sp=1, sp_rank=0)
 
 
-@pytest.mark.parametrize("collated", [False, True], ids=["rows first", "batch first"])
-def test_four_rows_of_positions_tell_documents(collated):
+@pytest.mark.parametrize("name", ["position_ids", "stacked_position_ids"])
+def test_four_rows_of_positions_tell_documents(name):
     text = torch.tensor([0, 1, 2, 0, 1, 2, 3, 4])
     positions = torch.stack([text, *[torch.zeros(8).long()] * 3])[:, None]
-    positions = positions.transpose(0, 1) if collated else positions
-    part = slice_batch({"input_ids": torch.ones(1, 8).long(), "position_ids": positions}, sp=2, sp_rank=0)
+    ids = torch.ones(1, 8).long()
+    rows = [positions, positions[1:]]
+    four, three = (one.transpose(0, 1) for one in rows) if name.startswith("stacked") else rows
+    part = slice_batch({"input_ids": ids, name: four}, sp=2, sp_rank=0)
     assert part["cu_seq_lens_q"].tolist() == [0, 3, 8]
-    three = positions[:, 1:] if collated else positions[1:]
-    assert "cu_seq_lens_q" not in slice_batch(
-        {"input_ids": torch.ones(1, 8).long(), "position_ids": three}, sp=2, sp_rank=0
-    )
+    assert "cu_seq_lens_q" not in slice_batch({"input_ids": ids, name: three}, sp=2, sp_rank=0)
 
 
 def test_token_types_stay_whole_and_a_mask_stands_for_the_padding():
