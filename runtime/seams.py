@@ -1,9 +1,10 @@
 """Which implementation serves each seam of the generated code.
 
 A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
-code that stands below the seam in the generated file. With every seam eager and no parallelism, a generated model
-computes exactly what upstream computes, bit for bit; but for packed documents told by `cu_seq_lens`, which short
-convolutions and delta rules keep apart where upstream's torch forms mix or refuse them (`parallel/mixers.py`).
+code that stands below the seam in the generated file; for experts what `experts_implementation` names
+(`runtime/experts_interface.py`). With every seam eager and no parallelism, a generated model computes exactly what
+upstream computes, bit for bit, but for short convolutions over packed rows with `cu_seq_lens`, which
+stop at the documents where upstream's torch forms mix or refuse them (`parallel/mixers.py`).
 
     from patchgen.runtime import seams
 

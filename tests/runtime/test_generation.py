@@ -136,7 +136,9 @@ def test_every_way_of_generating_is_upstreams(name, head):
     assert always <= set(served)
 
 
-@pytest.mark.parametrize("name, head", [one for one in HEADS if takes_media(getattr(registry.find_model(one[0]).load(), one[1]))])
+@pytest.mark.parametrize(
+    "name, head", [one for one in HEADS if takes_media(getattr(registry.find_model(one[0]).load(), one[1]))]
+)
 def test_generating_from_media_is_upstreams(name, head):
     """Each modality: greedily, sampled in two rows each, and continued by text from the cache."""
     pair = pair_of(name, head)
@@ -152,7 +154,9 @@ def test_generating_from_media_is_upstreams(name, head):
         def text_behind(model, batch=batch):
             first = model.generate(**batch, **NEW)
             ids = torch.cat([first.sequences, PROMPT[:1, :3].expand(len(first.sequences), -1)], dim=1)
-            mask = torch.nn.functional.pad(batch["attention_mask"], (0, ids.shape[1] - batch["input_ids"].shape[1]), value=1)
+            mask = torch.nn.functional.pad(
+                batch["attention_mask"], (0, ids.shape[1] - batch["input_ids"].shape[1]), value=1
+            )
             follow = model.generate(ids, attention_mask=mask, past_key_values=first.past_key_values, **NEW)
             return [first, follow]
 
