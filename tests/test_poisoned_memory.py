@@ -13,14 +13,17 @@ PLANTED = '''
 import json, subprocess, sys, threading
 
 def forgets_one() -> list[bool]:
-    """Buffers of which one element is forgotten, as a kernel, a resize and an index would leave it."""
+    """What is forgotten of a buffer, of tensors that grow, and of an index."""
     import torch
 
     torch.use_deterministic_algorithms(False)  # what a recipe says; it must not end the poisoning
     sums, grown, index = torch.empty(64, dtype=torch.bfloat16), torch.zeros(1).resize_(64), torch.empty(4, dtype=torch.long)
+    gathered = torch.zeros(64)
+    gathered.untyped_storage().resize_(0)
+    gathered.untyped_storage().resize_(64 * 4)
     sums[1:] = 1
     index[1:] = 0
-    seen = [bool((sums * 0).sum().isnan()), bool(grown.sum().isnan())]
+    seen = [bool((one * 0).sum().isnan()) for one in (sums, grown, gathered)]
     try:
         torch.zeros(8)[index]
     except IndexError:
@@ -52,4 +55,4 @@ def test_a_planted_reader_is_caught_in_every_process(tmp_path: Path):
     done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=240)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found == {place: [True] * 3 for place in ("a rank", "this process", "a thread", "a child")}
+    assert found == {place: [True] * 4 for place in ("a rank", "this process", "a thread", "a child")}

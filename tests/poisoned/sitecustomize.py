@@ -13,7 +13,7 @@ import sys
 
 
 def poison(torch) -> None:
-    """Fills what torch allocates on any thread: `empty` and its relatives, called from Python or C++, and `resize_`.
+    """Fills what torch allocates on any thread: `empty` and its relatives, from Python or C++, `resize_`, grown storages.
 
     torch does so only among deterministic algorithms, so nobody may switch these off again. Where there is none, torch
     warns in place of raising, unless the program itself asked for an error.
@@ -27,6 +27,16 @@ def poison(torch) -> None:
     torch.use_deterministic_algorithms = use_deterministic_algorithms
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch._C._set_deterministic_algorithms(True, warn_only=True)  # the function above would load the compiler for it
+    grow = torch.UntypedStorage.resize_
+
+    def resize_(storage, size: int) -> None:
+        """What torch leaves out: the memory that FSDP2 gathers parameters into."""
+        held = storage.nbytes()
+        grow(storage, size)
+        if size > held and storage.device.type == "cpu":
+            torch.empty(0, dtype=torch.uint8).set_(storage)[held:].fill_(255)  # NaN in any floating-point dtype
+
+    torch.UntypedStorage.resize_ = resize_
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
