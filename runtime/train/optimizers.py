@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
 
 
@@ -86,7 +87,6 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     require_matches(model, config.groups)
     matrices = _matrices(model, trained) if config.name == "muon" else {}
     rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
-    fused = next(iter(trained.values())).is_cuda
     found: list[torch.optim.Optimizer] = []
     if matrices:
         muon = getattr(torch.optim, "Muon", None)
@@ -104,7 +104,8 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         )
     if rest:
         groups = parameter_groups(rest, config, peak=config.lr)
-        found.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+        adamw = AdamW if next(iter(rest.values())).is_cuda else torch.optim.AdamW
+        found.append(adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps))
     return found[0] if len(found) == 1 else Together(found)
 
 
