@@ -156,9 +156,9 @@ def _fill_by_copies(copy_in: Callable[..., None]) -> Callable[..., None]:
 def _replace_copy_in() -> None:
     """Lets FSDP2 fill the buffers of exchanges by `fill`; where its function takes something else, it keeps its own."""
     own = _fsdp_collectives.foreach_reduce_scatter_copy_in
-    if tuple(inspect.signature(own).parameters) == ("unsharded_grads", "reduce_scatter_input", "world_size"):
-        if not hasattr(own, "__wrapped__"):
-            _fsdp_collectives.foreach_reduce_scatter_copy_in = _fill_by_copies(own)
+    known = tuple(inspect.signature(own).parameters) == ("unsharded_grads", "reduce_scatter_input", "world_size")
+    if known and not hasattr(own, "__wrapped__"):
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = _fill_by_copies(own)
 
 
 def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
