@@ -27,14 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Fastest first, as measured in docs/parallel.md; what runs anywhere comes last.
-ATTENTION_ORDER = (
-    "patchgen_flash_attention_4",
-    "patchgen_flash_attention_3",
-    "patchgen_flash_attention_2",
-    "patchgen_flash_varlen",
-    "patchgen_sdpa",
-)
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -134,9 +126,9 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def choose_attention(wanted: str | None) -> str:
-    """The name of the attention: the wanted one, or the first of `ATTENTION_ORDER` that can run here."""
+    """The name of the attention: the wanted one, or the fastest that can run here."""
     if wanted is None:
-        return next(name for name in ATTENTION_ORDER if BACKENDS[name].unavailable() is None)
+        return attention.choose()
     if wanted not in BACKENDS:
         near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
         raise RecipeError(
