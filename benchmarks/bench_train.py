@@ -37,8 +37,7 @@ from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops
-from patchgen.runtime.train.adamw import AdamW
+from patchgen.runtime.train import flops, optimizers
 
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
@@ -130,8 +129,7 @@ def optimizer_of(name: str, model: nn.Module, setting: Setting) -> torch.optim.O
     """AdamW: of torch, fused, for transformers; of a training run for ours."""
     if name == THEIRS:
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=setting.device == "cuda")
-    adamw = AdamW if setting.device == "cuda" else torch.optim.AdamW
-    return adamw(sharding.optimizer_groups(model), lr=1e-5)
+    return optimizers.adamw_for(next(model.parameters()))(sharding.optimizer_groups(model), lr=1e-5)
 
 
 @torch.no_grad()

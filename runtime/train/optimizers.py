@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patchgen.kernels.packages import failed_import
 from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
 
@@ -104,9 +106,16 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         )
     if rest:
         groups = parameter_groups(rest, config, peak=config.lr)
-        adamw = AdamW if next(iter(rest.values())).is_cuda else torch.optim.AdamW
+        adamw = adamw_for(next(iter(rest.values())))
         found.append(adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps))
     return found[0] if len(found) == 1 else Together(found)
+
+
+def adamw_for(parameter: nn.Parameter) -> Callable[..., torch.optim.Optimizer]:
+    """The AdamW for parameters like this one: in one pass on GPUs, torch's elsewhere."""
+    if not parameter.is_cuda:
+        return torch.optim.AdamW
+    return AdamW if failed_import("triton") is None else partial(torch.optim.AdamW, fused=True)
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:
