@@ -144,11 +144,14 @@ def lacks(name: str, asked: Collection[str], *, device_type: str | None = None) 
 
 
 def choose(asked: Collection[str] = (), *, device_type: str | None = None) -> str:
-    """The fastest attention that can run here and has all features; `patchgen_eager` has every one."""
+    """The fastest attention that can train here and has all features; `patchgen_eager` has every one."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     return next(
         name
         for name in ORDER
-        if BACKENDS[name].unavailable() is None and not lacks(name, asked, device_type=device_type)
+        if BACKENDS[name].unavailable() is None
+        and (device_type == "cuda" or BACKENDS[name].has_cpu_backward)
+        and not lacks(name, asked, device_type=device_type)
     )
 
 

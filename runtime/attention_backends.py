@@ -91,6 +91,7 @@ class Backend:
         unavailable: says why it cannot run here, or returns None.
         gpu_features: what it can do on a GPU besides.
         takes_blocks: overlays reach it as a BlockMask, not as a tensor.
+        has_cpu_backward: whether it trains where there is no GPU.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -98,6 +99,7 @@ class Backend:
     unavailable: Callable[[], str | None]
     gpu_features: frozenset[str] = frozenset()
     takes_blocks: bool = False
+    has_cpu_backward: bool = True
 
     def features_on(self, device_type: str) -> frozenset[str]:
         """What it can do on a kind of device beyond causal and full attention over documents."""
@@ -421,6 +423,7 @@ BACKENDS: dict[str, Backend] = {
         lambda: None,
         gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
         takes_blocks=True,
+        has_cpu_backward=False,
     ),
     "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch")),
     "patchgen_flash_attention_2": Backend(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime.attention_backends import Attention, dense_mask
-from patchgen.runtime.attention_masks import UnsupportedError
+from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError
 from patchgen.runtime.mask_functions import document_of
 
 SELECTED, BLOCKS, BIAS = "indices", "block_indices", "position_bias"
@@ -42,7 +42,10 @@ def cuts(request: Attention, q: Tensor, k: Tensor, more: Mapping[str, Any], mask
         UnsupportedError: blocks that no indexer of the module can lay out.
     """
     B, S = q.shape[:2]
-    found = dense_mask(request, B, S, q.device)
+    if isinstance(mask, MaskStructure) and request.documents is None:
+        found = mask.tensor(q.dtype)  # padded queries too as upstream has them: an indexer reads what they become
+    else:
+        found = dense_mask(request, B, S, q.device)
     if found is None:
         found = torch.ones(1, 1, S, k.shape[1], dtype=torch.bool, device=q.device)
     if SELECTED in more:
