@@ -304,7 +304,8 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
 
     Args:
         position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
-            or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
+            or 4 (text first), or one that upstream broadcasts to all of them (`generate` continues from a cache with
+            it); text position ids `(B, S)`, and None, are returned as they are.
         batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
             exactly as many samples as rows has no such sign: in one process it is read as upstream's.
 
@@ -320,7 +321,7 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
             f"them, or samples first, as collated? Hand over another number of samples than {first}, or pack them in "
             "one row."
         )
-    if first in (3, 4) and second in (1, batch.shape[0]):
+    if first in (1, 3, 4) and second in (1, batch.shape[0]):
         return position_ids
     if first == batch.shape[0] and second in (3, 4):
         return position_ids.transpose(0, 1).contiguous()

@@ -1,8 +1,9 @@
 """Which implementation serves each seam of the generated code.
 
 A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
-code that stands below the seam in the generated file. With every seam eager and no parallelism, a generated model
-computes exactly what upstream computes, bit for bit.
+code that stands below the seam in the generated file; for experts what `experts_implementation` names
+(`runtime/experts_interface.py`). With every seam eager and no parallelism, a generated model computes exactly what
+upstream computes, bit for bit, but for short convolutions over packed rows with `cu_seq_lens`: they stop at the documents.
 
     from patchgen.runtime import seams
 
