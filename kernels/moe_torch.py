@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from patchgen.kernels import activations
+from patchgen.kernels import activations, packages
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.grouped_product import grouped_product, sum_per_expert
 from patchgen.kernels.moe_options import MoeOptions
@@ -92,7 +92,7 @@ def _reduce(rows_RH: Tensor, row_of_slot_TK: Tensor, left_out_TK: Tensor) -> Ten
 
 @functools.cache
 def _compiled_sum_of_rows():
-    return torch.compile(_sum_of_rows)
+    return packages.compiled(_sum_of_rows)
 
 
 def _only_rows_vary(*tensors: Tensor | None) -> None:
@@ -164,7 +164,7 @@ def _compiled_gate(activation: Activation, is_interleaved: bool):
             gated_RI = gated_RI * weight_R1
         return gated_RI.to(gate_up_R2I.dtype)
 
-    return torch.compile(gate)
+    return packages.compiled(gate)
 
 
 # --------------------------------------------------------------------------------------- grouped product

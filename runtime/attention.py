@@ -62,12 +62,16 @@ def names() -> tuple[str, ...]:
 
 def register() -> None:
     """Registers every backend with transformers' attention and mask interfaces; more than once is harmless."""
+    from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name, backend in BACKENDS.items():
         ALL_ATTENTION_FUNCTIONS.register(name, attention_function(name, backend))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask_function)
+    search = masking_utils.find_packed_sequence_indices
+    if not hasattr(search, "knows_patchgen"):
+        masking_utils.find_packed_sequence_indices = model_calls.asks_the_call(search)
     accept_names()
 
 

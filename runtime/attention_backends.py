@@ -9,7 +9,6 @@ Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)`
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.kernels.packages import lacks_package
 from patchgen.runtime.mask_functions import document_of
 from patchgen.runtime.per_tensor import PerTensor
 
@@ -417,28 +417,9 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     return _flattened(call, q, k, v, attention, pad_values=(q.shape[-1], v.shape[-1]) != (192, 128))
 
 
-def _needs(module: str | None, package: str) -> Callable[[], str | None]:
+def _needs(module: str, package: str) -> Callable[[], str | None]:
     """Why a backend that needs a CUDA device and `module` of `package` cannot run here, or None."""
-
-    def reason() -> str | None:
-        if not torch.cuda.is_available():
-            return "it needs a CUDA device"
-        failure = _failed_import(module) if module is not None else None
-        if failure is not None:
-            return f"it needs the package {package} in a form that can be imported here (`pip install {package}`): {failure}"
-        return None
-
-    return reason
-
-
-@functools.cache
-def _failed_import(module: str) -> str | None:
-    """Why `module` cannot be imported: missing, lacking something in turn, or built for another torch."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # built for another torch or CUDA, packages fail in every way
-        return f"{type(error).__name__}: {error}"
-    return None
+    return functools.partial(lacks_package, module, package)
 
 
 # The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.
@@ -457,7 +438,7 @@ BACKENDS: dict[str, Backend] = {
         takes_blocks=True,
         has_cpu_backward=False,
     ),
-    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs(None, "torch")),
+    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch")),
     "patchgen_flash_attention_2": Backend(
         flash_2, _FLASH | {"soft cap", "dropout"}, _needs("flash_attn.bert_padding", "flash-attn")
     ),

@@ -19,12 +19,13 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import DocumentRows
@@ -43,11 +44,13 @@ class Call:
     Attributes:
         cu_seq_lens: None, or `(documents + 1,)` over the rows of the whole sequence one after the other.
         rows: where its documents went that are computed in rows of their own.
+        counted_through: None, or position ids that are known to start again nowhere.
     """
 
     module: nn.Module
     cu_seq_lens: Tensor | None
     rows: DocumentRows | None = None
+    counted_through: Tensor | None = None
 
 
 class _Running(threading.local):
@@ -90,6 +93,46 @@ def documents_of(config: object) -> Tensor | None:
     return None
 
 
+_COUNTED_THROUGH = WeakIdKeyDictionary()  # position ids -> their version when the host knew it
+
+
+def note_counted_through(position_ids: Tensor) -> None:
+    """Says that these position ids start again nowhere, which the collator knows: nobody need ask the device."""
+    _COUNTED_THROUGH[position_ids] = _version(position_ids)
+
+
+def _is_counted_through(position_ids: object) -> bool:
+    return (
+        isinstance(position_ids, Tensor)
+        and position_ids in _COUNTED_THROUGH
+        and _COUNTED_THROUGH[position_ids] == _version(position_ids)  # nobody wrote to it since
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Upstream's search for documents in position ids `(B, S)`, without its wait for the device where a call knows.
+
+    It returns the number of each token's document, or None where there is one per row; that it may also return zeros is
+    upstream's own rule, for compiled code, which cannot wait.
+    """
+
+    @wraps(search)
+    def find(position_ids: Tensor) -> Tensor | None:
+        if any(call.cu_seq_lens is not None for call in _RUNNING.calls):
+            return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        seen = [call.counted_through for call in _RUNNING.calls]
+        if any(known is not None and (position_ids is known or position_ids._base is known) for known in seen):
+            return None
+        return search(position_ids)
+
+    find.knows_patchgen = True
+    return find
+
+
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     names, takes_more = _parameters(type(module))
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -104,7 +147,9 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         rows = _rows(module, given | added)
         _RUNNING.calls.append(Call(module, None, rows))
         return (), rows.apart(given | added)
-    _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS)))
+    positions = given.get(POSITIONS)
+    whole = positions if _is_counted_through(positions) else None
+    _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS), counted_through=whole))
     if not added:
         return args, kwargs
     return tuple(added.get(name, value) for name, value in zip(names, args, strict=False)), {
@@ -156,7 +201,12 @@ def _lengths(given: dict[str, Any]) -> dict[str, Any]:
     if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
         return {}
     tokens = _tokens(given)
-    return _restarts(positions.expand(tokens.shape[0], -1)) if tokens is not None else {}
+    if tokens is None or _is_counted_through(positions):
+        return {}
+    found = _restarts(positions.expand(tokens.shape[0], -1))
+    if not found:
+        note_counted_through(positions)
+    return found
 
 
 def _restarts(positions_BS: Tensor) -> dict[str, Any]:

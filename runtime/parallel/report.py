@@ -96,7 +96,7 @@ def attends(module: nn.Module) -> bool:
 
 
 def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
-    """Raises unless every seam that is wanted has users and is served by what was wanted."""
+    """Raises unless every seam that is wanted has users and is served by what was wanted, which can run here."""
     selected = seams.selected()
     for name, implementation in wanted.items():
         if implementation == seams.EAGER:
@@ -113,6 +113,9 @@ def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
                 f"The configuration asks for {name}='{implementation}', but '{selected[name]}' serves it: call "
                 f"seams.configure({name}='{implementation}') before the first step."
             )
+        reason = seams.unavailable(name, implementation)
+        if reason is not None:
+            raise ValueError(f"The configuration asks for {name}='{implementation}', which cannot run here: {reason}.")
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
@@ -148,8 +151,8 @@ def _served_by(name: str, state: ParallelState | None) -> str:
     served = seams.selected()[name]
     if name == "fused_moe" and state is not None and state.ep > 1:
         kernel = "torch" if served == seams.EAGER else served
-        return f"{kernel}, tokens exchanged over ep {state.ep}"
-    return served
+        served = f"{kernel}, tokens exchanged over ep {state.ep}"
+    return "; ".join([served, *(f"without {other}: {reason}" for other, reason in seams.passed_over(name).items())])
 
 
 def _layout(parameter: nn.Parameter) -> str:

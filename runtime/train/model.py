@@ -21,7 +21,7 @@ from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import lora, optimizers
-from patchgen.runtime.train.recipe import ModelConfig, ParallelSection, Recipe, RecipeError
+from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.verify.training_path import asked_of_attention
 
 if TYPE_CHECKING:
@@ -189,6 +189,19 @@ def find_head_and_config(config: PreTrainedConfig) -> tuple[type[PreTrainedModel
 
 def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
+
+
+def require_kernels(section: KernelsConfig) -> None:
+    """Refuses a kernel that the recipe names and that this machine cannot run.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    for name in seams.names():
+        wanted = getattr(section, name)
+        reason = seams.unavailable(name, wanted) if wanted is not None else None
+        if reason is not None:
+            raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
 
 
 def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:

@@ -23,12 +23,13 @@ def require_valid(recipe: Recipe, world: int) -> None:
     """What can be refused before any rank starts.
 
     Raises:
-        RecipeError: the sizes do not fit the ranks.
+        RecipeError: the sizes do not fit the ranks, or a kernel is named that cannot run here.
     """
     layout = models.parallel_config(recipe.parallel, world)
     train = recipe.train
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
     models.require_attention(recipe.model.attention)
+    models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     if recipe.lora is not None and recipe.model.freeze:
