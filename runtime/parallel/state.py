@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from patchgen.runtime.parallel import peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
 
 
@@ -26,6 +27,7 @@ class ParallelState:
             are left out and counted.
         head_groups: in how many groups the heads of an attention travel, so that the attention of one group overlaps
             with the exchange of others; where fewer divide a rank's key heads, so many.
+        peers: what the ranks of an EP group read from each other; None: tokens travel by all-to-all.
     """
 
     config: ParallelConfig
@@ -34,6 +36,7 @@ class ParallelState:
     expert_mesh: DeviceMesh
     expert_capacity: int | None = None
     head_groups: int = 1
+    peers: peer_memory.PeerBuffers | None = None
 
     @classmethod
     def create(
@@ -43,15 +46,18 @@ class ParallelState:
         *,
         expert_capacity: int | None = None,
         head_groups: int = 1,
+        expert_exchange: peer_memory.ExpertExchange = "auto",
     ) -> ParallelState:
         """Builds the meshes; every rank must call it.
 
         Args:
             config: its sizes must multiply to the world size.
             device_type: "cuda" or "cpu".
+            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": they read them from each other's
+                memory, within a host; "all_to_all": a row per slot travels, between any; "auto": all_to_all.
 
         Raises:
-            ValueError: the sizes do not fit the ranks that run.
+            ValueError: the sizes do not fit the ranks that run, or peer memory was asked for where ranks cannot have it.
             RuntimeError: torch.distributed is not initialised.
         """
         if not dist.is_initialized():
@@ -68,13 +74,15 @@ class ParallelState:
         def mesh(**dimensions: int) -> DeviceMesh:
             return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
+        expert_mesh = mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep)
         return cls(
             config=config,
             data_mesh=mesh(data=config.num_batches, sp=config.sp),
             dense_mesh=mesh(dp_replicate=config.dp_replicate, fsdp=config.num_shards),
-            expert_mesh=mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep),
+            expert_mesh=expert_mesh,
             expert_capacity=expert_capacity,
             head_groups=head_groups,
+            peers=peer_memory.for_experts(expert_mesh, expert_exchange, has_capacity=expert_capacity is not None),
         )
 
     @property

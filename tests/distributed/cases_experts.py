@@ -11,7 +11,7 @@ from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
 from patchgen.runtime import ops, parallel
-from patchgen.runtime.parallel import checkpointing, experts
+from patchgen.runtime.parallel import checkpointing, expert_rows, experts
 
 TOKENS, HIDDEN, INTERMEDIATE, SLOTS = 13, 16, 8, 3
 
@@ -60,10 +60,12 @@ def require_close(got: Tensor, expected: Tensor, what: str) -> None:
     assert got.shape == expected.shape and worst <= 1e-5, f"{what}: relative difference {worst:.1e}"
 
 
-def agrees(kind: str, num_experts: int, biased: bool = False, capacity: int | None = None) -> None:
+def agrees(
+    kind: str, num_experts: int, biased: bool = False, capacity: int | None = None, exchange: str = "all_to_all"
+) -> None:
     """Experts over all ranks against all experts in this process: outputs and every gradient, twice, bit for bit."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    state = state_of(ep=world, expert_capacity=capacity)
+    state = state_of(ep=world, expert_capacity=capacity, expert_exchange=exchange)
     whole = _tensors(num_experts, biased)
     own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
     hidden, index, weights = routing(kind, rank, num_experts)
@@ -117,13 +119,13 @@ def recomputation_exchanges_no_sizes(mode: str) -> int:
     own = {name: t.chunk(world)[rank].requires_grad_() for name, t in _tensors(2 * world, biased=False).items()}
     hidden, index, weights = routing("uneven", rank, 2 * world)
     calls = []
-    original = experts._exchange_sizes
+    original = expert_rows._exchange_sizes
 
     def counted(*args):
         calls.append(args)
         return original(*args)
 
-    experts._exchange_sizes = counted
+    expert_rows._exchange_sizes = counted
     try:
         with parallel.using(state):
             out = torch.utils.checkpoint.checkpoint(
@@ -134,7 +136,7 @@ def recomputation_exchanges_no_sizes(mode: str) -> int:
             )
             out.sum().backward()
     finally:
-        experts._exchange_sizes = original
+        expert_rows._exchange_sizes = original
     return len(calls)
 
 

@@ -8,11 +8,12 @@ import pytest
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
 
 
+@pytest.mark.parametrize("exchange", ["all_to_all", "peer_memory"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_over_ranks_equal_experts_in_one_process(kind, world, two_ranks, four_ranks):
+def test_experts_over_ranks_equal_experts_in_one_process(kind, world, exchange, two_ranks, four_ranks):
     pool = two_ranks if world == 2 else four_ranks
-    pool.run(cases.agrees, kind, num_experts=8, biased=kind == "uneven")
+    pool.run(cases.agrees, kind, num_experts=8, biased=kind == "uneven", exchange=exchange)
 
 
 @pytest.mark.parametrize("kind", KINDS)
