@@ -145,9 +145,7 @@ def _moe_forward(
     top_k = top_k_index.shape[1]
     plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
     layout = (is_transposed, is_interleaved)
-    kept, gated = gate_up(
-        hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep
-    )
+    kept, gated = gate_up(hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, k_is_last=not is_transposed, is_padded=False)
     return combine(rows, top_k_weights, plan, top_k), kept, *plan
 

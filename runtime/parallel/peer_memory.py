@@ -100,12 +100,15 @@ class PeerBuffers:
         group: the ranks that read from each other, all of one host.
         host_group: the same ranks in a gloo group, for what they tell each other on the host.
         device: where the buffers are.
+
+    Attributes:
+        num_bytes: of one buffer; 0 before the first exchange.
     """
 
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.host_group, self.device = group, host_group, device
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._size = 0
+        self.num_bytes = 0
         self._memory: _SymmetricMemory | _SharedFiles | None = None
         self._turns: list[Published] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -126,7 +129,7 @@ class PeerBuffers:
 
     def reserve(self, num_bytes: int) -> None:
         """Makes each buffer at least so large; the same number on every rank. Waits for the device if they grow."""
-        if num_bytes <= self._size:
+        if num_bytes <= self.num_bytes:
             return
         size = -(-(num_bytes + num_bytes // 8) // _GRAIN) * _GRAIN
         with watch.operation("enlarge the buffers that the ranks of the host read from each other"):
@@ -137,7 +140,7 @@ class PeerBuffers:
             make = _SymmetricMemory if self.device.type == "cuda" else _SharedFiles
             self._memory = make(2 * size, self.group, self.host_group, self.device)
             self._turns = [self._memory.published(turn * size, size) for turn in range(2)]
-        self._size = size
+        self.num_bytes = size
 
     def publish(self, parts: Sequence[tuple[int, Tensor]]) -> Published:
         """Writes tensors at byte offsets of this rank's next buffer; returns all ranks' when they are written.
@@ -195,8 +198,7 @@ class _SharedFiles:
         self, num_bytes: int, group: dist.ProcessGroup, host_group: dist.ProcessGroup, _device: torch.device
     ) -> None:
         self._group = host_group
-        rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        folders: list[str | None] = [None] * num_ranks
+        folders: list[str | None] = [None] * dist.get_world_size(group)
         with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
             (Path(folder) / "bytes").write_bytes(b"")
             with (Path(folder) / "bytes").open("r+b") as file:

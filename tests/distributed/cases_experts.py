@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from cases_sequence import state_of
 from torch import Tensor
 
 from patchgen.kernels.fused_moe import fused_moe as one_process
-from patchgen.runtime import ops, parallel
-from patchgen.runtime.parallel import checkpointing, expert_rows, experts
+from patchgen.runtime import ops, parallel, seams
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, expert_rows, experts
+from patchgen.runtime.parallel.state import ParallelState
 
 TOKENS, HIDDEN, INTERMEDIATE, SLOTS = 13, 16, 8, 3
 
@@ -92,6 +95,81 @@ def agrees(
         total = expected_gradients[name].clone()
         dist.all_reduce(total)  # every rank's tokens reach the experts
         require_close(gradients[name], total.chunk(world)[rank], name)
+
+
+ON_GPU = {"tokens": 300, "hidden": 256, "inner": 128, "num_experts": 16, "top_k": 4}
+
+
+def agrees_on_gpu(kind: str) -> tuple[float, float]:
+    """Peer memory between processes, in bf16 with the Triton experts, no wait for the device once buffers are there.
+
+    Returns:
+        The largest error of output and gradients against fp32 in one process, as a multiple of that of bf16 in one
+        process; and the largest difference between two runs.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # all processes on one GPU, where there is one
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    config = ParallelConfig.for_world(world, ep=world)
+    state = ParallelState.create(config, "cuda", expert_exchange="peer_memory")
+    num_experts, top_k = ON_GPU["num_experts"], ON_GPU["top_k"]
+    generator = torch.Generator().manual_seed(0)
+    whole = {
+        "gate_up_proj": torch.randn(num_experts, 2 * ON_GPU["inner"], ON_GPU["hidden"], generator=generator) * 0.05,
+        "down_proj": torch.randn(num_experts, ON_GPU["hidden"], ON_GPU["inner"], generator=generator) * 0.05,
+    }
+    generator.manual_seed(10 + rank)
+    tokens = {"no tokens on rank 1": 0 if rank == 1 else 300, "uneven": 300 + 500 * rank}.get(kind, ON_GPU["tokens"])
+    hidden, direction = (torch.randn(2, tokens, ON_GPU["hidden"], generator=generator)).unbind()
+    weights = torch.rand(tokens, top_k, generator=generator)
+    index = torch.rand(tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k].clone()
+    if kind == "all on one expert":
+        index.fill_(num_experts - 1)
+    elif kind == "slots left out":
+        index[:, 1] = num_experts
+        index[::2] = num_experts
+
+    def run(dtype: torch.dtype, with_state: ParallelState | None, backend: str) -> dict[str, Tensor]:
+        part = {name: t.chunk(world)[rank] if with_state else t for name, t in whole.items()}
+        made = {"x": hidden, "w": weights, **part}
+        leaves = {
+            name: t.to(device, torch.float32 if name == "w" else dtype).requires_grad_() for name, t in made.items()
+        }
+        on_device, to_output = index.to(device), direction.to(device, dtype)
+        with parallel.using(with_state), seams.using(fused_moe=backend):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if with_state is not None and state.peers.num_bytes else "default")
+            try:
+                call = ops.fused_moe if with_state is not None else partial(one_process, backend=backend)
+                projections = {name: leaves[name] for name in whole}
+                out = call(
+                    leaves["x"], on_device, leaves["w"], **projections, num_experts=num_experts, activation=silu
+                )
+                out.backward(to_output)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return {"out": out.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
+
+    run(torch.bfloat16, state, "triton")  # makes the buffers
+    found, again = run(torch.bfloat16, state, "triton"), run(torch.bfloat16, state, "triton")
+    lone, expected = run(torch.bfloat16, None, "triton"), run(torch.float32, None, "reference")
+    for name in whole:  # every rank's tokens reach the experts
+        for result in (lone, expected):
+            total = result[name].float().cpu()
+            dist.all_reduce(total)
+            result[name] = total.chunk(world)[rank].to(device)
+    worst = change = 0.0
+    for name, value in expected.items():
+        if value.numel() and float(value.norm()):
+            scale = float(value.norm())
+            error, bar = (float((one[name].float() - value).norm()) / scale for one in (found, lone))
+            worst = max(worst, error / max(bar, 1e-3))
+        else:
+            assert not found[name].numel() or not float(found[name].float().norm()), name
+        if found[name].numel():
+            change = max(change, float((found[name] - again[name]).abs().max()))
+    return worst, change
 
 
 def capacity_drops_and_counts() -> None:
