@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import gc
 import hashlib
 import os
 import time
@@ -302,6 +303,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 if failed:
                     break  # the gradients that are left may be of half a step; longer rows need more still
             del model
+            gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
     return rows

@@ -179,6 +179,10 @@ class _Exchange:
             own_weights = peer_rows.read_slots(*common, offset, weights.dtype)
         self.travelling = (own_rows, own_weights, rows, weights)
 
+    def arrive(self) -> None:
+        """What was sent is there for what is launched from now on."""
+        self.peers.wait()
+
     def take(self) -> tuple[Tensor, ...]:
         """What was on its way, waited for."""
         self.peers.wait()
@@ -207,7 +211,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, weights, exchange):
         ctx.exchange = exchange
-        exchange.peers.wait()
+        exchange.arrive()
         return rows.view_as(rows), weights.view_as(weights)
 
     @staticmethod

@@ -21,10 +21,12 @@ import functools
 import mmap
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -113,13 +115,12 @@ class PeerBuffers:
         self._turns: list[Published] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._starts = functools.lru_cache(maxsize=1024)(self._count)
+        self._numbers = _SharedNumbers(host_group)
 
     def agree(self, count: int) -> Tokens:
         """How many tokens each rank has. The hosts tell each other; no device is waited for."""
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_ranks)]
         with watch.operation("tell the other ranks of the host how many tokens there are"):
-            dist.all_gather(counts, torch.tensor([count]), group=self.host_group)
-        return self._starts(*(int(one) for one in counts))
+            return self._starts(*self._numbers.exchange(count))
 
     def _count(self, *counts: int) -> Tokens:
         starts = torch.tensor([0, *counts], dtype=torch.int64).cumsum(0)
@@ -195,18 +196,10 @@ class _SharedFiles:
     """Files that all ranks map: gloo ranks of one host."""
 
     def __init__(
-        self, num_bytes: int, group: dist.ProcessGroup, host_group: dist.ProcessGroup, _device: torch.device
+        self, num_bytes: int, _group: dist.ProcessGroup, host_group: dist.ProcessGroup, _device: torch.device
     ) -> None:
         self._group = host_group
-        folders: list[str | None] = [None] * dist.get_world_size(group)
-        with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
-            (Path(folder) / "bytes").write_bytes(b"")
-            with (Path(folder) / "bytes").open("r+b") as file:
-                file.truncate(num_bytes)
-            dist.all_gather_object(folders, folder, group=host_group)
-            self._maps = [_map(Path(folder) / "bytes", num_bytes) for folder in folders]
-            dist.barrier(host_group)  # the files may go when all have mapped them
-        self._parts = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in self._maps]
+        self._parts = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in _map_files(num_bytes, host_group)]
 
     def published(self, offset: int, size: int) -> Published:
         parts = tuple(part[offset : offset + size] for part in self._parts)
@@ -215,6 +208,51 @@ class _SharedFiles:
     def barrier(self) -> None:
         with watch.operation("wait for the other ranks of the host to write their tokens"):
             dist.barrier(self._group)
+
+
+class _SharedNumbers:
+    """One number of each rank, told to the others through memory that they all map: once per layer, in microseconds.
+
+    A word holds the number of the call and what is told in it, so that both change at once. There are two, used in turn: who
+    comes to the call after the next has read the words of all ranks in between, and they had read its.
+    """
+
+    _COUNT_BITS = 32
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._own = dist.get_rank(group)
+        self._words = [numpy.frombuffer(mapped, dtype=numpy.int64) for mapped in _map_files(16, group)]
+        self._calls = 0
+
+    def exchange(self, number: int) -> list[int]:
+        """The numbers of all ranks in this call, in the order of ranks.
+
+        Raises:
+            TimeoutError: a rank did not come.
+        """
+        self._calls += 1
+        turn, deadline = self._calls % 2, time.monotonic() + dist.default_pg_timeout.total_seconds()
+        self._words[self._own][turn] = self._calls << self._COUNT_BITS | number
+        for rank, words in enumerate(self._words):
+            while int(words[turn]) >> self._COUNT_BITS != self._calls:
+                time.sleep(0)  # lets another thread or process have this core
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"Rank {rank} of the host did not come to exchange {self._calls} of experts' tokens."
+                    )
+        return [int(words[turn]) & (1 << self._COUNT_BITS) - 1 for words in self._words]
+
+
+def _map_files(num_bytes: int, group: dist.ProcessGroup) -> list[mmap.mmap]:
+    """A file of zeros of each rank, mapped by all ranks; gone when they end."""
+    folders: list[str | None] = [None] * dist.get_world_size(group)
+    with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
+        with (Path(folder) / "bytes").open("wb") as file:
+            file.truncate(num_bytes)
+        dist.all_gather_object(folders, folder, group=group)
+        maps = [_map(Path(folder) / "bytes", num_bytes) for folder in folders]
+        dist.barrier(group)  # the files may go when all have mapped them
+    return maps
 
 
 def _map(path: Path, num_bytes: int) -> mmap.mmap:
