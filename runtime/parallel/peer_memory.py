@@ -46,6 +46,7 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
 
     Args:
         mesh: of experts, its last dimension `ep`.
+        exchange: "auto" is peer memory between GPUs that can have it.
         has_capacity: what a rank sends is bounded and the rest left out, which is a property of all-to-all.
 
     Raises:
@@ -53,9 +54,11 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
     """
     if exchange not in ("auto", "all_to_all", "peer_memory"):
         raise ValueError(f"expert_exchange must be 'auto', 'all_to_all' or 'peer_memory', not {exchange!r}.")
-    if exchange != "peer_memory" or mesh["ep"].size() == 1:
+    if exchange == "all_to_all" or mesh["ep"].size() == 1 or (exchange == "auto" and mesh.device_type != "cuda"):
         return None
     reason = "expert_capacity bounds the rows of an all-to-all." if has_capacity else _unavailable(mesh)
+    if reason is not None and exchange == "auto":
+        return None
     if reason is not None:
         raise ValueError(f"expert_exchange='peer_memory' is unavailable: {reason} Use 'all_to_all'.")
     groups = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()

@@ -60,6 +60,7 @@ class Trainer:
             device.type,
             expert_capacity=recipe.parallel.expert_capacity,
             head_groups=recipe.parallel.head_groups,
+            expert_exchange=recipe.parallel.expert_exchange,
         )
         seed(recipe, self.state)
         setup.require_shared(recipe.directory)
