@@ -38,7 +38,7 @@ from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops
+from patchgen.runtime.train import flops, optimizers
 
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
@@ -128,6 +128,13 @@ def theirs(setting: Setting, mode: str) -> nn.Module:
     return model
 
 
+def optimizer_of(name: str, model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    """AdamW: of torch, fused, for transformers; of a training run for ours."""
+    if name == THEIRS:
+        return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=setting.device == "cuda")
+    return optimizers.adamw_for(next(model.parameters()))(sharding.optimizer_groups(model), lr=1e-5)
+
+
 @torch.no_grad()
 def fill(model: nn.Module, device: str) -> None:
     """Weights that depend on nothing but their names, whatever the layout."""
@@ -189,7 +196,7 @@ def our_step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, it
     with parallel.using(state), loss.step(items):
         share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
         share.backward()
-    norm = gradients.clip(model, 1.0)
+    norm = gradients.clip(model, 1.0, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return share.detach(), norm
@@ -285,10 +292,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 failed = False
                 try:
                     fill(model, setting.device)  # each first step starts from the same weights
-                    groups = [{"params": list(model.parameters())}] if name == THEIRS else None
-                    optimizer = torch.optim.AdamW(
-                        groups or sharding.optimizer_groups(model), lr=1e-5, fused=setting.device == "cuda"
-                    )
+                    optimizer = optimizer_of(name, model, setting)
                     row |= measure(name, model, optimizer, tokens, state, setting)
                     if arguments.profile and tokens == arguments.tokens[len(arguments.tokens) // 2]:
                         profile(name, model, optimizer, tokens, state, setting)

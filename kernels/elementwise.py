@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from patchgen.kernels import activations
+from patchgen.kernels import activations, packages
 
 
 def rms_norm(
@@ -62,13 +62,13 @@ def swiglu(gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> 
 
 @functools.cache
 def _compiled(function: Callable) -> Callable:
-    return torch.compile(function)
+    return packages.compiled(function)
 
 
 @functools.cache
 def _compiled_swiglu(activation: activations.Activation) -> Callable[[Tensor, Tensor], Tensor]:
     """One compiled function per formula: the layers of a model have an activation module each."""
-    return torch.compile(lambda gate, up: activation.activate(gate) * up)
+    return packages.compiled(lambda gate, up: activation.activate(gate) * up)
 
 
 def rms_norm_compiled(

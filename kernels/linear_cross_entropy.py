@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.causal_lm_loss import items, require_causal_lm_loss, shifted_targets
+from patchgen.kernels.packages import failed_import
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 CHUNK_LOGITS = 5 * 2**27
@@ -119,6 +120,9 @@ def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str 
             f"dtype {hidden_states.dtype} is not supported, bfloat16, float32 and float64 are: gradients divided by "
             f"the number of labels would underflow in float16, before any loss scale reaches them."
         )
+    failure = failed_import("triton") if hidden_states.is_cuda else None
+    if failure is not None:
+        return f"on a GPU it needs Triton in a form that can be imported here: {failure}."
     if torch.is_autocast_enabled(hidden_states.device.type):
         return "autocast is on: the products would not run in its dtype."
     return None

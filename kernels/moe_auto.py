@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from patchgen.kernels.moe_options import MoeOptions
+from patchgen.kernels.packages import failed_import
 
 _MEASURED_CAPABILITY = (9, 0)
 
@@ -42,6 +43,8 @@ def choose_backend(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tenso
     `triton` on compute capability 9.0, where the table was measured, for what its kernels have; `torch` elsewhere.
     """
     if not hidden_states.is_cuda or torch.cuda.get_device_capability(hidden_states.device) != _MEASURED_CAPABILITY:
+        return "torch"
+    if failed_import("triton") is not None:
         return "torch"
     from patchgen.kernels.moe_triton import unsupported  # loads Triton
 

@@ -5,21 +5,21 @@ T tokens   H hidden size   E experts   I expert intermediate size   K experts pe
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import torch
 from torch import Tensor
 
 from patchgen.kernels.moe_options import MoeOptions
+from patchgen.kernels.packages import lacks_package
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _NAMES = {"silu": "SWIGLU", "gelu": "GEGLU", "relu": "REGLU"}
 
 
-def is_installed() -> bool:
-    """Whether sonic-moe can be imported."""
-    return importlib.util.find_spec("sonicmoe") is not None
+def unavailable() -> str | None:
+    """Why sonic-moe cannot run on this machine; None if it can."""
+    return lacks_package("sonicmoe", "sonic-moe")
 
 
 def fused_moe_sonic(
@@ -70,8 +70,9 @@ def unsupported(
     hidden_states: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, options: MoeOptions
 ) -> str | None:
     """Why sonic-moe cannot serve this call, in one sentence; None if it can."""
-    if not is_installed():
-        return "sonic-moe is not installed (pip install patchgen[sonic])."
+    reason = unavailable()
+    if reason is not None:
+        return f"{reason}."
     if not hidden_states.is_cuda or hidden_states.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16 on a GPU, found {hidden_states.dtype} on {hidden_states.device.type}."
     if options.post_expert_norm is not None:

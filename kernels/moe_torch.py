@@ -21,10 +21,10 @@ import functools
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from patchgen.kernels import activations
+from patchgen.kernels import activations, packages
 from patchgen.kernels.activations import Activation
+from patchgen.kernels.grouped_product import grouped_product, sum_per_expert
 from patchgen.kernels.moe_options import MoeOptions
 
 
@@ -92,7 +92,7 @@ def _reduce(rows_RH: Tensor, row_of_slot_TK: Tensor, left_out_TK: Tensor) -> Ten
 
 @functools.cache
 def _compiled_sum_of_rows():
-    return torch.compile(_sum_of_rows)
+    return packages.compiled(_sum_of_rows)
 
 
 def _only_rows_vary(*tensors: Tensor | None) -> None:
@@ -164,7 +164,7 @@ def _compiled_gate(activation: Activation, is_interleaved: bool):
             gated_RI = gated_RI * weight_R1
         return gated_RI.to(gate_up_R2I.dtype)
 
-    return torch.compile(gate)
+    return packages.compiled(gate)
 
 
 # --------------------------------------------------------------------------------------- grouped product
@@ -173,33 +173,8 @@ def _compiled_gate(activation: Activation, is_interleaved: bool):
 def _linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, ends_E: Tensor, expert_R: Tensor, is_transposed: bool
 ) -> Tensor:
-    product = _grouped(rows, weight if is_transposed else weight.transpose(-2, -1), ends_E)
+    product = grouped_product(rows, weight if is_transposed else weight.transpose(-2, -1), ends_E)
     return product if bias is None else _AddBias.apply(product, bias, ends_E, expert_R)
-
-
-def _grouped(rows: Tensor, weight_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """`rows[r] @ weight[e]` for the rows of each expert; `rows [R, K]`, returns `[R, N]`."""
-    sizes = (rows.shape[1], weight_EKN.shape[2])
-    aligned = all(size * rows.element_size() % 16 == 0 for size in sizes)
-    if aligned and rows.dtype in (torch.bfloat16, torch.float16, torch.float32):
-        return F.grouped_mm(rows, weight_EKN, offs=ends_E)
-    if rows.device.type == "cpu":
-        return _grouped_by_hand(rows, weight_EKN, ends_E)
-    raise ValueError(
-        f"fused_moe, backend 'torch': torch's grouped product takes bf16, fp16 and fp32 rows whose length is a "
-        f"multiple of 16 bytes; found {rows.dtype} with lengths {sizes}. Use fused_moe='eager' for this model."
-    )
-
-
-def _grouped_by_hand(rows: Tensor, weight_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """The same on the CPU for what `grouped_mm` refuses there (fp64, odd sizes); the tail becomes zero."""
-    ends = ends_E.tolist()
-    starts = [0, *ends[:-1]]
-    products = [
-        rows[start:end] @ weight for start, end, weight in zip(starts, ends, weight_EKN.unbind(0), strict=True)
-    ]
-    tail = rows.new_zeros(rows.shape[0] - ends[-1], weight_EKN.shape[2])
-    return torch.cat([*products, tail])
 
 
 class _AddBias(torch.autograd.Function):
@@ -217,8 +192,7 @@ class _AddBias(torch.autograd.Function):
         (ends_E,) = ctx.saved_tensors
         num_experts = ends_E.numel()
         if grad.is_cuda:
-            ones = grad.new_ones(grad.shape[0], 8)  # 8: the shortest row that the product takes in bf16
-            grad_bias = F.grouped_mm(ones.T, grad.contiguous(), offs=ends_E)[:, 0]
+            grad_bias = sum_per_expert(grad, ends_E)
         else:
             rows = torch.arange(grad.shape[0])
             expert_R = torch.searchsorted(ends_E, rows, right=True)

@@ -14,17 +14,18 @@ quack is first in all four. Liger is second in three of them and first in none, 
 
 from __future__ import annotations
 
-import importlib.util
+from collections.abc import Callable
 
 from torch import Tensor
 
 from patchgen.kernels.elementwise import rms_norm_compiled
+from patchgen.kernels.packages import lacks_package
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 
-def is_installed() -> bool:
-    """Whether quack can be imported."""
-    return importlib.util.find_spec("quack") is not None
+def unavailable() -> str | None:
+    """Why quack cannot run on this machine; None if it can."""
+    return lacks_package("quack.rmsnorm", "quack-kernels")
 
 
 def rms_norm_quack(
@@ -36,14 +37,12 @@ def rms_norm_quack(
         in_fp32: taken for granted: the form that rounds before it multiplies by the weight rounds twice.
 
     Raises:
-        UnsupportedOptionError: quack is not installed, or the tensors are not on a GPU.
+        UnsupportedOptionError: quack cannot be imported, or the tensors are not on a GPU.
     """
     del in_fp32
-    if not is_installed() or not hidden_states.is_cuda:
-        where = (
-            "quack is not installed (`pip install quack-kernels`)" if not is_installed() else "it runs on GPUs only"
-        )
-        raise UnsupportedOptionError(f"rms_norm='quack': {where}. Use rms_norm='compiled' or 'auto'.")
+    reason = unavailable() if hidden_states.is_cuda else "it runs on GPUs only"
+    if reason is not None:
+        raise UnsupportedOptionError(f"rms_norm='quack': {reason}. Use rms_norm='compiled' or 'auto'.")
     from quack.rmsnorm import rmsnorm
 
     return rmsnorm(hidden_states, weight.float() + offset if offset else weight, eps=eps)
@@ -53,5 +52,9 @@ def rms_norm_auto(
     hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
 ) -> Tensor:
     """By what was measured: quack where it can run, else the compiled formula."""
-    norm = rms_norm_quack if hidden_states.is_cuda and is_installed() else rms_norm_compiled
-    return norm(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
+    return norm_for(hidden_states)(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
+
+
+def norm_for(hidden_states: Tensor) -> Callable[..., Tensor]:
+    """What `rms_norm_auto` computes these hidden states with."""
+    return rms_norm_quack if hidden_states.is_cuda and unavailable() is None else rms_norm_compiled

@@ -24,42 +24,35 @@ builds it, and a slice of a sequence needs no slice of a mask. What a backend ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import contextlib
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import mask_functions, parallel
-from patchgen.runtime.attention_backends import BACKENDS, Attention, Backend, Documents, document_of
-from patchgen.runtime.parallel import collectives, sequence
-from patchgen.runtime.parallel.media import holds_whole, inside_whole
-from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime import model_calls, parallel
+from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents
+from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
+from patchgen.runtime.attention_overlays import added, cuts, within_documents
+from patchgen.runtime.parallel import sequence
+from patchgen.runtime.parallel.media import holds_whole
 from patchgen.runtime.per_tensor import PerTensor
 
-# Arguments of some models' attention that mean structure no backend here knows: sparse indexers, relative positions.
-REFUSED_ARGUMENTS = ("indices", "block_indices", "position_bias")
+__all__ = ["ORDER", "UnsupportedError", "attention_function", "choose", "lacks", "names", "recording", "register"]
 
-
-@dataclass(frozen=True, eq=False)
-class MaskStructure:
-    """Stands where a mask tensor would: what upstream's masks say beyond causal and full attention.
-
-    Attributes:
-        window: None, or the sliding window. Most models hand it to their attention as well; some only draw it.
-        is_packed: position ids show several documents per row.
-        document: `(B, S)`, the number of each token's document; None on a slice of the sequence, whose position ids
-            do not say where documents meet.
-        padding: None, or `(B, S)` bool of the whole sequence, True for tokens that count.
-    """
-
-    window: int | None = None
-    is_packed: bool = False
-    document: Tensor | None = None
-    padding: Tensor | None = None
+# Fastest first, as measured in docs/parallel.md; the formula, which has every feature and runs anywhere, comes last.
+ORDER = (
+    "patchgen_flash_attention_4",
+    "patchgen_flash_attention_3",
+    "patchgen_flash_attention_2",
+    "patchgen_flash_varlen",
+    "patchgen_sdpa",
+    "patchgen_flex_attention",
+    "patchgen_eager",
+)
 
 
 def names() -> tuple[str, ...]:
@@ -69,12 +62,16 @@ def names() -> tuple[str, ...]:
 
 def register() -> None:
     """Registers every backend with transformers' attention and mask interfaces; more than once is harmless."""
+    from transformers import masking_utils
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     for name, backend in BACKENDS.items():
         ALL_ATTENTION_FUNCTIONS.register(name, attention_function(name, backend))
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask_function(name, backend))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask_function)
+    search = masking_utils.find_packed_sequence_indices
+    if not hasattr(search, "knows_patchgen"):
+        masking_utils.find_packed_sequence_indices = model_calls.asks_the_call(search)
     accept_names()
 
 
@@ -101,93 +98,75 @@ def accept_names() -> None:
             raise ImportError(
                 f"attn_implementation='{attn_implementation}' cannot run here: {reason}. Usable: {', '.join(usable)}."
             )
-        return attn_implementation
+        model_calls.note_calls(self)
+        return _with_own_class(type(self), attn_implementation)
 
     check.knows_patchgen = True
     PreTrainedModel._check_and_adjust_attn_implementation = check
 
 
-# ------------------------------------------------------------------------------------------------ masks
+def _with_own_class(model_class: type[nn.Module], name: str) -> str:
+    """The name under which a model finds its attention: where its file has a table of attention classes by upstream's
+    names, ours means the class of upstream's eager name, which attends by its own code with the mask that it is given.
 
-_PLAIN = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
-_PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
-
-
-def mask_function(name: str, backend: Backend) -> Callable:
-    """The mask builder of one name: None for causal and full attention, else a `MaskStructure`."""
-    from transformers import masking_utils
-
-    upstream = {
-        "patchgen_eager": masking_utils.eager_mask,
-        "patchgen_sdpa": masking_utils.sdpa_mask,
-        "patchgen_flex_attention": masking_utils.flex_attention_mask,
-    }.get(name)
-
-    def build(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        *,
-        mask_function: Callable,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        **kwargs: object,
-    ):
-        state = parallel.current()
-        sliced = state is not None and state.sp > 1 and not inside_whole()
-        parts = mask_functions.parts(mask_function)
-        unknown = sorted(set(parts) - _PLAIN - _PACKED)
-        if unknown:
-            if upstream is None:
-                raise ValueError(
-                    f"This model lays {', '.join(unknown)} over the causal mask, which '{name}' cannot express: it "
-                    "knows causal, sliding-window, packed and padded attention. Train it with 'patchgen_eager', "
-                    "'patchgen_sdpa' or 'patchgen_flex_attention'."
-                )
-            is_packed = mask_functions.find_packing(mask_function) is not None
-            if sliced:
-                # Attention sees the whole sequence of some heads, so the mask is the whole one.
-                mask_function = mask_functions.of_whole_sequence(mask_function, q_length, state)
-                if attention_mask is not None:
-                    attention_mask = _padding(attention_mask, q_length, state)
-                q_length = kv_length = q_length * state.sp
-
-            def draw(function: Callable):
-                return upstream(
-                    batch_size=batch_size,
-                    q_length=q_length,
-                    kv_length=kv_length,
-                    mask_function=function,
-                    attention_mask=attention_mask,
-                    local_size=local_size,
-                    **kwargs,
-                )
-
-            if is_packed and not sliced:
-                mask_function = mask_functions.packed(mask_function, mask_functions.document_numbers(mask_function))
-            mask = draw(mask_function)
-            if mask is not None:
-                _OVERLAYS[mask] = Overlay(draw, mask_function, is_packed=is_packed, is_slice=sliced)
-            return mask
-        padding = None
-        if attention_mask is not None:
-            padding = _padding(attention_mask, q_length, state if sliced else None)
-        is_packed = bool(_PACKED & set(parts))
-        document = mask_functions.document_numbers(mask_function) if is_packed and not sliced else None
-        if local_size is None and padding is None and not is_packed:
-            return None
-        return MaskStructure(local_size, is_packed, document, padding)
-
-    return build
+    Where the table has a class for flash names as well, a model that was built under one would take that class, whose
+    kernel is chosen by upstream's names: it gets the name of the formula instead.
+    """
+    for table in vars(sys.modules[model_class.__module__]).values():
+        if not isinstance(table, dict) or not isinstance(table.get("eager"), type):
+            continue
+        if "flash" in name and any(isinstance(key, str) and key.startswith("flash") for key in table):
+            name = "patchgen_eager"
+        if issubclass(table["eager"], nn.Module):
+            table.setdefault(name, table["eager"])
+    return name
 
 
-def _padding(attention_mask: Tensor, q_length: int, state: ParallelState | None) -> Tensor | None:
-    """The whole `(B, S)` padding mask, True for tokens that count; None without padding. One host sync per forward."""
-    if state is not None and attention_mask.shape[1] == q_length:
-        attention_mask = collectives.all_gather(
-            attention_mask, state.sp_group, dim=1, operation="gather the padding mask over SP"
-        )
-    return None if bool(attention_mask.all()) else attention_mask.bool()
+# ------------------------------------------------------------------------------------------- choosing a backend
+
+
+def lacks(name: str, asked: Collection[str], *, device_type: str | None = None) -> tuple[str, ...]:
+    """The features of `asked` that an attention does not have.
+
+    Args:
+        asked: names out of `attention_backends.FEATURES`.
+        device_type: where it would run; default: "cuda" if there is such a device.
+
+    Raises:
+        ValueError: a feature that does not exist.
+    """
+    unknown = sorted(set(asked) - set(FEATURES))
+    if unknown:
+        raise ValueError(f"There is no feature of attention {unknown}. There are: {', '.join(FEATURES)}.")
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    able = BACKENDS[name].features_on(device_type)
+    return tuple(feature for feature in FEATURES if feature in asked and feature not in able)
+
+
+def choose(asked: Collection[str] = (), *, device_type: str | None = None) -> str:
+    """The fastest attention that can train here and has all features; `patchgen_eager` has every one."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return next(
+        name
+        for name in ORDER
+        if BACKENDS[name].unavailable() is None
+        and (device_type == "cuda" or BACKENDS[name].has_cpu_backward)
+        and not lacks(name, asked, device_type=device_type)
+    )
+
+
+_RECORDINGS: list[set[str]] = []
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[set[str]]:
+    """Collects the features that calls of our attention ask for; all compute by the formula meanwhile, and none refuses."""
+    asked: set[str] = set()
+    _RECORDINGS.append(asked)
+    try:
+        yield asked
+    finally:
+        _RECORDINGS.remove(asked)
 
 
 # -------------------------------------------------------------------------------------------- attention
@@ -217,17 +196,9 @@ def attention_function(name: str, backend: Backend) -> Callable:
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
-        refused = [argument for argument in REFUSED_ARGUMENTS if kwargs.get(argument) is not None]
-        if refused:
-            raise ValueError(f"{where} hands {', '.join(refused)} to its attention, which '{name}' cannot honour.")
         state = parallel.current()
         size = state.sp if state is not None and not holds_whole(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-        if q.shape[1] != k.shape[1]:
-            raise ValueError(
-                f"'{name}' in {where}: {q.shape[1]} queries and {k.shape[1]} keys. It serves training, where both are "
-                "the same sequence; generate and cross-attend with upstream's names."
-            )
         sink_logits = s_aux if s_aux is not None else sinks
         request = Attention(
             causal=is_causal if is_causal is not None else getattr(module, "is_causal", True),
@@ -235,21 +206,35 @@ def attention_function(name: str, backend: Backend) -> Callable:
             softcap=softcap,
             sinks=sink_logits,
             dropout=dropout,
+            is_cross=q.shape[1] != k.shape[1],
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
         )
+        more = {argument: kwargs[argument] for argument in added(kwargs)}
+        if request.is_cross or more:
+            _require_whole(request, size, more, where)
+        used = backend
+        if _RECORDINGS:
+            used = BACKENDS["patchgen_eager"]
+            for asked in _RECORDINGS:
+                asked.update(request.asks_for, ("overlays",) if more else ())
+        else:
+            require_features(name, (*request.asks_for, *(("overlays",) if more else ())), where, q.device.type)
         if request.overlay is not None:
-            request = replace(request, overlay=_within_documents(request.overlay, cu_seq_lens_q, where))
-        if size > 1 and request.documents is not None:
+            bounds = request.documents.bounds if request.documents is not None else None
+            form = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not more)
+            request = replace(request, overlay=form)
+        if more:
+            request = replace(request, overlay=cuts(request, q, k, more, attention_mask, module))
+        if request.documents is not None and (size > 1 or request.causal):
             tokens = q.shape[0] * q.shape[1] * size
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
-        require_features(name, backend, request, where)
         if size == 1:
-            return backend.function(q, k, v, request).contiguous(), None
+            return used.function(q, k, v, request).contiguous(), None
         if hasattr(sink_logits, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
-            return backend.function(q, k, v, replace(request, sinks=sinks))
+            return used.function(q, k, v, replace(request, sinks=sinks))
 
         out = sequence.attend_over_heads(q, k, v, sink_logits, attend, state, where=where)
         return out.contiguous(), None
@@ -271,19 +256,51 @@ def _structure(
     *,
     where: str,
 ) -> dict[str, object]:
-    """The `window`, `documents`, `padding` and `overlay` of a call."""
+    """The `window`, `documents`, `padding` and `overlay` of a call; the overlay is drawn when all else is known."""
     if mask is not None and not isinstance(mask, MaskStructure):
-        return {"overlay": mask}
-    told = mask or MaskStructure()
-    if cu_seq_lens is None and told.is_packed:
-        cu_seq_lens = _bounds(told, where)
-    if cu_seq_lens is not None and told.padding is not None:
+        documents = _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None
+        return {"overlay": mask, "documents": documents}
+    if mask is None:
+        documents = _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None
+        return {"window": window, "documents": documents}
+    bounds = mask.bounds(cu_seq_lens, where)
+    documents = _documents(bounds, max_length) if bounds is not None else None
+    if mask.is_overlay:
+        return {"overlay": mask, "documents": documents}
+    if bounds is not None and mask.padding is not None:
         raise ValueError(f"{where} got both cu_seq_lens_q and a padding mask: a packed batch has no padding.")
-    return {
-        "window": window if window is not None else told.window,
-        "documents": _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None,
-        "padding": told.padding,
-    }
+    window = window if window is not None else mask.window
+    return {"window": window, "documents": documents, "padding": mask.padding}
+
+
+def _overlay(mask: object, bounds: Tensor | None, q: Tensor, size: int, where: str, *, as_blocks: bool) -> object:
+    """Upstream's own mask within the documents, in the form that a backend takes."""
+    if isinstance(mask, MaskStructure):
+        return mask.blocks(bounds) if as_blocks else mask.dense(bounds)
+    if size > 1 and (mask.shape[1] != 1 or mask.shape[-1] != q.shape[1] * size):
+        raise UnsupportedError(
+            f"{where} hands a mask of shape {tuple(mask.shape)} to its attention, and this rank holds a slice of "
+            f"{q.shape[1]} tokens (sp={size}): a mask must be one for all heads and of the whole sequence. Train this "
+            "model with sp=1."
+        )
+    return within_documents(mask, bounds, q.shape[0], where) if bounds is not None else mask
+
+
+def _require_whole(request: Attention, size: int, more: Collection[str], where: str) -> None:
+    """Raises if a call means something that is known of this rank's slice only, or of two sequences."""
+    asks = f"{where} hands {', '.join(more)} to its attention" if more else f"{where} attends to another sequence"
+    if size > 1:
+        raise UnsupportedError(
+            f"{asks}, and this rank holds a slice of the sequence (sp={size}): they are known for the slice only. Train "
+            "this model with sp=1."
+        )
+    if request.is_cross and (
+        isinstance(request.overlay, MaskStructure) or (request.overlay is None and request.causal)
+    ):
+        raise UnsupportedError(
+            f"{asks}, whose tokens have no order beside its own, without a mask that says who sees whom. Our attention "
+            "serves training, where both are the same sequence; generate with upstream's names."
+        )
 
 
 def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Documents:
@@ -295,70 +312,6 @@ def _number(length: int | Tensor) -> int:
 
 
 _item = PerTensor(int)
-
-
-def _bounds(packed: MaskStructure, where: str) -> Tensor:
-    if packed.document is None:
-        raise ValueError(
-            f"{where}: the position ids start again within this rank's slice of the sequence, but no cu_seq_lens_q "
-            "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q to "
-            "the model (runtime.parallel.batch.slice_batch makes them)."
-        )
-    return _document_bounds(packed.document)
-
-
-@PerTensor
-def _document_bounds(document_BS: Tensor) -> Tensor:
-    """`cu_seq_lens` over the rows one after the other, from each token's document."""
-    starts = torch.ones_like(document_BS, dtype=torch.bool)
-    starts[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
-    first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
-    return torch.cat([first, first.new_tensor([document_BS.numel()])])
-
-
-@dataclass(frozen=True, eq=False)
-class Overlay:
-    """What a mask was drawn from, to draw it again when documents are known.
-
-    Attributes:
-        draw: makes a mask from a mask function of the whole sequence.
-        function: the mask function that it was drawn from.
-        is_packed: position ids start again: there are documents.
-        is_slice: they are those of a slice, so the mask was drawn without them.
-    """
-
-    draw: Callable[[Callable], Any]
-    function: Callable
-    is_packed: bool
-    is_slice: bool
-
-
-_OVERLAYS = WeakIdKeyDictionary()  # mask -> Overlay
-_WITHIN = WeakIdKeyDictionary()  # mask -> (lengths, the mask within these documents): one for all layers
-
-
-def _within_documents(mask: Any, cu_seq_lens: Tensor | None, where: str) -> Any:
-    """Upstream's mask of the whole sequence (bool, added, or of blocks) within the documents that lengths tell."""
-    overlay = _OVERLAYS.get(mask)
-    if overlay is not None and overlay.is_packed and not overlay.is_slice:
-        return mask
-    if cu_seq_lens is None:
-        if overlay is not None and overlay.is_packed:
-            _bounds(MaskStructure(is_packed=True), where)
-        return mask
-    if mask in _WITHIN and _WITHIN[mask][0] is cu_seq_lens:
-        return _WITHIN[mask][1]
-    document_BS = document_of(_documents(cu_seq_lens, None), mask.shape[0], mask.shape[-1])
-    if overlay is not None:
-        position_BS = mask_functions.positions_within(document_BS)
-        within = overlay.draw(mask_functions.packed(overlay.function, document_BS, position_BS))
-    elif isinstance(mask, Tensor):
-        same = (document_BS[:, :, None] == document_BS[:, None, :])[:, None]
-        within = mask.masked_fill(~same, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
-    else:
-        raise ValueError(f"{where} got cu_seq_lens_q and a {type(mask).__name__} that this runtime did not draw.")
-    _WITHIN[mask] = (cu_seq_lens, within)
-    return within
 
 
 def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, where: str) -> None:
@@ -388,13 +341,13 @@ def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, wh
         )
 
 
-def require_features(name: str, backend: Backend, request: Attention, where: str) -> None:
-    """Raises if the backend cannot do what a module asks for, naming those that can."""
-    missing = [feature for feature in request.asks_for if feature not in backend.features]
+def require_features(name: str, asked: Collection[str], where: str, device_type: str) -> None:
+    """Raises if an attention cannot do what a module asks for, naming those that can."""
+    missing = lacks(name, asked, device_type=device_type) if asked else ()
     if not missing:
         return
-    able = [other for other, one in BACKENDS.items() if set(request.asks_for) <= one.features]
-    raise ValueError(
+    able = [other for other in BACKENDS if not lacks(other, asked, device_type=device_type)]
+    raise UnsupportedError(
         f"attention '{name}' cannot do {' and '.join(missing)}, which {where} asks for. "
         f"Those that can: {', '.join(able)}."
     )

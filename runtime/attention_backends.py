@@ -9,7 +9,6 @@ Every backend takes q `(B, S, N_q, D)`, k `(B, S, N_k, D)`, v `(B, S, N_k, D_v)`
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.kernels.packages import lacks_package
+from patchgen.runtime.mask_functions import document_of
 from patchgen.runtime.per_tensor import PerTensor
 
-FEATURES = ("sliding window", "soft cap", "sinks", "dropout", "padding", "overlays")
+FEATURES = ("sliding window", "soft cap", "sinks", "dropout", "padding", "overlays", "two sequences")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Attention:
         documents: None, or the documents that do not see each other.
         padding: None, or `(B, S)` bool, True for tokens that count.
         overlay: None, or upstream's own mask (4-D tensor or BlockMask): used instead of all of the above structure.
+        is_cross: queries and keys are of two sequences.
     """
 
     causal: bool
@@ -57,11 +59,20 @@ class Attention:
     documents: Documents | None = None
     padding: Tensor | None = None
     overlay: object | None = None
+    is_cross: bool = False
 
     @cached_property
     def asks_for(self) -> tuple[str, ...]:
         """The features (of FEATURES) that a backend must have."""
-        wanted = (self.window, self.softcap, self.sinks, self.dropout or None, self.padding, self.overlay)
+        wanted = (
+            self.window,
+            self.softcap,
+            self.sinks,
+            self.dropout or None,
+            self.padding,
+            self.overlay,
+            self.is_cross or None,
+        )
         return tuple(feature for feature, value in zip(FEATURES, wanted, strict=True) if value is not None)
 
     @property
@@ -78,11 +89,21 @@ class Backend:
         function: `(q, k, v, attention) -> out`.
         features: what it can do beyond causal and full attention over documents.
         unavailable: says why it cannot run here, or returns None.
+        gpu_features: what it can do on a GPU besides.
+        takes_blocks: overlays reach it as a BlockMask, not as a tensor.
+        has_cpu_backward: whether it trains where there is no GPU.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
     features: frozenset[str]
     unavailable: Callable[[], str | None]
+    gpu_features: frozenset[str] = frozenset()
+    takes_blocks: bool = False
+    has_cpu_backward: bool = True
+
+    def features_on(self, device_type: str) -> frozenset[str]:
+        """What it can do on a kind of device beyond causal and full attention over documents."""
+        return self.features | self.gpu_features if device_type == "cuda" else self.features
 
 
 # ------------------------------------------------------------------------------------------------ masks
@@ -122,14 +143,8 @@ def visible(attention: Attention, B: int, S: int, device: torch.device) -> Tenso
         seen &= distance.abs() < attention.window
     if attention.documents is None:
         return seen[None, None]
-    document = document_of(attention.documents, B, S)
+    document = document_of(attention.documents.bounds, B, S)
     return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
-
-
-def document_of(documents: Documents, B: int, S: int) -> Tensor:
-    """`(B, S)`: the number of each token's document."""
-    tokens = torch.arange(B * S, device=documents.bounds.device, dtype=documents.bounds.dtype)
-    return torch.searchsorted(documents.bounds[1:].contiguous(), tokens, right=True).view(B, S)
 
 
 def rows_as_documents(B: int, S: int, device: torch.device) -> Documents:
@@ -204,20 +219,22 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     on_gpu = q.device.type == "cuda"
     if on_gpu and not _COMPILED_FLEX:
         _COMPILED_FLEX.append(torch.compile(flex_attention))
-    if attention.sinks is not None and not on_gpu:
-        raise ValueError("flex_attention has no log-sum-exp on the CPU, which sinks need. Use 'patchgen_eager' there.")
-    cap, mask = attention.softcap, attention.overlay
+    cap, mask, bias = attention.softcap, attention.overlay, None
     if mask is None:
         mask = _block_mask(attention, *q.shape[:2], q.device)
+    elif isinstance(mask, Tensor):
+        mask, bias = (_blocks_of(mask), None) if mask.dtype == torch.bool else (None, mask)
 
-    def soft_cap(score, _batch, _head, _query, _key):
-        return cap * torch.tanh(score / cap)
+    def score_mod(score, batch, head, query, key):
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        return score if bias is None else score + bias[(*_at(bias, batch, head), query, key)]
 
     out = (_COMPILED_FLEX[0] if on_gpu else flex_attention)(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        score_mod=soft_cap if cap is not None else None,
+        score_mod=score_mod if cap is not None or bias is not None else None,
         block_mask=mask,
         scale=attention.scaling,
         enable_gqa=k.shape[2] != q.shape[2],
@@ -230,6 +247,23 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     return out.transpose(1, 2)
 
 
+def _at(per_head: Tensor, batch: Tensor, head: Tensor) -> tuple:
+    """The place of a batch row and a head in a tensor that is one for all of either, or has each."""
+    return (batch if per_head.shape[0] > 1 else 0, head if per_head.shape[1] > 1 else 0)
+
+
+def _blocks_of(mask: Tensor):
+    """The BlockMask of a dense one `(B or 1, N or 1, S, K)` bool."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, heads, S, K = mask.shape
+
+    def sees(batch, head, query, key):
+        return mask[(*_at(mask, batch, head), query, key)]
+
+    return create_block_mask(sees, rows, heads, S, K, device=mask.device)
+
+
 def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     from torch.nn.attention.flex_attention import create_block_mask
 
@@ -239,7 +273,7 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     cache = _masks(documents.bounds) if documents is not None and padding is None else {}
     key = ("block", B, S, attention.causal, window)
     if key not in cache:
-        document = document_of(documents, B, S) if documents is not None else None
+        document = document_of(documents.bounds, B, S) if documents is not None else None
 
         def sees(batch, _head, query, key_):
             result = (query >= key_) if attention.causal else (query == query)
@@ -370,28 +404,9 @@ def flash_4(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     return _flattened(call, q, k, v, attention, pad_values=(q.shape[-1], v.shape[-1]) != (192, 128))
 
 
-def _needs(module: str | None, package: str) -> Callable[[], str | None]:
+def _needs(module: str, package: str) -> Callable[[], str | None]:
     """Why a backend that needs a CUDA device and `module` of `package` cannot run here, or None."""
-
-    def reason() -> str | None:
-        if not torch.cuda.is_available():
-            return "it needs a CUDA device"
-        failure = _failed_import(module) if module is not None else None
-        if failure is not None:
-            return f"it needs the package {package} in a form that can be imported here (`pip install {package}`): {failure}"
-        return None
-
-    return reason
-
-
-@functools.cache
-def _failed_import(module: str) -> str | None:
-    """Why `module` cannot be imported: missing, lacking something in turn, or built for another torch."""
-    try:
-        importlib.import_module(module)
-    except Exception as error:  # built for another torch or CUDA, packages fail in every way
-        return f"{type(error).__name__}: {error}"
-    return None
+    return functools.partial(lacks_package, module, package)
 
 
 # The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.
@@ -399,11 +414,18 @@ _FLASH = frozenset({"sliding window"})
 
 BACKENDS: dict[str, Backend] = {
     "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None),
-    "patchgen_sdpa": Backend(sdpa, frozenset({"sliding window", "dropout", "padding", "overlays"}), lambda: None),
-    "patchgen_flex_attention": Backend(
-        flex, frozenset({"sliding window", "soft cap", "sinks", "padding", "overlays"}), lambda: None
+    "patchgen_sdpa": Backend(
+        sdpa, frozenset({"sliding window", "dropout", "padding", "overlays", "two sequences"}), lambda: None
     ),
-    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs(None, "torch")),
+    "patchgen_flex_attention": Backend(
+        flex,
+        frozenset({"sliding window", "soft cap", "padding", "overlays"}),
+        lambda: None,
+        gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
+        takes_blocks=True,
+        has_cpu_backward=False,
+    ),
+    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch")),
     "patchgen_flash_attention_2": Backend(
         flash_2, _FLASH | {"soft cap", "dropout"}, _needs("flash_attn.bert_padding", "flash-attn")
     ),

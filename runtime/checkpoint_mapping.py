@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -40,22 +39,31 @@ def register_checkpoint_mapping(*names: str) -> None:
             register_checkpoint_conversion_mapping(name, mapping, overwrite=True)
 
 
-def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
-    """Makes transformers initialise these classes, and those below them, as it does its own.
+_UPSTREAMS_CODE: set[str] = set()
+"""Modules whose model classes are upstream's code, rewritten."""
 
-    Of a class outside of `transformers.*` it does not call `_init_weights` for modules whose own parameters are all
-    initialised, which modules without any are. Where such a module initialises its children's (a mixture of experts its
-    experts'), they would keep what was in memory. Weights that were loaded are left alone in either case.
+
+def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
+    """Makes transformers initialise these classes, and all modules inside them, as it does its own.
+
+    transformers asks the outermost model alone whether it is custom code, and then does not call `_init_weights` for
+    any module below it whose own parameters are all initialised, which modules without any are. Where such a module
+    initialises its children's (a mixture of experts its experts', an MLP of a vision tower its two projections), they
+    would keep what was in memory, or what their parts get by themselves. A generated class is no custom code: its
+    `_init_weights` is upstream's. A class that someone derives from it in another file is.
+
+    Args:
+        classes: the models of a generated file that no other model of it is above.
     """
     for one in classes:
-        one._initialize_weights = _initialize_weights
+        _UPSTREAMS_CODE.add(one.__module__)
+        one.is_custom_code = classmethod(_is_custom_code)
 
 
-def _initialize_weights(self: PreTrainedModel, module: nn.Module, is_custom_code: bool = False) -> None:
-    del is_custom_code
+def _is_custom_code(cls: type[PreTrainedModel]) -> bool:
     from transformers import PreTrainedModel
 
-    PreTrainedModel._initialize_weights(self, module)
+    return cls.__module__ not in _UPSTREAMS_CODE and PreTrainedModel.is_custom_code.__func__(cls)
 
 
 def register_stacked_experts(*class_names: str, experts: Mapping[str, tuple[str, str, str]]) -> None:

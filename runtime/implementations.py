@@ -14,7 +14,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@seams.register("fused_moe", "auto")
+def _without_triton() -> str | None:
+    from patchgen.kernels.packages import failed_import
+
+    failure = failed_import("triton")
+    return f"it needs Triton in a form that can be imported here: {failure}" if failure is not None else None
+
+
+def _without_sonic() -> str | None:
+    from patchgen.kernels.moe_sonic import unavailable
+
+    return unavailable()
+
+
+def _without_quack() -> str | None:
+    from patchgen.kernels.norm_quack import unavailable
+
+    return unavailable()
+
+
+@seams.register("fused_moe", "auto", prefers=("triton",))
 def fused_moe_auto(*args, **kwargs) -> Tensor:
     from patchgen.kernels.fused_moe import fused_moe
 
@@ -28,14 +47,14 @@ def fused_moe_torch(*args, **kwargs) -> Tensor:
     return fused_moe(*args, **kwargs, backend="torch")
 
 
-@seams.register("fused_moe", "triton")
+@seams.register("fused_moe", "triton", unavailable=_without_triton)
 def fused_moe_triton(*args, **kwargs) -> Tensor:
     from patchgen.kernels.fused_moe import fused_moe
 
     return fused_moe(*args, **kwargs, backend="triton")
 
 
-@seams.register("fused_moe", "sonic")
+@seams.register("fused_moe", "sonic", unavailable=_without_sonic)
 def fused_moe_sonic(*args, **kwargs) -> Tensor:
     from patchgen.kernels.fused_moe import fused_moe
 
@@ -70,14 +89,14 @@ def rms_norm_compiled(*args, **kwargs) -> Tensor:
     return rms_norm_compiled(*args, **kwargs)
 
 
-@seams.register("rms_norm", "quack")
+@seams.register("rms_norm", "quack", unavailable=_without_quack)
 def rms_norm_quack(*args, **kwargs) -> Tensor:
     from patchgen.kernels.norm_quack import rms_norm_quack
 
     return rms_norm_quack(*args, **kwargs)
 
 
-@seams.register("rms_norm", "auto")
+@seams.register("rms_norm", "auto", prefers=("quack",))
 def rms_norm_auto(*args, **kwargs) -> Tensor:
     from patchgen.kernels.norm_quack import rms_norm_auto
 

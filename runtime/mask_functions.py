@@ -132,3 +132,17 @@ def positions_within(document_BS: Tensor) -> Tensor:
     place_S = torch.arange(document_BS.shape[1], device=document_BS.device)
     starts_BS = F.pad(document_BS[:, 1:] != document_BS[:, :-1], (1, 0), value=True)
     return place_S - torch.where(starts_BS, place_S, 0).cummax(dim=1).values
+
+
+def document_of(bounds: Tensor, B: int, S: int) -> Tensor:
+    """`(B, S)`: the number of each token's document, from `cu_seq_lens` over the rows one after the other."""
+    tokens = torch.arange(B * S, device=bounds.device, dtype=bounds.dtype)
+    return torch.searchsorted(bounds[1:].contiguous(), tokens, right=True).view(B, S)
+
+
+def bounds_of(document_BS: Tensor) -> Tensor:
+    """`cu_seq_lens` over the rows one after the other, from each token's document."""
+    starts = torch.ones_like(document_BS, dtype=torch.bool)
+    starts[:, 1:] = document_BS[:, 1:] != document_BS[:, :-1]
+    first = torch.nonzero(starts.view(-1)).view(-1).to(torch.int32)
+    return torch.cat([first, first.new_tensor([document_BS.numel()])])

@@ -22,6 +22,7 @@ from patchgen.runtime.checkpoint_mapping import (
     register_stacked_experts,
 )
 from patchgen.runtime.compatibility import require_transformers
+from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface
 from patchgen.runtime.media_ops import (
     absent_tower,
     attend_only,
@@ -54,6 +55,7 @@ __all__ = [
     "causal_lm_loss",
     "chunk_rows",
     "delta_rule",
+    "experts_interface",
     "fused_moe",
     "hold_whole",
     "initialize_as_upstream",
@@ -85,14 +87,9 @@ __all__ = [
 
 def serves(seam: str) -> bool:
     """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
-    if seam == "fused_moe" and _expert_parallel():
+    if seam == "fused_moe" and divided_over_ranks():
         return True  # upstream's loop over the experts cannot run where only some of them are
     return seams.selected()[seam] != seams.EAGER
-
-
-def _expert_parallel() -> bool:
-    state = parallel.current()
-    return state is not None and state.ep > 1
 
 
 def fused_moe(
@@ -130,7 +127,7 @@ def fused_moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`.
     """
-    if _expert_parallel():
+    if divided_over_ranks():
         from patchgen.runtime.parallel.experts import fused_moe as over_ranks
 
         implementation = functools.partial(over_ranks, parallel.current())
@@ -166,7 +163,7 @@ def beside_experts(
     Returns:
         A function to be called once, for the result.
     """
-    if _expert_parallel():
+    if divided_over_ranks():
         from patchgen.runtime.parallel import beside
 
         return beside.announce(shared_experts, *args)
@@ -183,6 +180,7 @@ def causal_lm_loss(
     *,
     loss_function: Callable[..., Tensor],
     vocab_size: int | None,
+    training: bool = True,
     **kwargs: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
@@ -194,21 +192,25 @@ def causal_lm_loss(
         labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
         loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
         vocab_size: V; None for the last dimension of the logits.
+        training: whether the model is in training mode. In evaluation the logits are what the caller came for.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
-        never materialised; the eager one returns both. On many ranks the loss is this rank's share: the shares of all
-        ranks and micro-batches add up to the mean over the global batch.
+        never materialised; it serves in training, and where the loss is all that is read (`parallel.loss.step`, in
+        which the trainer evaluates too). Elsewhere both are returned, as upstream does. On many ranks the loss is this
+        rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch.
     """
     if labels is None:
         return head(hidden_states), None
     state = parallel.current()
+    needs_logits = not training
     if state is not None:
-        from patchgen.runtime.parallel.loss import global_labels
+        from patchgen.runtime.parallel.loss import global_labels, in_step
 
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
-    if serves("causal_lm_loss"):
+        needs_logits = needs_logits and not in_step()
+    if serves("causal_lm_loss") and not needs_logits:
         return seams.implementation("causal_lm_loss")(
             head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
         )
@@ -302,7 +304,8 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
 
     Args:
         position_ids: `(B, rows, S)` as collated or `(rows, B, S)` as upstream has it, with 3 rows (time, height, width)
-            or 4 (text first); text position ids `(B, S)`, and None, are returned as they are.
+            or 4 (text first), or one that upstream broadcasts to all of them (`generate` continues from a cache with
+            it); text position ids `(B, S)`, and None, are returned as they are.
         batch: token ids or embeddings of the same batch, `(B, ...)`: they tell the two layouts apart. A batch of
             exactly as many samples as rows has no such sign: in one process it is read as upstream's.
 
@@ -318,7 +321,7 @@ def mrope_position_ids(position_ids: Tensor | None, batch: Tensor) -> Tensor | N
             f"them, or samples first, as collated? Hand over another number of samples than {first}, or pack them in "
             "one row."
         )
-    if first in (3, 4) and second in (1, batch.shape[0]):
+    if first in (1, 3, 4) and second in (1, batch.shape[0]):
         return position_ids
     if first == batch.shape[0] and second in (3, 4):
         return position_ids.transpose(0, 1).contiguous()

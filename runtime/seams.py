@@ -1,8 +1,9 @@
 """Which implementation serves each seam of the generated code.
 
 A seam is a call in generated code that a kernel may serve. Every seam has the implementation `eager`: the upstream
-code that stands below the seam in the generated file. With every seam eager and no parallelism, a generated model
-computes exactly what upstream computes, bit for bit.
+code that stands below the seam in the generated file; for experts what `experts_implementation` names
+(`runtime/experts_interface.py`). With every seam eager and no parallelism, a generated model computes exactly what
+upstream computes, bit for bit, but for short convolutions over packed rows with `cu_seq_lens`: they stop at the documents.
 
     from patchgen.runtime import seams
 
@@ -31,11 +32,14 @@ _SHIPPED = "patchgen.runtime.implementations"
 
 @dataclass
 class Seam:
-    """One seam: its implementations by name, and the one that is selected."""
+    """One seam: its implementations by name, and the one that is selected; why one cannot run here, and which others
+    one that chooses would take first."""
 
     name: str
     implementations: dict[str, Callable] = field(default_factory=dict)
     selected: str = EAGER
+    reasons: dict[str, Callable[[], str | None]] = field(default_factory=dict)
+    prefers: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _SEAMS: dict[str, Seam] = {
@@ -54,14 +58,43 @@ def implementations(seam: str) -> tuple[str, ...]:
     return (EAGER, *_seam(seam).implementations)
 
 
-def register(seam: str, implementation: str) -> Callable[[Callable], Callable]:
-    """Decorator: registers a function as `implementation` of `seam`."""
+def register(
+    seam: str,
+    implementation: str,
+    *,
+    unavailable: Callable[[], str | None] | None = None,
+    prefers: tuple[str, ...] = (),
+) -> Callable[[Callable], Callable]:
+    """Decorator: registers a function as `implementation` of `seam`.
+
+    Args:
+        unavailable: says in one sentence why it cannot run on this machine, or returns None.
+        prefers: of one that chooses: others that it takes where they can run.
+    """
 
     def decorate(function: Callable) -> Callable:
-        _seam(seam).implementations[implementation] = function
+        found = _seam(seam)
+        found.implementations[implementation] = function
+        found.prefers[implementation] = prefers
+        if unavailable is not None:
+            found.reasons[implementation] = unavailable
         return function
 
     return decorate
+
+
+def unavailable(seam: str, implementation: str) -> str | None:
+    """Why an implementation cannot run on this machine, in one sentence; None: nothing is known against it."""
+    implementations(seam)
+    reason = _seam(seam).reasons.get(implementation)
+    return reason() if reason is not None else None
+
+
+def passed_over(seam: str) -> dict[str, str]:
+    """What the selected implementation of `seam` would take first and cannot, by name, with the reason."""
+    found = _seam(seam)
+    reasons = {name: unavailable(seam, name) for name in found.prefers.get(found.selected, ())}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def configure(**choices: str) -> None:

@@ -47,7 +47,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_kernel_forward_from_hub
+from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -190,6 +190,7 @@ class DeepseekV3TopkRouter(nn.Module):
         return router_logits, topk_weights, topk_indices
 
 
+@use_experts_implementation(experts_interface=ops.experts_interface)
 class DeepseekV3Experts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -753,6 +754,7 @@ class DeepseekV3ForCausalLM(DeepseekV3PreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.vocab_size,
             **kwargs,
         )

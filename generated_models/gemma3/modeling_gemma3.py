@@ -987,6 +987,7 @@ class Gemma3ForConditionalGeneration(Gemma3PreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.text_config.vocab_size,
             **kwargs,
         )

@@ -58,7 +58,7 @@ from torch.nn import functional as F
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_kernel_forward_from_hub, use_kernelized_func
+from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub, use_kernelized_func
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
@@ -95,6 +95,9 @@ class GptOssRMSNorm(nn.Module):
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
+@use_experts_implementation(
+    experts_interface=ops.experts_interface, is_concatenated=False, is_transposed=True, has_bias=True
+)
 class GptOssExperts(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -687,7 +690,13 @@ class GptOssForCausalLM(GptOssPreTrainedModel, GenerationMixin):
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
         logits, loss = ops.causal_lm_loss(
-            self.lm_head, hidden_states, labels, loss_function=self.loss_function, vocab_size=self.vocab_size, **kwargs
+            self.lm_head,
+            hidden_states,
+            labels,
+            loss_function=self.loss_function,
+            training=self.training,
+            vocab_size=self.vocab_size,
+            **kwargs,
         )
 
         aux_loss = None

@@ -511,6 +511,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.vocab_size,
             **kwargs,
         )

@@ -65,7 +65,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_kernel_forward_from_hub, use_kernelized_func
+from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub, use_kernelized_func
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -79,6 +79,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
 
+@use_experts_implementation(experts_interface=ops.experts_interface)
 class MixtralExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -669,7 +670,13 @@ class MixtralForCausalLM(MixtralPreTrainedModel, GenerationMixin):
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
         logits, loss = ops.causal_lm_loss(
-            self.lm_head, hidden_states, labels, loss_function=self.loss_function, vocab_size=self.vocab_size, **kwargs
+            self.lm_head,
+            hidden_states,
+            labels,
+            loss_function=self.loss_function,
+            training=self.training,
+            vocab_size=self.vocab_size,
+            **kwargs,
         )
 
         aux_loss = None

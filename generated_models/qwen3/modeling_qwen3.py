@@ -521,6 +521,7 @@ class Qwen3ForCausalLM(Qwen3PreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.vocab_size,
             **kwargs,
         )

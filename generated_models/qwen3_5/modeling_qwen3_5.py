@@ -1783,6 +1783,7 @@ class Qwen3_5ForCausalLM(Qwen3_5PreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.vocab_size,
             **kwargs,
         )
@@ -1921,6 +1922,7 @@ class Qwen3_5ForConditionalGeneration(Qwen3_5PreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.text_config.vocab_size,
             **kwargs,
         )

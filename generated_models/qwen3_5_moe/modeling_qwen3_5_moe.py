@@ -62,6 +62,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import (
+    use_experts_implementation,
     use_kernel_forward_from_hub,
     use_kernel_func_from_hub_with_fallback,
     use_kernelized_func,
@@ -862,6 +863,7 @@ class Qwen3_5MoeMLP(nn.Module):
         return down_proj
 
 
+@use_experts_implementation(experts_interface=ops.experts_interface)
 class Qwen3_5MoeExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -1979,7 +1981,13 @@ class Qwen3_5MoeForCausalLM(Qwen3_5MoePreTrainedModel, GenerationMixin):
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
         logits, loss = ops.causal_lm_loss(
-            self.lm_head, hidden_states, labels, loss_function=self.loss_function, vocab_size=self.vocab_size, **kwargs
+            self.lm_head,
+            hidden_states,
+            labels,
+            loss_function=self.loss_function,
+            training=self.training,
+            vocab_size=self.vocab_size,
+            **kwargs,
         )
 
         aux_loss = None
@@ -2139,6 +2147,7 @@ class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoePreTrainedModel, GenerationMi
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.text_config.vocab_size,
             **kwargs,
         )

@@ -61,6 +61,7 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import (
+    use_experts_implementation,
     use_kernel_forward_from_hub,
     use_kernel_func_from_hub_with_fallback,
     use_kernelized_func,
@@ -819,6 +820,7 @@ class Qwen3NextMLP(nn.Module):
         return down_proj
 
 
+@use_experts_implementation(experts_interface=ops.experts_interface)
 class Qwen3NextExperts(nn.Module):
     """Collection of expert weights stored as 3D tensors."""
 
@@ -1251,7 +1253,13 @@ class Qwen3NextForCausalLM(Qwen3NextPreTrainedModel, GenerationMixin):
         hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
         # patchgen: fused_loss
         logits, loss = ops.causal_lm_loss(
-            self.lm_head, hidden_states, labels, loss_function=self.loss_function, vocab_size=self.vocab_size, **kwargs
+            self.lm_head,
+            hidden_states,
+            labels,
+            loss_function=self.loss_function,
+            training=self.training,
+            vocab_size=self.vocab_size,
+            **kwargs,
         )
 
         aux_loss = None

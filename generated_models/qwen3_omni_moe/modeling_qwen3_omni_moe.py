@@ -64,7 +64,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.integrations import use_kernel_forward_from_hub, use_kernelized_func
+from transformers.integrations import use_experts_implementation, use_kernel_forward_from_hub, use_kernelized_func
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -1342,6 +1342,7 @@ class Qwen3OmniMoeThinkerTextRotaryEmbedding(nn.Module):
         return torch.cat((freqs_thw, freqs_thw), dim=-1)
 
 
+@use_experts_implementation(experts_interface=ops.experts_interface)
 class Qwen3OmniMoeThinkerTextExperts(nn.Module):
     """
     ModuleList of experts.
@@ -2392,6 +2393,7 @@ class Qwen3OmniMoeThinkerForConditionalGeneration(
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.get_text_config().vocab_size,
             **kwargs,
         )

@@ -1436,6 +1436,7 @@ class Qwen3VLForConditionalGeneration(Qwen3VLPreTrainedModel, GenerationMixin):
             hidden_states,
             labels,
             loss_function=self.loss_function,
+            training=self.training,
             vocab_size=self.config.text_config.vocab_size,
             **kwargs,
         )

@@ -12,7 +12,7 @@ from patchgen.source import Block, Module
 class CheckpointMapping(Pass):
     """transformers takes a class outside of `transformers.*` for custom code. It skips its conversion: a generated
     mixture of experts would load with its experts left at random initialisation. And it does not call `_init_weights` for
-    a module without weights of its own, where some classes initialise their experts: they would keep what was in memory."""
+    a module without weights of its own, where some classes, those of towers inside included, initialise its children."""
 
     name = "checkpoint_mapping"
     purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."

@@ -11,19 +11,22 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import edit_function, insert_at_start, statements
+from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, statements, transform
 from patchgen.source import Block, Module
+
+REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's argument, and its value
 
 
 class FusedExperts(SitePass):
-    """Upstream chooses the experts' implementation by searching its own source text for a decorator; a seam is a call."""
+    """Upstream's decorator runs what the config's `experts_implementation` names, and never the class's own forward,
+    where the seam is: it is given our register, in which the seam takes part."""
 
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
     expects = "one hit per stacked experts class"
     EXAMPLES = (
         Example(
-            "gated experts; upstream's dispatching decorator makes room for the call",
+            "gated experts; upstream's dispatching decorator asks our register",
             before=(
                 "@use_experts_implementation\n"
                 "class ExampleExperts(nn.Module):\n"
@@ -48,6 +51,7 @@ class FusedExperts(SitePass):
                 "        return final_hidden_states\n"
             ),
             after=(
+                "@use_experts_implementation(experts_interface=ops.experts_interface)\n"
                 "class ExampleExperts(nn.Module):\n"
                 "    def __init__(self, config):\n"
                 "        super().__init__()\n"
@@ -103,7 +107,8 @@ class FusedExperts(SitePass):
             return Missed(f"self.{missing} set in __init__", ast.unparse(info.methods["__init__"]))
         seam = statements(fused_call(formula), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
-        return Rewritten(_without_dispatcher(block), "fused_moe seam")
+        block = _with_our_register(block)
+        return block if isinstance(block, Missed) else Rewritten(block, "fused_moe seam")
 
 
 def fused_call(formula: ExpertsFormula) -> str:
@@ -138,22 +143,29 @@ def _current_forward(block: Block) -> ast.FunctionDef:
     return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
-def _without_dispatcher(block: Block) -> Block:
-    """Drops the decorator that would choose another implementation before the seam is reached."""
+def _with_our_register(block: Block) -> Block | Missed:
+    """The dispatching decorator, if there is one, with our register of implementations."""
+    rewriter = _UseOurRegister()
+    rewritten = transform(block, rewriter)
+    if rewriter.other is not None:
+        return Missed(f"@{DISPATCHER} with transformers' own register", rewriter.other)
+    return rewritten
 
-    def keep(decorator: cst.Decorator) -> bool:
-        node = decorator.decorator
-        node = node.func if isinstance(node, cst.Call) else node
-        return not (isinstance(node, cst.Name) and node.value == DISPATCHER)
 
-    tree = block.cst
-    body = [
-        node.with_changes(
-            decorators=[d for d in node.decorators if keep(d)],
-            lines_after_decorators=node.lines_after_decorators,
+class _UseOurRegister(cst.CSTTransformer):
+    def __init__(self) -> None:
+        self.other: str | None = None
+
+    def leave_Decorator(self, original_node: cst.Decorator, updated_node: cst.Decorator) -> cst.Decorator:
+        node = updated_node.decorator
+        call = node if isinstance(node, cst.Call) else cst.Call(func=node)
+        if not isinstance(call.func, cst.Name) or call.func.value != DISPATCHER:
+            return updated_node
+        given = {argument.keyword.value: code_of(argument.value) for argument in call.args if argument.keyword}
+        if REGISTER in given:
+            self.other = None if given[REGISTER] == OUR_REGISTER else code_of(original_node)
+            return updated_node
+        arguments = ", ".join([f"{REGISTER}={OUR_REGISTER}", *(f"{name}={value}" for name, value in given.items())])
+        return updated_node.with_changes(
+            decorator=cst.parse_expression(format_code(f"{DISPATCHER}({arguments})").strip())
         )
-        if isinstance(node, cst.ClassDef)
-        else node
-        for node in tree.body
-    ]
-    return block.with_text(tree.with_changes(body=body).code)

@@ -57,8 +57,13 @@ class FusedLoss(SitePass):
                 "        hidden_states = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        logits, loss = ops.causal_lm_loss(\n"
-                "            self.lm_head, hidden_states, labels, loss_function=self.loss_function, "
-                "vocab_size=self.vocab_size, **kwargs\n"
+                "            self.lm_head,\n"
+                "            hidden_states,\n"
+                "            labels,\n"
+                "            loss_function=self.loss_function,\n"
+                "            training=self.training,\n"
+                "            vocab_size=self.vocab_size,\n"
+                "            **kwargs,\n"
                 "        )\n"
                 "\n"
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
@@ -90,7 +95,12 @@ class FusedLoss(SitePass):
                 "            return logits\n"
                 "\n"
                 "        logits, loss = ops.causal_lm_loss(\n"
-                "            head, outputs[0], labels, loss_function=self.loss_function, vocab_size=self.vocab_size\n"
+                "            head,\n"
+                "            outputs[0],\n"
+                "            labels,\n"
+                "            loss_function=self.loss_function,\n"
+                "            training=self.training,\n"
+                "            vocab_size=self.vocab_size,\n"
                 "        )\n"
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
             ),
@@ -137,7 +147,8 @@ class FusedLoss(SitePass):
         else:
             function = HEAD
             definition = [_head_function(region, inside, self.mark)]
-        arguments = [function, source, region.labels, "loss_function=self.loss_function", *region.loss_arguments]
+        named = ["loss_function=self.loss_function", "training=self.training", *region.loss_arguments]
+        arguments = [function, source, region.labels, *named]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
         seam = list(statements(call, depth=2, comment=None if definition else self.mark))
         if definition:

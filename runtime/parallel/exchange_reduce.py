@@ -9,19 +9,23 @@ of the ranks, whatever the library of collectives does. Used by FSDP2 in place o
 
 from __future__ import annotations
 
+import functools
+import inspect
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from patchgen.runtime.parallel.state import ParallelState
 
 ATTRIBUTE = "_patchgen_gradient_exchanges"  # of a sharded model: its exchanges
+_FILLED_BY_COPIES = "_patchgen_filled_by_copies"  # of a buffer that an exchange sends
 
 
 class ExchangeReduce(ReduceScatter):
@@ -49,7 +53,10 @@ class ExchangeReduce(ReduceScatter):
             )
         self._awaited_output = None if is_output else numel // self.world
         narrow = self.as_computed and not is_output
-        return torch.empty(numel, dtype=self.sent_dtype if narrow else dtype, device=device)
+        buffer = torch.empty(numel, dtype=self.sent_dtype if narrow else dtype, device=device)
+        if not is_output:
+            setattr(buffer, _FILLED_BY_COPIES, True)
+        return buffer
 
     def __call__(
         self,
@@ -94,6 +101,7 @@ def install(
     own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
     hosts = _hosts() if saves and asked else []
     exchanges = []
+    _replace_copy_in()
     for is_expert, mesh, dimension in ((False, state.dense_mesh, "fsdp"), (True, state.expert_mesh, "ep_shard")):
         world = mesh.size(mesh.mesh_dim_names.index(dimension))
         if not saves or world == 1 or not (wanted or (asked and share_hosts(mesh, dimension, hosts))):
@@ -110,6 +118,47 @@ def install(
             "and reduce_dtype=float32 on several shards."
         )
     return exchanges
+
+
+def fill(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
+    """Writes gradients `[D, ...]` into `buffer [world * N]` as FSDP2 does: of each its part for a rank beside the others'.
+
+    Rows that do not divide by `world` are filled up with zeros.
+    """
+    parts = buffer.view(world, -1)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
+    start = 0
+    for gradient in gradients:
+        rows = -(-gradient.shape[0] // world)
+        size = rows * gradient[:1].numel() if gradient.shape[0] else 0
+        flat = gradient.contiguous().view(-1)
+        for rank in range(world):
+            target, source = parts[rank, start : start + size], flat[rank * size : (rank + 1) * size]
+            target[source.numel() :].zero_()
+            targets.append(target[: source.numel()])
+            sources.append(source)
+        start += size
+    torch._foreach_copy_(targets, sources)
+
+
+def _fill_by_copies(copy_in: Callable[..., None]) -> Callable[..., None]:
+    """FSDP2's function, for buffers of an exchange `fill`."""
+
+    @functools.wraps(copy_in)
+    def filled(unsharded_grads: list[Tensor], reduce_scatter_input: Tensor, world_size: int) -> None:
+        ours = getattr(reduce_scatter_input, _FILLED_BY_COPIES, False)
+        (fill if ours else copy_in)(unsharded_grads, reduce_scatter_input, world_size)
+
+    return filled
+
+
+def _replace_copy_in() -> None:
+    """Lets FSDP2 fill the buffers of exchanges by `fill`; where its function takes something else, it keeps its own."""
+    own = _fsdp_collectives.foreach_reduce_scatter_copy_in
+    known = tuple(inspect.signature(own).parameters) == ("unsharded_grads", "reduce_scatter_input", "world_size")
+    if known and not hasattr(own, "__wrapped__"):
+        _fsdp_collectives.foreach_reduce_scatter_copy_in = _fill_by_copies(own)
 
 
 def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:

@@ -1,6 +1,6 @@
 """One gradient norm over all parameters, whatever mesh they live on; clipping; and gradients that are not finite.
 
-norm = gradients.clip(model, max_norm=1.0)
+norm = gradients.clip(model, max_norm=1.0, optimizer=optimizer)
 if gradients.accept(model, norm, on_nonfinite="skip"):
     optimizer.step()
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
 from patchgen.runtime.parallel.collectives import all_reduce
 
@@ -28,7 +29,7 @@ class NonFiniteGradient(ArithmeticError):
 def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of all gradients of all ranks, a scalar fp32 tensor that is the same on every rank.
 
-    Squares are added per kind of layout (mesh and the dimensions that hold different parts), then over those
+    Squares are added per kind of layout (mesh, the dimensions that hold different parts, dtype), then over those
     dimensions: replicas count once.
     """
     layouts: dict[tuple, list[Tensor]] = {}
@@ -40,13 +41,14 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
             parts = tuple(
                 dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
             )
-            layouts.setdefault((gradient.device_mesh, parts), []).append(gradient.to_local())
+            # By dtype too: of a list of several torch computes one norm after the other.
+            layouts.setdefault((gradient.device_mesh, parts, gradient.dtype), []).append(gradient.to_local())
         else:
-            layouts.setdefault((None, ()), []).append(gradient)
+            layouts.setdefault((None, (), gradient.dtype), []).append(gradient)
     if not layouts:
         raise ValueError("No parameter has a gradient: call backward() first, or unfreeze something.")
     squares = []
-    for (mesh, parts), gradients in layouts.items():
+    for (mesh, parts, _), gradients in layouts.items():
         square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
         if mesh is not None:
             square = square.to(mesh.device_type)
@@ -57,18 +59,44 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 @torch.no_grad()
-def clip(model: nn.Module, max_norm: float) -> Tensor:
+def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
     """Scales all gradients by `max_norm / norm` if that is less than 1; returns the norm before. No host sync.
 
     A norm that is not finite scales nothing: `accept` still finds the gradient that was not.
+
+    Args:
+        optimizer: that takes the step. One with a `gradient_factor` (`train/adamw.py`) multiplies by it in passing; its
+            gradients stay as they are.
+
+    Raises:
+        ValueError: gradients narrower than their parameters, which scaling would round, and no such optimizer.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     total = norm(parameters)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
-    torch._foreach_mul_(local, factor.to(local[0].device))
+    multiplied = _multiplied_by_optimizer(optimizer, factor)
+    rest = [parameter for parameter in parameters if id(parameter) not in multiplied]
+    narrow = [parameter for parameter in rest if parameter.grad.dtype.itemsize < parameter.dtype.itemsize]
+    if narrow:
+        raise ValueError(
+            f"{len(narrow)} gradients are {narrow[0].grad.dtype} while their parameters are {narrow[0].dtype}: their "
+            "optimizer takes them as computed and scales them itself. Call clip(model, max_norm, optimizer=optimizer)."
+        )
+    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in rest]
+    if local:
+        torch._foreach_mul_(local, factor.to(local[0].device))
     return total
+
+
+def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
+    """Leaves the factor with those optimizers that multiply themselves; returns the ids of their parameters."""
+    found: set[int] = set()
+    for part in getattr(optimizer, "parts", (optimizer,)):
+        if hasattr(part, "gradient_factor"):
+            part.gradient_factor = factor
+            found |= {id(parameter) for group in part.param_groups for parameter in group["params"]}
+    return found
 
 
 def accept(model: nn.Module, total: Tensor, *, on_nonfinite: str) -> bool:

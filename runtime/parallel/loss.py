@@ -51,6 +51,11 @@ def step(num_items: Tensor | int, num_micro_batches: int = 1) -> Iterator[None]:
         _STEP = before
 
 
+def in_step() -> bool:
+    """Whether the loss that is computed now is a share of a step: nobody reads the logits."""
+    return _STEP is not None
+
+
 def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
     """The labels that count in the micro-batches of all ranks: a tensor on `device`, at least 1; one collective.
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from patchgen.runtime import seams
+from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
 from patchgen.runtime.parallel.state import ParallelState
 
 
@@ -64,10 +65,15 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
 
 
 def seam_users(model: nn.Module) -> dict[str, Counter]:
-    """For each seam the classes of live modules whose forward calls it, directly or by a function of their file."""
+    """For each seam the classes of live modules whose forward calls it, directly or by a function of their file.
+
+    Experts whose config names an implementation of transformers' are no users: that one serves them.
+    """
     found: dict[str, Counter] = {name: Counter() for name in seams.names()}
     for module in model.modules():
         called = _called_seams(type(module).forward)
+        if SEAM in called and named_instead_of_seam(module) is not None:
+            called = called - {SEAM}
         for name in called:
             found[name][_own_name(module)] += 1
     return {name: users for name, users in found.items() if users}
@@ -90,7 +96,7 @@ def attends(module: nn.Module) -> bool:
 
 
 def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
-    """Raises unless every seam that is wanted has users and is served by what was wanted."""
+    """Raises unless every seam that is wanted has users and is served by what was wanted, which can run here."""
     selected = seams.selected()
     for name, implementation in wanted.items():
         if implementation == seams.EAGER:
@@ -99,13 +105,17 @@ def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
             raise ValueError(
                 f"The configuration asks for {name}='{implementation}', but no module of this model calls that seam: "
                 f"it would do nothing. Seams in use: {', '.join(used) or 'none'}. Remove it, or generate the model "
-                "with the pass that bakes it in."
+                "with the pass that bakes it in. (Experts do not where the model's experts_implementation names "
+                "another than 'eager' or 'grouped_mm'.)"
             )
         if selected[name] != implementation:
             raise ValueError(
                 f"The configuration asks for {name}='{implementation}', but '{selected[name]}' serves it: call "
                 f"seams.configure({name}='{implementation}') before the first step."
             )
+        reason = seams.unavailable(name, implementation)
+        if reason is not None:
+            raise ValueError(f"The configuration asks for {name}='{implementation}', which cannot run here: {reason}.")
 
 
 def parameter_groups(model: nn.Module) -> list[ParameterGroup]:
@@ -142,8 +152,8 @@ def _served_by(name: str, state: ParallelState | None) -> str:
     if name == "fused_moe" and state is not None and state.ep > 1:
         kernel = "torch" if served == seams.EAGER else served
         through = "" if state.peers is None else " through peer memory"
-        return f"{kernel}, tokens exchanged over ep {state.ep}{through}"
-    return served
+        served = f"{kernel}, tokens exchanged over ep {state.ep}{through}"
+    return "; ".join([served, *(f"without {other}: {reason}" for other, reason in seams.passed_over(name).items())])
 
 
 def _layout(parameter: nn.Parameter) -> str:

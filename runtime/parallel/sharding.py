@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from patchgen.runtime.parallel import checkpointing, exchange_reduce
+from patchgen.runtime.parallel import checkpointing, exchange_reduce, undivided
 from patchgen.runtime.parallel.state import ParallelState
 
 HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
@@ -127,6 +127,7 @@ def shard_model(
         wanted=options.exchange_gradients,
     )
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
+    undivided.install(model)
     set_prefetch(layers, [*experts, *kept], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchgen.runtime import model_calls
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
@@ -137,8 +138,11 @@ def document_lengths(row: dict[str, Any]) -> Iterable[int]:
 
 
 def to_device(inputs: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The tensors of a micro-batch on the device, without waiting for them."""
-    return {
+    """The tensors of a micro-batch on the device, without waiting for them; now or when its mask is made."""
+    found = {
         key: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
         for key, value in inputs.items()
     }
+    if "cu_seq_lens_q" not in inputs and isinstance(found.get("position_ids"), Tensor):
+        model_calls.note_counted_through(found["position_ids"])  # `slice_batch` found no documents in them
+    return found

@@ -21,20 +21,12 @@ from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import lora, optimizers
-from patchgen.runtime.train.recipe import ModelConfig, ParallelSection, Recipe, RecipeError
+from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-# Fastest first, as measured in docs/parallel.md; what runs anywhere comes last.
-ATTENTION_ORDER = (
-    "patchgen_flash_attention_4",
-    "patchgen_flash_attention_3",
-    "patchgen_flash_attention_2",
-    "patchgen_flash_varlen",
-    "patchgen_sdpa",
-)
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
@@ -134,9 +126,9 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def choose_attention(wanted: str | None) -> str:
-    """The name of the attention: the wanted one, or the first of `ATTENTION_ORDER` that can run here."""
+    """The name of the attention: the wanted one, or the fastest that can run here."""
     if wanted is None:
-        return next(name for name in ATTENTION_ORDER if BACKENDS[name].unavailable() is None)
+        return attention.choose()
     if wanted not in BACKENDS:
         near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
         raise RecipeError(
@@ -185,6 +177,19 @@ def find_head(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
     return [getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None]
+
+
+def require_kernels(section: KernelsConfig) -> None:
+    """Refuses a kernel that the recipe names and that this machine cannot run.
+
+    Raises:
+        RecipeError: with the reason.
+    """
+    for name in seams.names():
+        wanted = getattr(section, name)
+        reason = seams.unavailable(name, wanted) if wanted is not None else None
+        if reason is not None:
+            raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
 
 
 def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from patchgen.kernels.packages import failed_import
+from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
 
 
@@ -86,7 +89,6 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     require_matches(model, config.groups)
     matrices = _matrices(model, trained) if config.name == "muon" else {}
     rest = {name: parameter for name, parameter in trained.items() if name not in matrices}
-    fused = next(iter(trained.values())).is_cuda
     found: list[torch.optim.Optimizer] = []
     if matrices:
         muon = getattr(torch.optim, "Muon", None)
@@ -104,8 +106,16 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
         )
     if rest:
         groups = parameter_groups(rest, config, peak=config.lr)
-        found.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+        adamw = adamw_for(next(iter(rest.values())))
+        found.append(adamw(groups, lr=config.lr, betas=config.betas, eps=config.eps))
     return found[0] if len(found) == 1 else Together(found)
+
+
+def adamw_for(parameter: nn.Parameter) -> Callable[..., torch.optim.Optimizer]:
+    """The AdamW for parameters like this one: in one pass on GPUs, torch's elsewhere."""
+    if not parameter.is_cuda:
+        return torch.optim.AdamW
+    return AdamW if failed_import("triton") is None else partial(torch.optim.AdamW, fused=True)
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:

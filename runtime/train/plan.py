@@ -23,11 +23,12 @@ def require_valid(recipe: Recipe, world: int) -> None:
     """What can be refused before any rank starts.
 
     Raises:
-        RecipeError: the sizes do not fit the ranks.
+        RecipeError: the sizes do not fit the ranks, or a kernel is named that cannot run here.
     """
     layout = models.parallel_config(recipe.parallel, world)
     micro_batches_per_step(recipe.train.batches_per_step, layout.num_batches)
     models.choose_attention(recipe.model.attention)
+    models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
     if recipe.lora is not None and recipe.model.freeze:

@@ -153,7 +153,7 @@ class Trainer:
         config = self.recipe.optim
         share = optimizers.factor(self.step, config, self.recipe.train.steps)
         rate = optimizers.set_learning_rate(self.optimizer, share)
-        norm = gradients.clip(self.model, max_norm=config.max_grad_norm)
+        norm = gradients.clip(self.model, max_norm=config.max_grad_norm, optimizer=self.optimizer)
         if gradients.accept(self.model, norm, on_nonfinite=config.on_nonfinite):
             self.skipped = 0
             self.optimizer.step()

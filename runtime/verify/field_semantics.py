@@ -32,6 +32,7 @@ SEQUENCE = 24
 IMAGE = 32
 PATCH = 8
 MAMBA_HEADS = 8
+INDEX_HEADS = 16  # fewer that all vote zero leave keys equal, and which of them is chosen is nobody's promise
 NUM_RESERVED_IDS = 32
 """The upper part of the small vocabulary is kept for special tokens; test inputs draw from below."""
 
@@ -87,6 +88,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
     _rule("heads of an indexer's keys", r"indexer_kv_heads", 1),
     _rule("heads of an indexer", r"indexer_n_heads", HEADS),
+    _rule("heads whose votes an indexer adds up", r"index_n_heads", INDEX_HEADS),
     # heads
     _rule("state-space heads", r"mamba_(n|num)_heads", MAMBA_HEADS),
     _rule("key/value heads", r"(.*_)?(num|n)_(.*_)?(key_value|kv|key|k)_heads|num_kv_heads", KEY_VALUE_HEADS),

@@ -48,9 +48,12 @@ def train_and_log(values: dict) -> tuple[list[float], Summary]:
 
 
 def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
-    """Losses and evaluations of a run."""
-    kept = Kept()
-    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    """Losses and evaluations of a run, whose forwards compute the loss alone, in evaluation mode too."""
+    kept, with_logits = Kept(), []
+    trainer = Trainer(from_dict(values), torch.device("cpu"), (kept,))
+    trainer.model.register_forward_hook(lambda module, _, out: with_logits.append(out.logits is not None))
+    trainer.run()
+    assert not any(with_logits), with_logits
     return [record.loss for record in kept.steps], kept.evaluations
 
 

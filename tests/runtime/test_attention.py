@@ -105,12 +105,11 @@ def test_what_a_backend_cannot_do_it_refuses_by_name():
         _logits(Gemma2ForCausalLM, config, "patchgen_sdpa", input_ids=IDS)
 
 
-@pytest.mark.parametrize("argument", attention.REFUSED_ARGUMENTS)
-def test_arguments_that_no_backend_honours_are_refused(argument):
+def test_blocks_of_keys_that_nothing_can_lay_out_are_refused():
     call = attention.attention_function("patchgen_eager", BACKENDS["patchgen_eager"])
     states = torch.zeros(1, 2, 4, 8)
-    with pytest.raises(ValueError, match=f"Module hands {argument} to its attention"):
-        call(torch.nn.Module(), states, states, states, None, **{argument: torch.zeros(1)})
+    with pytest.raises(attention.UnsupportedError, match="Module hands block_indices to its attention, and nothing in it"):
+        call(torch.nn.Module(), states, states, states, None, block_indices=torch.zeros(1, 1, 4, 1))
 
 
 def test_names_are_taken_as_they_are_or_refused_with_the_reason():
@@ -136,10 +135,11 @@ def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
     blocks = torch.tensor([[-1, 0, 0, -1, -1, -1]])
     mask = create_causal_mask(config, embeddings, None, None, block_sequence_ids=blocks)
     assert mask.shape == (1, 1, 6, 6)
-    assert mask[0, 0, 1, 2]
-    config._attn_implementation = "patchgen_flash_varlen"
-    with pytest.raises(ValueError, match=r"lays .* over the causal mask"):
-        create_causal_mask(config, embeddings, None, None, block_sequence_ids=blocks)
+    assert mask.dense(None)[0, 0, 1, 2]
+    call = attention.attention_function("patchgen_flash_varlen", BACKENDS["patchgen_flash_varlen"])
+    states = torch.zeros(1, 2, 6, 8)
+    with pytest.raises(attention.UnsupportedError, match="'patchgen_flash_varlen' cannot do overlays, which Module asks"):
+        call(torch.nn.Module(), states, states, states, mask)
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -227,7 +227,7 @@ def test_masks_of_packed_rows_are_those_of_each_document(way, told):
     """Documents told by position ids, or by lengths alone as on a slice; image numbers repeat in every document."""
     expected = torch.block_diag(
         *(
-            (_drawn(way, blocks, torch.arange(length))[0, 0] == 0).float()
+            _drawn(way, blocks, torch.arange(length)).dense(None)[0, 0].float()
             for length, blocks in zip(LENGTHS, BLOCKS, strict=True)
         )
     ).bool()
@@ -235,10 +235,11 @@ def test_masks_of_packed_rows_are_those_of_each_document(way, told):
     restarting = torch.cat([torch.arange(length) for length in LENGTHS])
     mask = _drawn(way, torch.cat(BLOCKS), restarting if told == "positions" else torch.arange(total))
     bounds = torch.tensor([0, 5, 12, 16], dtype=torch.int32)
-    within = attention._within_documents(mask, bounds, "Attention")
-    assert torch.equal(within[0, 0] == 0, expected)
-    assert told == "lengths" or within is mask
-    assert attention._within_documents(mask, bounds, "Attention") is within
+    told_bounds = mask.bounds(bounds, "Attention")
+    assert torch.equal(mask.dense(told_bounds)[0, 0], expected)
+    assert mask.dense(told_bounds) is mask.dense(told_bounds)
+    if told == "positions":
+        assert torch.equal(mask[0, 0] == 0, expected)
 
 
 def test_a_package_that_lacks_a_package_is_unavailable_with_that_reason(tmp_path, monkeypatch):

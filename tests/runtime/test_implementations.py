@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import subprocess
 import sys
 
@@ -10,7 +12,10 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from patchgen.runtime import ops, seams
+from patchgen.commands.generation import committed
+from patchgen.runtime import ops, registry, seams
+from patchgen.runtime.verify.model_pair import build_pair
+from patchgen.runtime.verify.small_config import small_config
 
 SHIPPED = {
     "fused_moe": "torch",
@@ -72,3 +77,25 @@ def test_the_loss_seam_equals_its_eager_twin(name: str):
         assert ops.causal_lm_loss(head, hidden, None, loss_function=ForCausalLMLoss, vocab_size=11)[1] is None
     assert logits is None
     assert torch.allclose(loss, expected)
+
+
+HEADS = [(name, head) for name in committed() for head in registry.find_model(name).heads]
+
+
+@pytest.mark.parametrize("name, head", HEADS)
+def test_logits_come_back_in_evaluation_and_not_in_training(name: str, head: str):
+    """Metrics read them; whoever trains reads the loss."""
+    generated = registry.find_model(name)
+    ours, theirs = getattr(generated.load(), head), getattr(importlib.import_module(generated.upstream_module), head)
+    pair = build_pair(theirs, ours, small_config(ours.config_class).config)
+    ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if "token_type_ids" in inspect.signature(theirs.forward).parameters:
+        batch["token_type_ids"] = torch.zeros_like(ids)  # gemma3 asks for it in training
+    with seams.using(causal_lm_loss="auto"), torch.no_grad():
+        expected, got = pair.upstream.eval()(**batch), pair.generated.eval()(**batch)
+        assert torch.equal(got.logits, expected.logits)
+        assert torch.equal(got.loss, expected.loss)
+        trained = pair.generated.train()(**batch)
+    assert trained.logits is None
+    assert torch.isfinite(trained.loss)

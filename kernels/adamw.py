@@ -1,0 +1,114 @@
+"""A step of AdamW in one pass over memory: the gradient as it was computed, clipped, and the copy that layers compute with.
+
+torch's fused AdamW takes gradients in the dtype of the parameter, multiplied before; a layer's cast comes after it. For an fp32
+parameter with a bf16 gradient that is, in bytes per parameter:
+
+    gradient widened 6, multiplied 8, AdamW 28, cast 6     48
+    here                                                   28: p, m, v read and written (24), gradient read, copy written
+
+Formula and order are torch's, in fp32 (aten/src/ATen/native/cuda/fused_adam_utils.cuh).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 2048
+
+
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    factor: Tensor | None = None,
+    copy: Tensor | None = None,
+) -> None:
+    """Updates `parameter`, `exp_avg` and `exp_avg_sq` in place.
+
+    Args:
+        parameter, gradient, exp_avg, exp_avg_sq: of one shape, contiguous, each fp32 or narrower; computed with in fp32.
+        step: of this update; the first is 1.
+        factor: one number on the same device that the gradient is multiplied by; None: 1.
+        copy: as many elements, in any dtype: written with the new values.
+
+    Raises:
+        ValueError: tensors that are not contiguous or not of one size.
+    """
+    tensors = [parameter, gradient, exp_avg, exp_avg_sq, *([copy] if copy is not None else [])]
+    if any(tensor.numel() != parameter.numel() or not tensor.is_contiguous() for tensor in tensors):
+        raise ValueError(
+            "adamw_ takes contiguous tensors of one size, found "
+            f"{', '.join(f'{tuple(tensor.shape)} with strides {tensor.stride()}' for tensor in tensors)}."
+        )
+    if parameter.numel() == 0:
+        return
+    _adamw[(triton.cdiv(parameter.numel(), _BLOCK),)](
+        parameter,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        copy,
+        factor,
+        parameter.numel(),
+        1 - lr * weight_decay,
+        betas[0],
+        1 - betas[0],
+        betas[1],
+        1 - betas[1],
+        eps,
+        lr / (1 - betas[0] ** step),
+        math.sqrt(1 - betas[1] ** step),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+    torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
+
+
+@triton.jit
+def _adamw(
+    parameter,
+    gradient,
+    exp_avg,
+    exp_avg_sq,
+    copy,
+    factor,
+    num,
+    keep,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    step_size,
+    root_of_correction,
+    BLOCK: tl.constexpr,
+):
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offset < num
+    p = tl.load(parameter + offset, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gradient + offset, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + offset, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(exp_avg_sq + offset, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        g = g * tl.load(factor).to(tl.float32)
+    p = p * keep
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + one_minus_beta2 * g * g
+    p = p - step_size * m / (tl.sqrt_rn(v) / root_of_correction + eps)
+    tl.store(parameter + offset, p.to(parameter.dtype.element_ty), mask=inside)
+    tl.store(exp_avg + offset, m.to(exp_avg.dtype.element_ty), mask=inside)
+    tl.store(exp_avg_sq + offset, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
+    if copy is not None:
+        tl.store(copy + offset, p.to(copy.dtype.element_ty), mask=inside)

@@ -1,0 +1,307 @@
+"""The masks that transformers builds under our attention names: structure for our backends, a tensor for all others.
+
+    our attention                reads window, padding and documents off it; nothing of size S x S exists
+    hand-written attention       `scores + mask`, `mask[:, 0]`, `mask.to(...)`: it becomes upstream's eager mask there and
+                                 then, once for all layers, with the documents of the rows kept apart
+
+It is no tensor, so that neither FSDP's casts nor checkpointing touch it.
+
+    B rows   S tokens per row   s = S / sp of this rank
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from patchgen.runtime import mask_functions, model_calls, parallel
+from patchgen.runtime.parallel import collectives
+from patchgen.runtime.parallel.media import inside_whole
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.per_tensor import PerTensor
+
+_ALL = {"bidirectional_mask_function"}
+_PLAIN = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
+_PACKED = {"packed_sequence_mask_function", "remap_positions_for_packed_sequence"}
+
+
+class UnsupportedError(ValueError):
+    """A model asks of its attention what cannot be computed here as upstream would: its message says what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """What mask tensors are drawn from.
+
+    Attributes:
+        function: upstream's mask function, with the packing that it saw in the position ids.
+        arguments: the others of upstream's mask builders: sizes, offsets, the 2-D mask, dtype, device, ...
+        state: the layout, if this rank holds a slice of the sequence; else None.
+        padding: as in `MaskStructure`.
+    """
+
+    function: Callable
+    arguments: dict[str, Any]
+    state: ParallelState | None
+    padding: Tensor | None
+
+    def whole(self, builder: Callable, bounds: Tensor | None, **changed: Any) -> Any:
+        """The mask that an upstream builder makes of the whole sequence, within documents where there are any."""
+        function, arguments = self.function, {**self.arguments, **changed}
+        if self.state is not None:
+            s = arguments["q_length"]
+            function = mask_functions.of_whole_sequence(function, s, self.state)
+            size = s * self.state.sp
+            arguments |= {"q_length": size, "kv_length": size, "attention_mask": self.padding}
+        if bounds is not None:
+            document_BS = mask_functions.document_of(bounds, arguments["batch_size"], arguments["kv_length"])
+            is_packed = mask_functions.find_packing(function) is not None
+            position_BS = None if is_packed else mask_functions.positions_within(document_BS)
+            function = mask_functions.packed(function, document_BS, position_BS)
+        return builder(mask_function=function, **arguments)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskStructure:
+    """Stands where a mask tensor would. Whatever is no attention of ours and touches it gets upstream's eager mask.
+
+    Attributes:
+        drawing: what it is drawn from.
+        window: None, or the sliding window. Most models hand it to their attention as well; some only draw it.
+        is_overlay: upstream lays more over it than order, window, packing and padding say: backends need the mask itself.
+        is_packed: position ids show several documents per row.
+        document: `(B, S)`, the number of each token's document that upstream found in the position ids; None on a slice
+            of the sequence, whose position ids do not say where documents meet.
+        cu_seq_lens: None, or the documents that the model was told of when the mask was made.
+        padding: None, or `(B, S)` bool of the whole sequence, True for tokens that count.
+    """
+
+    drawing: Drawing
+    window: int | None = None
+    is_overlay: bool = False
+    is_packed: bool = False
+    document: Tensor | None = None
+    cu_seq_lens: Tensor | None = None
+    padding: Tensor | None = None
+    _drawn: dict = field(default_factory=dict, repr=False)  # (kind, bounds) -> mask: one for all layers
+
+    # ------------------------------------------------------------------------------------ what our attention reads
+
+    def bounds(self, cu_seq_lens: Tensor | None, where: str) -> Tensor | None:
+        """The `cu_seq_lens` of the whole sequence: those handed to attention, else those known here; None: not packed.
+
+        Raises:
+            ValueError: position ids start again within a slice, and nothing says where documents meet.
+        """
+        if cu_seq_lens is not None:
+            return cu_seq_lens
+        if self.cu_seq_lens is not None or not self.is_packed:
+            return self.cu_seq_lens
+        if self.document is None:
+            raise ValueError(
+                f"{where}: the position ids start again within this rank's slice of the sequence, but no cu_seq_lens_q "
+                "was handed over. The documents of the whole sequence cannot be told from a slice: hand cu_seq_lens_q "
+                "to the model (runtime.parallel.batch.slice_batch makes them)."
+            )
+        return _bounds_of(self.document)
+
+    def dense(self, bounds: Tensor | None) -> Tensor:
+        """The mask of the whole sequence, `(B, 1, S, S)` bool, True where a query sees a key."""
+        from transformers.masking_utils import sdpa_mask
+
+        return self._once(
+            "dense",
+            bounds,
+            lambda: self.drawing.whole(
+                sdpa_mask, bounds, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
+            ),
+        )
+
+    def blocks(self, bounds: Tensor | None) -> Any:
+        """The same as a BlockMask of flex attention."""
+        from transformers.masking_utils import flex_attention_mask
+
+        return self._once("blocks", bounds, lambda: self.drawing.whole(flex_attention_mask, bounds))
+
+    def _once(self, kind: object, bounds: Tensor | None, draw: Callable[[], Any]) -> Any:
+        kept = self._drawn.get(kind)
+        if kept is None or kept[0] is not bounds:
+            with torch.no_grad():
+                kept = self._drawn[kind] = (bounds, draw())
+        return kept[1]
+
+    # -------------------------------------------------------------------------------- what all others take it for
+
+    @torch.compiler.disable
+    def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Upstream's eager mask, `(B, 1, S, S)` in `dtype`: 0 where a query sees a key, else the lowest number.
+
+        Raises:
+            UnsupportedError: this rank holds a slice of the sequence, and whoever asks would attend to that slice only.
+        """
+        from transformers.masking_utils import eager_mask
+
+        if self.drawing.state is not None:
+            raise UnsupportedError(
+                f"{_asking()} reads its mask as a tensor, so it attends by its own code, and this rank holds a slice of "
+                f"the sequence (sp={self.drawing.state.sp}), of which it would see nothing else. Train this model with "
+                "sp=1."
+            )
+        dtype = dtype or self.dtype
+        bounds = self.bounds(None, "the mask")
+        return self._once(dtype, bounds, lambda: self.drawing.whole(eager_mask, bounds, dtype=dtype))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the tensor which this becomes."""
+        return self.drawing.arguments["dtype"]
+
+    @property
+    def device(self) -> torch.device:
+        """That of the tensor which this becomes."""
+        return torch.device(self.drawing.arguments["device"])
+
+    @property
+    def ndim(self) -> int:
+        """That of the tensor which this becomes."""
+        return 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the tensor which this becomes; on a slice of the sequence, of a mask of this slice."""
+        sizes = self.drawing.arguments
+        return torch.Size((sizes["batch_size"], 1, sizes["q_length"], sizes["kv_length"]))
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def dim(self) -> int:
+        """As `Tensor.dim`."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """As `Tensor.size`."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def to(self, *args: Any, **kwargs: Any) -> MaskStructure | Tensor:
+        """Itself in another place or another floating dtype, which whoever uses it decides; else the tensor's `to`."""
+        wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)]
+        return self if all(dtype.is_floating_point for dtype in wanted) else self.tensor().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> MaskStructure | Tensor:
+        return self if _takes_all(index, self.shape) else self.tensor()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"A mask of attention has no attribute '{name}'.")
+        return getattr(self.tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """The function on the tensor, in the dtype of the scores that it meets: the lowest number fits no smaller one."""
+        leaves = tree_leaves((args, kwargs))
+        dtype = next((a.dtype for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
+        args, kwargs = tree_map(lambda a: a.tensor(dtype) if isinstance(a, cls) else a, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _operation(call: Callable, *, swapped: bool = False) -> Callable:
+    def operate(self: MaskStructure, *others: Any) -> Any:
+        if any(other is None for other in others):
+            return NotImplemented
+        dtype = next((o.dtype for o in others if isinstance(o, Tensor) and o.is_floating_point()), None)
+        values = [self.tensor(dtype), *(o.tensor(dtype) if isinstance(o, MaskStructure) else o for o in others)]
+        return call(*(reversed(values) if swapped else values))
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
+    setattr(MaskStructure, f"__{_name}__", _operation(getattr(operator, f"__{_name}__")))
+    setattr(MaskStructure, f"__r{_name}__", _operation(getattr(operator, f"__{_name}__"), swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "invert"):
+    setattr(MaskStructure, f"__{_name}__", _operation(getattr(operator, f"__{_name}__")))
+
+_bounds_of = PerTensor(mask_functions.bounds_of)  # one host sync per batch, not per layer
+
+
+def _takes_all(index: Any, shape: torch.Size) -> bool:
+    """Whether an index leaves a tensor of this shape as it is."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) > len(shape) or any(part is not Ellipsis and not isinstance(part, slice) for part in parts):
+        return False
+    if Ellipsis in parts:
+        place = parts.index(Ellipsis)
+        parts = (*parts[:place], *[slice(None)] * (len(shape) - len(parts) + 1), *parts[place + 1 :])
+    return all(
+        part.start in (None, 0) and part.step in (None, 1) and (part.stop is None or part.stop >= length)
+        for part, length in zip(parts, shape, strict=False)
+    )
+
+
+def _asking() -> str:
+    """The class of the module whose code runs, the innermost: for an error."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module):
+            return type(found).__name__
+        frame = frame.f_back
+    return "The attention"
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *,
+    mask_function: Callable,
+    attention_mask: Tensor | MaskStructure | None = None,
+    local_size: int | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    **kwargs: Any,
+) -> MaskStructure | None:
+    """The mask of a call, as transformers' mask interface asks for it; None where upstream's eager mask is none, too."""
+    if isinstance(attention_mask, MaskStructure):  # already prepared, as a 4-D tensor is
+        return attention_mask
+    state = parallel.current()
+    is_slice = state is not None and state.sp > 1 and not inside_whole()
+    padding = _padding(attention_mask, q_length, state if is_slice else None) if attention_mask is not None else None
+    if allow_is_bidirectional_skip and padding is None and local_size is None:
+        return None
+    arguments = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "attention_mask": attention_mask,
+        "dtype": torch.float32,
+        "device": "cpu",
+        **{name: value for name, value in kwargs.items() if name not in ("allow_is_causal_skip", "config")},
+    }
+    parts = set(mask_functions.parts(mask_function))
+    is_packed = mask_functions.find_packing(mask_function) is not None or bool(parts & _PACKED)
+    return MaskStructure(
+        drawing=Drawing(mask_function, arguments, state if is_slice else None, padding),
+        window=local_size,
+        is_overlay=bool(parts - _PLAIN - _PACKED),
+        is_packed=is_packed,
+        document=mask_functions.document_numbers(mask_function) if is_packed and not is_slice else None,
+        cu_seq_lens=model_calls.documents_of(kwargs.get("config")) if parts != _ALL else None,
+        padding=padding,
+    )
+
+
+def _padding(attention_mask: Tensor, q_length: int, state: ParallelState | None) -> Tensor | None:
+    """The whole `(B, S)` padding mask, True for tokens that count; None without padding. One host sync per forward."""
+    if state is not None and attention_mask.shape[1] == q_length:
+        attention_mask = collectives.all_gather(
+            attention_mask, state.sp_group, dim=1, operation="gather the padding mask over SP"
+        )
+    return None if bool(attention_mask.all()) else attention_mask.bool()

@@ -1,0 +1,245 @@
+"""What a model was called with, for whatever it makes inside: the documents of its rows, and positions as it counts them.
+
+Attention that is written by hand gets no packing arguments: its mask must know the documents when it is made. So every
+model with one of our attention names notes its call, and the mask builders ask here.
+
+    enter   the documents of the rows, told by cu_seq_lens_q or by position ids that start again, are noted and handed on
+            to all that take them; position ids that count from 0 become those that the model makes for itself
+    inside  `documents_of(config)` finds the documents of the sequence that a mask is made for
+    leave   the note is dropped
+
+    B rows   S tokens of the whole sequence   s = S / sp of this rank
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from patchgen.runtime import mask_functions, parallel
+from patchgen.runtime.parallel import batch, collectives
+from patchgen.runtime.per_tensor import PerTensor
+
+BOUNDS, POSITIONS = "cu_seq_lens_q", "position_ids"
+OWN_POSITIONS = "create_position_ids_from_input_ids"
+"""What upstream names the rule by which an embedding numbers tokens from their ids, beside padding."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model that runs now.
+
+    Attributes:
+        cu_seq_lens: None, or `(documents + 1,)` over the rows of the whole sequence one after the other.
+        counted_through: None, or position ids that are known to start again nowhere.
+    """
+
+    module: nn.Module
+    cu_seq_lens: Tensor | None
+    counted_through: Tensor | None = None
+
+
+class _Running(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+
+_RUNNING = _Running()
+_NOTED = "patchgen_notes_calls"
+
+
+def note_calls(model: nn.Module) -> None:
+    """Notes the calls of a model from now on; more than once is harmless."""
+    if not getattr(model, _NOTED, False):
+        setattr(model, _NOTED, True)
+        model.register_forward_pre_hook(_enter, with_kwargs=True)
+        model.register_forward_hook(_leave, always_call=True)
+
+
+def documents_of(config: object) -> Tensor | None:
+    """The `cu_seq_lens` of the sequence that a mask with this config is made for; None: its rows are not packed.
+
+    It is that of the nearest call of a model with this very config, or with one whose text config it is: a tower inside
+    has its own config and its own rows.
+    """
+    for call in reversed(_RUNNING.calls):
+        own = call.module.config
+        if call.cu_seq_lens is not None and (config is own or config is own.get_text_config(decoder=True)):
+            return call.cu_seq_lens
+    return None
+
+
+_COUNTED_THROUGH = WeakIdKeyDictionary()  # position ids -> their version when the host knew it
+
+
+def note_counted_through(position_ids: Tensor) -> None:
+    """Says that these position ids start again nowhere, which the collator knows: nobody need ask the device."""
+    _COUNTED_THROUGH[position_ids] = _version(position_ids)
+
+
+def _is_counted_through(position_ids: object) -> bool:
+    return (
+        isinstance(position_ids, Tensor)
+        and position_ids in _COUNTED_THROUGH
+        and _COUNTED_THROUGH[position_ids] == _version(position_ids)  # nobody wrote to it since
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor], Tensor | None]:
+    """Upstream's search for documents in position ids `(B, S)`, without its wait for the device where a call knows.
+
+    It returns the number of each token's document, or None where there is one per row; that it may also return zeros is
+    upstream's own rule, for compiled code, which cannot wait.
+    """
+
+    @wraps(search)
+    def find(position_ids: Tensor) -> Tensor | None:
+        if any(call.cu_seq_lens is not None for call in _RUNNING.calls):
+            return (position_ids.diff(prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+        seen = [call.counted_through for call in _RUNNING.calls]
+        if any(known is not None and (position_ids is known or position_ids._base is known) for known in seen):
+            return None
+        return search(position_ids)
+
+    find.knows_patchgen = True
+    return find
+
+
+def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    names, takes_more = _parameters(type(module))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    added: dict[str, Any] = {}
+    if not _RUNNING.calls:
+        if takes_more and given.get(BOUNDS) is None:
+            added = _lengths(given)
+        positions = _own_positions(module, given | added)
+        if positions is not None:
+            added[POSITIONS] = positions
+    positions = given.get(POSITIONS)
+    whole = positions if _is_counted_through(positions) else None
+    _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS), whole))
+    if not added:
+        return args, kwargs
+    return tuple(added.get(name, value) for name, value in zip(names, args, strict=False)), {
+        **kwargs,
+        **{name: value for name, value in added.items() if name not in names[: len(args)]},
+    }
+
+
+def _leave(module: nn.Module, args: object, output: object) -> None:
+    calls = _RUNNING.calls
+    while any(call.module is module for call in calls):  # calls above it ended in an error
+        if calls.pop().module is module:
+            return
+
+
+@cache
+def _parameters(model_class: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
+    """The names that a forward takes, and whether it takes others besides."""
+    found = list(inspect.signature(model_class.forward).parameters.values())[1:]
+    named = tuple(p.name for p in found if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return named, any(p.kind is p.VAR_KEYWORD for p in found)
+
+
+def _lengths(given: dict[str, Any]) -> dict[str, Any]:
+    """The packing arguments that position ids `(B or 1, S)` tell by starting again; of a slice they tell nothing.
+
+    One host sync per batch, as upstream's own search for documents.
+    """
+    positions = given.get(POSITIONS)
+    state = parallel.current()
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or (state is not None and state.sp > 1):
+        return {}
+    if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
+        return {}
+    tokens = _tokens(given)
+    if tokens is None or _is_counted_through(positions):
+        return {}
+    found = _restarts(positions.expand(tokens.shape[0], -1))
+    if not found:
+        note_counted_through(positions)
+    return found
+
+
+def _restarts(positions_BS: Tensor) -> dict[str, Any]:
+    starts = torch.ones_like(positions_BS, dtype=torch.bool)
+    starts[:, 1:] = positions_BS[:, 1:] != positions_BS[:, :-1] + 1
+    return batch.document_lengths(starts) if bool(starts[:, 1:].any()) else {}
+
+
+def _tokens(given: dict[str, Any]) -> Tensor | None:
+    """The tokens `(B, s)` or their embeddings `(B, s, H)`."""
+    ids = given.get("input_ids")
+    return ids if ids is not None else given.get("inputs_embeds")
+
+
+# ----------------------------------------------------------------------------------- positions that a model makes itself
+
+
+def _own_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
+    """Position ids `(B, s)` as the model makes them for each document alone, where those handed over count from 0.
+
+    Embeddings of some models number tokens from their ids, from `padding_idx + 1` on and past the padding. A collator
+    cannot know that: it counts from 0. Positions that count in another way are the caller's own and stay.
+    """
+    positions, ids = given.get(POSITIONS), given.get("input_ids")
+    if not isinstance(positions, Tensor) or positions.ndim != 2 or ids is None:
+        return None
+    numbering = _numbering(module)
+    if numbering is None:
+        return None
+    state = parallel.current()
+    start, s = 0, ids.shape[1]
+    if state is not None and state.sp > 1:
+        start = state.sp_rank * s
+        ids = collectives.all_gather(ids, state.sp_group, dim=1, operation="gather token ids for their positions")
+    B, S = ids.shape
+    bounds = given.get(BOUNDS)
+    if bounds is None:
+        own, counted = numbering(ids), torch.arange(S, device=ids.device).expand(B, S)
+    else:
+        ends = _ends(bounds)
+        tokens, pieces = ids.reshape(1, -1), itertools.pairwise(ends)
+        own = torch.cat([numbering(tokens[:, a:b]) for a, b in pieces if b > a], dim=1).view(B, S)
+        counted = mask_functions.positions_within(mask_functions.document_of(bounds, B, S))
+    own, counted = own[:, start : start + s], counted[:, start : start + s]
+    return torch.where((positions == counted).all(), own, positions)
+
+
+_ends = PerTensor(lambda bounds: bounds.tolist())
+
+
+_NUMBERING: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = WeakKeyDictionary()
+
+
+def _numbering(model: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """The rule by which an embedding of this model numbers the tokens `(B, S)` of whole rows; None: it has none."""
+    if model not in _NUMBERING:
+        _NUMBERING[model] = next(filter(None, map(_rule_of, model.modules())), None)
+    return _NUMBERING[model]
+
+
+def _rule_of(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """A method of the module, or a function of its file that its forward calls; both are told the padding id."""
+    padding = getattr(module, "padding_idx", None)
+    if padding is None or POSITIONS not in _parameters(type(module))[0]:
+        return None
+    rule = getattr(module, OWN_POSITIONS, None)
+    if rule is None and OWN_POSITIONS in inspect.unwrap(type(module).forward).__code__.co_names:
+        rule = getattr(sys.modules[type(module).__module__], OWN_POSITIONS, None)
+    return partial(rule, padding_idx=padding) if rule is not None else None
