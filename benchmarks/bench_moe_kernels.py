@@ -83,7 +83,7 @@ def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], flo
     x, weights, w1, w2 = (leaf.detach() for leaf in problem.leaves)
     grad, k = problem.grad, shape.top_k
     plan = make_plan(problem.index, shape.experts)
-    kept, gated = gate_up(x, w1, None, plan, k, SILU, False, False, True)
+    kept, gated = gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True)
     copy_out = pad_rows(grad, k, plan) if copy_repays(plan.num_rows, shape.experts, shape.inner) else None
     copy_in = pad_rows(x, k, plan) if copy_repays(plan.num_rows, shape.experts, 2 * shape.inner) else None
     dh, s, _ = gate_backward_gemm(grad, copy_out, w2, kept, weights, plan, SILU, False, False)
@@ -95,7 +95,7 @@ def kernels(name: str, tokens: int) -> dict[str, tuple[Callable[[], object], flo
     once = 2 * rows * shape.hidden * shape.inner
     return {
         "cublas gate_up": (lambda: torch.mm(x_R, w1[0].T), 2 * once),
-        "gate_up": (lambda: gate_up(x, w1, None, plan, k, SILU, False, False, True), 2 * once),
+        "gate_up": (lambda: gate_up(x, w1, None, plan, k, SILU, False, False, problem.index.numel(), True), 2 * once),
         "cublas down": (lambda: torch.mm(a_R, w2[0].T), once),
         "down": (lambda: grouped_gemm(gated, w2, None, plan, k_is_last=True, is_padded=False), once),
         "combine": (lambda: combine(y, weights, plan, k), 0),

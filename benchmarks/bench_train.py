@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import gc
 import hashlib
 import os
 import time
@@ -43,12 +44,14 @@ RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
 COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
 THEIRS = "transformers"
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict] = {
     "FSDP": {},
     THEIRS: {},
     "EP2": {"ep": 2},
     "EP4": {"ep": 4},
     "EP8": {"ep": 8},
+    "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
+    "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
     "SP2": {"sp": 2},
     "EP4 x SP2": {"ep": 4, "sp": 2},
 }
@@ -270,10 +273,11 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     rank, world = dist.get_rank(), dist.get_world_size()
     rows: list[dict] = []
     for name in arguments.layouts:
-        sizes = LAYOUTS[name]
+        sizes = dict(LAYOUTS[name])
+        options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
-        state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device)
+        state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
         for mode in ("none", "full"):
             above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
             wanted = [tokens for tokens in arguments.tokens if (tokens > above) == (mode == "full")]
@@ -303,6 +307,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 if failed:
                     break  # the gradients that are left may be of half a step; longer rows need more still
             del model
+            gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
     return rows

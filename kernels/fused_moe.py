@@ -61,11 +61,14 @@ def fused_moe(
     is_transposed: bool = False,
     is_interleaved: bool = False,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
+    max_rows: int | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
 
     Args:
+        max_rows: the most slots that are not left out, where the caller knows it. It bounds memory and changes nothing else;
+            backends may ignore it. With more slots than that the result is undefined.
         backend: a name of `BACKENDS`.
 
     Raises:
@@ -80,6 +83,7 @@ def fused_moe(
         is_transposed=is_transposed,
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
+        max_rows=max_rows,
     )
     if backend not in BACKENDS:
         raise ValueError(f"fused_moe has no backend '{backend}'. Available: {', '.join(BACKENDS)}.")

@@ -40,21 +40,23 @@ def gate_up(
     activation: Activation,
     is_transposed: bool,
     is_interleaved: bool,
+    max_rows: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """`(h, a)`: `[R, W]` (empty unless `keep`) and `[R, I]`, compact; rows that are left out are not written.
 
     Args:
+        max_rows: R, which the plan was made with.
         hidden_states: `[T, H]`.
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
     """
-    num_rows, hidden_size = plan.num_rows, hidden_states.shape[1]
+    hidden_size = hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
     inner = width // 2 if activation.is_gated else width
     new = {"dtype": hidden_states.dtype, "device": hidden_states.device}
-    kept = torch.empty(num_rows if keep else 0, width, **new)
-    gated = torch.empty(num_rows, inner, **new)
+    kept = torch.empty(max_rows if keep else 0, width, **new)
+    gated = torch.empty(max_rows, inner, **new)
     # In the concatenated layout the columns of a tile are two ranges of the weight, `I` apart.
     halves = 2 if activation.is_gated and not is_interleaved else 1
     if is_specialized_here(hidden_states) and _is_specialized_for(hidden_size, is_transposed, halves):

@@ -16,7 +16,7 @@ from patchgen.kernels import activations
 
 @dataclass(frozen=True)
 class MoeOptions:
-    """The options of `runtime.ops.fused_moe`, which documents them."""
+    """The options of `runtime.ops.fused_moe`, which documents them, and `max_rows` of `kernels.fused_moe`."""
 
     num_experts: int
     activation: Callable[[Tensor], Tensor] | None = None
@@ -25,6 +25,7 @@ class MoeOptions:
     is_transposed: bool = False
     is_interleaved: bool = False
     post_expert_norm: Callable[[Tensor], Tensor] | None = None
+    max_rows: int | None = None
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """The model's own gate, as it wrote it: `[R, 2I]` to `[R, I]`."""

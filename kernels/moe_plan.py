@@ -72,13 +72,17 @@ def max_tiles(num_rows: int, num_experts: int) -> int:
     return min(num_rows, num_rows // BLOCK_M + num_experts)
 
 
-def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
-    """The plan for `top_k_index [T, K]` with values in `[0, E]`; E marks a slot that is left out."""
+def make_plan(top_k_index: Tensor, num_experts: int, max_rows: int | None = None) -> Plan:
+    """The plan for `top_k_index [T, K]` with values in `[0, E]`; E marks a slot that is left out.
+
+    Args:
+        max_rows: the most slots that are not left out: how many tiles there is room for. None: all.
+    """
     num_rows, device = top_k_index.numel(), top_k_index.device
     # One-byte keys sort in one radix pass; the sort is stable, so the rows of an expert are in token order.
     keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
     sorted_keys, order = torch.sort(keys, stable=True)
-    num_tiles = max_tiles(num_rows, num_experts)
+    num_tiles = max_tiles(num_rows if max_rows is None else max_rows, num_experts)
 
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -101,7 +105,7 @@ def make_plan(top_k_index: Tensor, num_experts: int) -> Plan:
         BLOCK_M=BLOCK_M,
         num_warps=4,
     )
-    _plan_rows[(triton.cdiv(num_tiles * BLOCK_M, _ROWS_PER_PROGRAM),)](
+    _plan_rows[(triton.cdiv(max(num_rows, num_tiles * BLOCK_M), _ROWS_PER_PROGRAM),)](
         order,
         *plan,
         num_rows,
@@ -163,7 +167,7 @@ def _plan_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    # There are no more compact rows than padded ones, so one range of numbers serves both.
+    # One range of numbers serves the compact rows, those that are left out included, and the padded ones.
     index = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     left_out = (index < num_rows) & (index >= tl.load(row_start + num_experts))
     slot = tl.load(order + index, mask=left_out, other=0).to(tl.int32)

@@ -7,7 +7,8 @@ Kept for the backward, besides the inputs and the routing: the first projection 
 waits for the device, none adds atomically: the same inputs give the same bits. The operators have fake kernels, so
 torch.compile traces through a layer without a break.
 
-    T tokens   H hidden size   E experts   I expert intermediate size   K experts per token   R = T * K rows
+    T tokens   H hidden size   E experts   I expert intermediate size   K experts per token
+    R rows: T * K, or the bound that the caller knows
     W = 2I with a gate, I without
 """
 
@@ -67,6 +68,7 @@ def fused_moe_triton(
         options.is_transposed,
         options.is_interleaved,
         *_as_arguments(activation),
+        min(top_k_index.numel(), options.max_rows or top_k_index.numel()),
         keep,
     )[0]
 
@@ -135,15 +137,15 @@ def _moe_forward(
     up_shift: float,
     limit_after: bool,
     is_gated: bool,
+    max_rows: int,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`(out [T, H], h [R, W] or empty, *Plan)`."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     top_k = top_k_index.shape[1]
-    plan = make_plan(top_k_index, down_proj.shape[0])
-    kept, gated = gate_up(
-        hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, is_transposed, is_interleaved, keep
-    )
+    plan = make_plan(top_k_index, down_proj.shape[0], max_rows)
+    layout = (is_transposed, is_interleaved)
+    kept, gated = gate_up(hidden_states, gate_up_proj, gate_up_bias, plan, top_k, activation, *layout, max_rows, keep)
     rows = grouped_gemm(gated, down_proj, down_bias, plan, k_is_last=not is_transposed, is_padded=False)
     return combine(rows, top_k_weights, plan, top_k), kept, *plan
 
@@ -165,20 +167,21 @@ def _(
     up_shift,
     limit_after,
     is_gated,
+    max_rows,
     keep,
 ):
-    num_rows, num_experts = top_k_index.numel(), down_proj.shape[0]
+    num_experts = down_proj.shape[0]
     width = gate_up_proj.shape[2 if is_transposed else 1]
 
-    num_tiles = max_tiles(num_rows, num_experts)
+    num_tiles = max_tiles(max_rows, num_experts)
 
     def numbers(*shape: int) -> Tensor:
         return hidden_states.new_empty(shape, dtype=torch.int32)
 
     return (
         torch.empty_like(hidden_states),
-        hidden_states.new_empty(num_rows if keep else 0, width),
-        numbers(num_rows),
+        hidden_states.new_empty(max_rows if keep else 0, width),
+        numbers(top_k_index.numel()),
         numbers(num_tiles * BLOCK_M),
         numbers(num_experts + 1),
         numbers(num_experts + 1),
@@ -225,7 +228,7 @@ def _moe_backward(
     num_experts, inner, width = plan.num_experts, down_proj.shape[1 if is_transposed else 2], kept.shape[1]
     # Made for the gradient of `down`, the copy serves the product before it too.
     copied = None
-    if want_down and copy_repays(plan.num_rows, num_experts, inner):
+    if want_down and copy_repays(kept.shape[0], num_experts, inner):
         copied = pad_rows(grad_out, top_k, plan)
     grad_kept, weighted, partial = gate_backward_gemm(
         grad_out, copied, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved
@@ -243,7 +246,7 @@ def _moe_backward(
         grad_x = combine(rows, None, plan, top_k)
         del rows
     if want_gate_up:
-        copied = pad_rows(hidden_states, top_k, plan) if copy_repays(plan.num_rows, num_experts, width) else None
+        copied = pad_rows(hidden_states, top_k, plan) if copy_repays(kept.shape[0], num_experts, width) else None
         grad_gate_up = grouped_gemm_weights(hidden_states, copied, grad_kept, plan, top_k, tokens_first=is_transposed)
         del copied
     if want_gate_up_bias:
@@ -292,14 +295,14 @@ _NUM_TENSORS = 7
 def _setup_context(ctx, inputs, output) -> None:
     _, kept, *plan = output
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], kept, *plan)
-    *ctx.options, ctx.keep = inputs[_NUM_TENSORS:]
+    *ctx.options, _max_rows, ctx.keep = inputs[_NUM_TENSORS:]
     ctx.mark_non_differentiable(kept, *plan)
     ctx.set_materialize_grads(False)  # else each call fills a gradient of zeros for `kept`
 
 
 def _backward(ctx, grad_out, *_unused):
     if grad_out is None:
-        return (None,) * (_NUM_TENSORS + len(ctx.options) + 1)
+        return (None,) * (_NUM_TENSORS + len(ctx.options) + 2)
     if not ctx.keep:
         raise RuntimeError("fused_moe ran without keeping what its backward needs: call it with gradients enabled.")
     needed = ctx.needs_input_grad
@@ -309,7 +312,7 @@ def _backward(ctx, grad_out, *_unused):
         gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)
     )
     # In the order of the operator's inputs; the routing indices and the options have none.
-    return x, None, weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *([None] * (len(ctx.options) + 1))
+    return x, None, weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *([None] * (len(ctx.options) + 2))
 
 
 _moe_forward.register_autograd(_backward, setup_context=_setup_context)

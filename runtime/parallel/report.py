@@ -151,7 +151,8 @@ def _served_by(name: str, state: ParallelState | None) -> str:
     served = seams.selected()[name]
     if name == "fused_moe" and state is not None and state.ep > 1:
         kernel = "torch" if served == seams.EAGER else served
-        served = f"{kernel}, tokens exchanged over ep {state.ep}"
+        through = "" if state.peers is None else " through peer memory"
+        served = f"{kernel}, tokens exchanged over ep {state.ep}{through}"
     return "; ".join([served, *(f"without {other}: {reason}" for other, reason in seams.passed_over(name).items())])
 
 

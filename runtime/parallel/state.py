@@ -8,6 +8,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from patchgen.runtime.parallel import peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
 
 
@@ -29,6 +30,7 @@ class ParallelState:
             with the exchange of others; where fewer divide a rank's key heads, so many.
         router_loss: over which tokens the loads of the experts are counted: those of a "row", or of the whole step
             ("global"); see `router_loss.py`.
+        peers: what the ranks of an EP group read from each other; None: tokens travel by all-to-all.
     """
 
     config: ParallelConfig
@@ -38,6 +40,7 @@ class ParallelState:
     expert_capacity: int | None = None
     head_groups: int = 1
     router_loss: Literal["row", "global"] = "row"
+    peers: peer_memory.PeerBuffers | None = None
 
     @classmethod
     def create(
@@ -48,15 +51,19 @@ class ParallelState:
         expert_capacity: int | None = None,
         head_groups: int = 1,
         router_loss: Literal["row", "global"] = "row",
+        expert_exchange: peer_memory.ExpertExchange = "auto",
     ) -> ParallelState:
         """Builds the meshes; every rank must call it.
 
         Args:
             config: its sizes must multiply to the world size.
             device_type: "cuda" or "cpu".
+            expert_exchange: how tokens reach the ranks of their experts. "peer_memory": they read them from each other's
+                memory, within a host; "all_to_all": a row per slot travels, between any; "auto": peer memory between
+                GPUs of one host, unless `expert_capacity` is given.
 
         Raises:
-            ValueError: the sizes do not fit the ranks that run.
+            ValueError: the sizes do not fit the ranks that run, or peer memory was asked for where ranks cannot have it.
             RuntimeError: torch.distributed is not initialised.
         """
         if not dist.is_initialized():
@@ -75,14 +82,16 @@ class ParallelState:
         def mesh(**dimensions: int) -> DeviceMesh:
             return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
 
+        expert_mesh = mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep)
         return cls(
             config=config,
             data_mesh=mesh(data=config.num_batches, sp=config.sp),
             dense_mesh=mesh(dp_replicate=config.dp_replicate, fsdp=config.num_shards),
-            expert_mesh=mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep),
+            expert_mesh=expert_mesh,
             expert_capacity=expert_capacity,
             head_groups=head_groups,
             router_loss=router_loss,
+            peers=peer_memory.for_experts(expert_mesh, expert_exchange, has_capacity=expert_capacity is not None),
         )
 
     @property

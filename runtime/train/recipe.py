@@ -72,6 +72,7 @@ class ParallelSection:
         ep: ranks that share the experts.
         head_groups: groups in which the heads of an attention travel under sp, so that computing overlaps with it.
         expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
+        expert_exchange: how tokens reach their experts; auto: "peer_memory" between GPUs of one host, else "all_to_all".
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
         exchange_gradients: sum gradients on arrival, not on the way; null: where that saves bytes within a host.
@@ -88,6 +89,7 @@ class ParallelSection:
     ep: Count = 1
     head_groups: Count = 1
     expert_capacity: Count | None = None
+    expert_exchange: Literal["auto", "all_to_all", "peer_memory"] = "auto"
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName = "float32"
     exchange_gradients: bool | None = None

@@ -64,6 +64,7 @@ class Trainer:
             expert_capacity=recipe.parallel.expert_capacity,
             head_groups=recipe.parallel.head_groups,
             router_loss=train.router_loss,
+            expert_exchange=recipe.parallel.expert_exchange,
         )
         seed(recipe, self.state)
         setup.require_shared(recipe.directory)

@@ -230,13 +230,15 @@ def agrees(
     checkpoint: str = "none",
     tolerance: float = 1e-5,
     expert_capacity: int | None = None,
+    expert_exchange: str = "all_to_all",
     meta: bool = False,
     reduce_last: str = "",
     **options: object,
 ) -> dict[str, float]:
     """Trains three steps on all ranks and compares with `reference`; returns the largest relative differences."""
     attention.register()
-    state = cases_sequence.state_of(sp=sp, ep=ep, dp_replicate=dp_replicate, expert_capacity=expert_capacity)
+    exchange = {"expert_capacity": expert_capacity, "expert_exchange": expert_exchange}
+    state = cases_sequence.state_of(sp=sp, ep=ep, dp_replicate=dp_replicate, **exchange)
     model = build(name, generated=generated, attention_name=attention_name)
     whole_tensors = {key: value.clone() for key, value in model.state_dict().items()}
     if meta:

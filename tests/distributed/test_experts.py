@@ -8,11 +8,12 @@ import pytest
 KINDS = ["balanced", "uneven", "no tokens on rank 1", "all on one expert", "none for rank 0", "slots left out"]
 
 
+@pytest.mark.parametrize("exchange", ["all_to_all", "peer_memory"])
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_over_ranks_equal_experts_in_one_process(kind, world, two_ranks, four_ranks):
+def test_experts_over_ranks_equal_experts_in_one_process(kind, world, exchange, two_ranks, four_ranks):
     pool = two_ranks if world == 2 else four_ranks
-    pool.run(cases.agrees, kind, num_experts=8, biased=kind == "uneven")
+    pool.run(cases.agrees, kind, num_experts=8, biased=kind == "uneven", exchange=exchange)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -29,9 +30,25 @@ def test_recomputation_does_not_exchange_sizes_again(mode, two_ranks):
     assert two_ranks.run(cases.recomputation_exchanges_no_sizes, mode) == [1, 1]
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_reads_no_tokens_again(mode, two_ranks):
+    assert two_ranks.run(cases.recomputation_reads_no_tokens_again, mode) == [(1, 1), (1, 1)]
+
+
+def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
+    (small, large, same), other = two_ranks.run(cases.buffers_grow_with_the_tokens_of_any_rank)
+    assert 0 < small < large == same
+    assert other == [small, large, same]
+
+
+def test_peer_memory_is_refused_where_ranks_cannot_have_it(two_ranks):
+    two_ranks.run(cases.unavailable_peer_memory_is_refused)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "peer_memory"])
 @pytest.mark.parametrize("at_once", [False, True])
-def test_shared_experts_run_beside_the_exchange(at_once, two_ranks):
-    two_ranks.run(cases.shared_experts_run_beside_the_exchange, at_once)
+def test_shared_experts_run_beside_the_exchange(at_once, exchange, two_ranks):
+    two_ranks.run(cases.shared_experts_run_beside_the_exchange, at_once, exchange)
 
 
 def test_other_parameters_beside_experts_are_refused(two_ranks):

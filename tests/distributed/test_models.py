@@ -94,6 +94,9 @@ OPTIONS = {
     "built on meta": {"meta": True},
     "host memory": {"cpu_offload": True},
     "bounded exchange": {"expert_capacity": 200},
+    "peer memory": {"expert_exchange": "peer_memory"},
+    "peer memory, checkpointing": {"expert_exchange": "peer_memory", "checkpoint": "full"},
+    "peer memory, selective checkpointing": {"expert_exchange": "peer_memory", "checkpoint": "selective"},
     "sdpa": {"attention_name": "patchgen_sdpa"},
 }
 

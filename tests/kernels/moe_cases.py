@@ -133,13 +133,13 @@ CASES = [
 ]
 
 
-def run(case: Case, tensors: dict[str, Tensor], backend: str, grad_seed: int = 1) -> dict[str, Tensor]:
+def run(case: Case, tensors: dict[str, Tensor], backend: str, grad_seed: int = 1, **more: object) -> dict[str, Tensor]:
     """The output and the gradient of every floating-point input, for a random output gradient."""
     leaves = {
         name: tensor.detach().clone().requires_grad_() if tensor.is_floating_point() else tensor
         for name, tensor in tensors.items()
     }
-    out = fused_moe(**leaves, **case.options(), backend=backend)
+    out = fused_moe(**leaves, **case.options(), **more, backend=backend)
     generator = torch.Generator().manual_seed(grad_seed)
     out.backward(torch.randn(out.shape, generator=generator).to(out))
     gradients = {f"d_{name}": leaves[name].grad for name in GRADIENTS if name in leaves}

@@ -1,0 +1,231 @@
+"""The exchange of experts' tokens inside a host: ranks read each other's tokens, each at most once.
+
+    publish   every rank writes its tokens, the experts they go to and their weights, once
+    read      every rank reads the tokens that have a slot for its experts: a bound is all tokens of all ranks, no count
+    experts   one fused_moe over the tokens of all ranks, the slots of other ranks' experts left out: what it returns for a
+              token is the sum over the experts here
+    publish   every rank writes these sums
+    read      every rank reads those of its own tokens and adds them up, in fp32, in the order of the ranks
+
+The backward is the same the other way: gradients of outputs are published and read by the ranks that computed for the
+token; gradients of tokens are summed by the token's rank; that of a routing weight comes from the rank of its expert.
+
+Which rows there are, and which tiles cover them, only devices know. The hosts tell each other how many tokens they have,
+without their devices. Buffers of rows (`h`, and what the backward makes) are sized for `ROUND_SHARES` times a rank's even
+share. With two ranks no routing exceeds that. With more, the rows beyond it are computed in further rounds, each of the
+same size, as many as the worst routing needs; a round without rows reads nothing. So no row is ever left out, and the
+host never asks how many there are.
+
+    n ranks   T tokens of this rank   N tokens of all ranks   K experts per token   H hidden size   e experts of this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils import checkpoint as torch_checkpoint
+
+from patchgen.kernels import peer_rows
+from patchgen.kernels.peer_rows import Tokens
+from patchgen.runtime.parallel import beside, checkpointing
+from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
+from patchgen.runtime.parallel.state import ParallelState
+
+ROUND_SHARES = 2
+
+# This rank's experts: (tokens [N, H], index [N, K], weights [N, K], most slots not left out) -> sums [N, H].
+Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+
+
+def over_peers(
+    state: ParallelState,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    compute: Compute,
+    *,
+    num_experts: int,
+) -> Tensor:
+    """`[T, H]`: the experts of all ranks over `hidden_states [T, H]`, `top_k_index` and `top_k_weights [T, K]`.
+
+    Args:
+        compute: this rank's experts over the tokens of all ranks, called once per round.
+        num_experts: of the model.
+    """
+    exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts)
+    rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
+    beside.compute_announced()
+    rows, weights = _Arrive.apply(rows, weights, exchange)
+    return _Return.apply(_in_rounds(compute, rows, exchange, weights), top_k_index, exchange)
+
+
+def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
+    """The sums of all rounds. All but the first compute again in the backward: what they keep has no bound but the worst."""
+    index, most = exchange.index, exchange.rows_per_round
+    if exchange.num_rounds == 1:
+        return compute(rows, index, weights, most)
+    order = torch.sort(index.reshape(-1), stable=True).indices
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device=order.device)
+    round_of_slot = place.view(index.shape).div(most, rounding_mode="floor")
+    total: Tensor | None = None
+    for number in range(exchange.num_rounds):
+        own = index.masked_fill(round_of_slot != number, exchange.own_experts)
+        if number == 0:
+            total = compute(rows, own, weights, most)
+        else:
+            total = total + torch_checkpoint.checkpoint(
+                compute, rows, own, weights, most, use_reentrant=False, preserve_rng_state=False
+            )
+    return total
+
+
+@dataclass
+class _Exchange:
+    """One layer's exchange: who has how many tokens, where things lie in a buffer, and what is on its way.
+
+    Attributes:
+        index: `[N, K]` int32, this rank's experts in `[0, e)`; e marks a slot that is left out.
+        slots: `[T, K]`, the model's experts of this rank's tokens.
+        travelling: what the stream beside reads; kept until it was waited for.
+    """
+
+    peers: PeerBuffers
+    tokens: Tokens
+    num_experts: int
+    top_k: int
+    index_offset: int
+    weights_offset: int
+    index: Tensor | None = None
+    slots: Tensor | None = None
+    travelling: tuple[Tensor, ...] = field(default=())
+
+    @classmethod
+    def agree(
+        cls, peers: PeerBuffers, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int
+    ) -> _Exchange:
+        """With the token counts of all ranks, and buffers that are large enough for every step of it."""
+        tokens = checkpointing.remember(lambda: peers.agree(hidden_states.shape[0]))
+        top_k, hidden_size = top_k_index.shape[1], hidden_states.shape[1]
+        row, slot = hidden_size * hidden_states.element_size(), top_k * top_k_weights.element_size()
+        most = max(tokens.counts)
+        index_offset = aligned(most * row)
+        weights_offset = index_offset + aligned(most * top_k * torch.int32.itemsize)
+        returned = aligned(tokens.total * row) + tokens.total * slot
+        peers.reserve(max(weights_offset + most * slot, returned))
+        return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset)
+
+    @property
+    def own_experts(self) -> int:
+        return self.num_experts // self.peers.num_ranks
+
+    @property
+    def rows_per_round(self) -> int:
+        return -(-ROUND_SHARES * self.tokens.total * self.top_k // self.peers.num_ranks)
+
+    @property
+    def num_rounds(self) -> int:
+        """So many that every slot of every rank could be for this rank's experts."""
+        return -(-self.tokens.total * self.top_k // self.rows_per_round) if self.tokens.total else 1
+
+    def send(self, tokens: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`(tokens [N, H], weights [N, K], index [N, K])`, on their way; to be waited for."""
+        with self.peers.beside():
+            parts = [(0, tokens), (self.index_offset, index.to(torch.int32)), (self.weights_offset, weights)]
+            published = self.peers.publish(parts)
+            local, all_weights = peer_rows.read_routing(
+                published,
+                self.tokens,
+                self.top_k,
+                index_offset=self.index_offset,
+                weights_offset=self.weights_offset,
+                weights_dtype=weights.dtype,
+                first_expert=self.peers.rank * self.own_experts,
+                num_experts=self.own_experts,
+            )
+            rows = peer_rows.read_tokens(
+                published, self.tokens, local, self.own_experts, tokens.shape[1], tokens.dtype
+            )
+        return rows, all_weights, local
+
+    def spread(self, gradient: Tensor) -> Tensor:
+        """`[N, H]`: the gradients `[T, H]` of all ranks, where a token has a slot here."""
+        with self.peers.beside():
+            published = self.peers.publish([(0, gradient)])
+            rows = peer_rows.read_tokens(
+                published, self.tokens, self.index, self.own_experts, gradient.shape[1], gradient.dtype
+            )
+        self.peers.wait()
+        return rows
+
+    def gather_sums(self, sums: Tensor, index: Tensor) -> Tensor:
+        """`[T, H]`: the sums `[N, H]` of all ranks for the tokens of this one, added up."""
+        with self.peers.beside():
+            published = self.peers.publish([(0, sums)])
+            out = peer_rows.sum_rows(published, self.tokens, self.peers.rank, index, self.own_experts, sums)
+        self.peers.wait()
+        return out
+
+    def start_gradients(self, rows: Tensor, weights: Tensor, index: Tensor) -> None:
+        """The gradients of this rank's tokens and weights start on their way: `travelling`, to be waited for."""
+        offset = aligned(rows.numel() * rows.element_size())
+        with self.peers.beside():
+            published = self.peers.publish([(0, rows), (offset, weights)])
+            common = (published, self.tokens, self.peers.rank, index, self.own_experts)
+            own_rows = peer_rows.sum_rows(*common, rows)
+            own_weights = peer_rows.read_slots(*common, offset, weights.dtype)
+        self.travelling = (own_rows, own_weights, rows, weights)
+
+    def arrive(self) -> None:
+        """What was sent is there for what is launched from now on."""
+        self.peers.wait()
+
+    def take(self) -> tuple[Tensor, ...]:
+        """What was on its way, waited for."""
+        self.peers.wait()
+        arrived, self.travelling = self.travelling, ()
+        return arrived
+
+
+# Two nodes around what is computed beside, so that its backward runs while the gradients travel: `_Arrive` starts them,
+# `_Send` waits. Between the two passes a stand-in that nothing reads.
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tokens, weights, index, exchange):
+        ctx.exchange = exchange
+        # Kept where a layer is recomputed: its tokens travel once.
+        rows, all_weights, local = checkpointing.remember(lambda: exchange.send(tokens, weights, index))
+        exchange.index, exchange.slots = local, index
+        return rows.detach(), all_weights.detach()
+
+    @staticmethod
+    def backward(ctx, _rows, _weights):
+        gradient, weights_gradient, *_read = ctx.exchange.take()
+        return gradient, weights_gradient, None, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, weights, exchange):
+        ctx.exchange = exchange
+        exchange.arrive()
+        return rows.view_as(rows), weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, rows, weights):
+        ctx.exchange.start_gradients(rows.contiguous(), weights.contiguous(), ctx.exchange.slots)
+        return rows, weights, None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, sums, index, exchange):
+        ctx.exchange = exchange
+        return exchange.gather_sums(sums, index)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.exchange.spread(gradient.contiguous()), None, None

@@ -1,0 +1,237 @@
+"""The exchange of experts' tokens by all-to-all: a row per slot goes to the rank of its expert, and its result comes back.
+
+Example: 4 experts on 2 ranks, K = 2, three tokens on each rank.
+
+    rank 0, owns e0 e1                              rank 1, owns e2 e3
+    tokens   t0:(e0,e2)  t1:(e1,e3)  t2:(e0,e1)     tokens   u0:(e2,e3)  u1:(e0,e2)  u2:(e2,e3)
+    rows sorted by expert
+             t0e0 t2e0 t1e1 t2e1 | t0e2 t1e3                 u1e0 | u0e2 u1e2 u2e2 u0e3 u2e3
+    exchange
+             t0e0 t2e0 t1e1 t2e1 u1e0                        t0e2 t1e3 u0e2 u1e2 u2e2 u0e3 u2e3
+    experts  one fused_moe over the received rows, one slot each, with the routing weights that came along
+    exchange back, then each token sums its own rows in slot order
+
+The routing weight travels with its row, so the kernel applies it where it does without expert parallelism, and the
+results differ by nothing. No atomics: every gather has a gather as its backward.
+
+    T tokens   K experts per token   H hidden size   E experts of the model   e experts of this rank
+    R rows that this rank sends      Q rows that it receives                  n ranks of the EP group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.parallel import beside, checkpointing, watch
+from patchgen.runtime.parallel.collectives import all_to_all, start_all_to_all
+from patchgen.runtime.parallel.state import ParallelState
+
+
+@dataclass(frozen=True)
+class Route:
+    """Which (token, slot) each row is, both ways.
+
+    Attributes:
+        slot_of_row_R: the slot `t * K + k` that a row carries; rows that carry nothing have any slot.
+        row_of_slot_TK: the row that carries a slot; slots that are left out have any row.
+        left_out_TK: slots that no row carries.
+        empty_R: rows that carry nothing; None: there are none.
+    """
+
+    slot_of_row_R: Tensor
+    row_of_slot_TK: Tensor
+    left_out_TK: Tensor
+    empty_R: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields, in order."""
+        return (self.slot_of_row_R, self.row_of_slot_TK, self.left_out_TK, self.empty_R)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How rows move: sizes per rank (None: equal blocks), and the local expert of each received row.
+
+    Attributes:
+        expert_Q1: in `[0, e]`; e marks a row that carries nothing.
+    """
+
+    send_sizes: list[int] | None
+    receive_sizes: list[int] | None
+    expert_Q1: Tensor
+
+
+def over_rows(
+    state: ParallelState,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor],
+    *,
+    num_experts: int,
+) -> Tensor:
+    """`[T, H]`: the experts of all ranks over `hidden_states [T, H]`, `top_k_index` and `top_k_weights [T, K]`.
+
+    One host sync (the sizes of the exchange); none if `state.expert_capacity` bounds them.
+
+    Args:
+        compute: this rank's experts: `(rows [Q, H], expert [Q, 1], weight [Q, 1])` to `[Q, H]`.
+        num_experts: of the model.
+    """
+    route, exchange = _plan(state, top_k_index, num_experts)
+
+    def there(rows: Tensor, what: str) -> Callable[[], Tensor]:
+        return start_all_to_all(
+            rows,
+            state.ep_group,
+            operation=f"send {what} to their experts",
+            receive_sizes=exchange.receive_sizes,
+            send_sizes=exchange.send_sizes,
+        )
+
+    slots_RH = _Gather.apply(hidden_states, route)
+    arriving = there(slots_RH, "tokens")
+    weight_R1 = _Gather.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
+    arriving_weights = there(weight_R1, "routing weights")
+    beside.compute_announced()
+    out_QH = compute(arriving(), exchange.expert_Q1, arriving_weights())
+    back_RH = all_to_all(
+        out_QH,
+        state.ep_group,
+        operation="return tokens from their experts",
+        receive_sizes=exchange.send_sizes,
+        send_sizes=exchange.receive_sizes,
+    )
+    return _Combine.apply(back_RH, route)
+
+
+# ---------------------------------------------------------------------------------------------- planning
+
+DROPPED = "rows left out by expert_capacity"
+_dropped: dict[torch.device, Tensor] = {}
+
+
+def dropped_rows() -> int:
+    """Rows that `expert_capacity` left out on this rank since the last call. Waits for the device."""
+    total = sum(int(count) for count in _dropped.values())
+    _dropped.clear()
+    return total
+
+
+def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[Route, Exchange]:
+    # Keys of one byte are sorted in one pass.
+    keys = top_k_index.reshape(-1).to(torch.uint8 if num_experts < 256 else torch.int16)
+    keys_S, slot_S = torch.sort(keys, stable=True)
+    expert_S = keys_S.to(top_k_index.dtype)
+    place_of_slot = torch.empty_like(slot_S)
+    place_of_slot[slot_S] = torch.arange(slot_S.numel(), device=slot_S.device)
+    place_TK = place_of_slot.view(top_k_index.shape)
+    if state.expert_capacity is None:
+        sizes = checkpointing.remember(lambda: _exchange_sizes(state, expert_S, num_experts))
+        sent = sum(sizes.send_sizes)
+        return Route(slot_S[:sent], place_TK, top_k_index >= num_experts), sizes
+    return _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
+
+
+def _exchange_sizes(state: ParallelState, expert_S: Tensor, num_experts: int) -> Exchange:
+    """Each rank tells each other how many rows of each expert it sends; the one wait for the device of the layer."""
+    n, own = state.ep, num_experts // state.ep
+    bounds = torch.arange(num_experts + 1, device=expert_S.device)
+    send_ne = torch.searchsorted(expert_S, bounds).diff().view(n, own)
+    receive_ne = all_to_all(send_ne, state.ep_group, operation="exchange the sizes of the expert exchange")
+    with watch.operation("wait for the sizes of the expert exchange"):
+        send_sizes, receive_sizes = torch.stack([send_ne.sum(1), receive_ne.sum(1)]).tolist()
+    experts = torch.arange(own, device=expert_S.device).repeat(n)
+    expert_Q = experts.repeat_interleave(receive_ne.view(-1), output_size=sum(receive_sizes))
+    return Exchange(send_sizes, receive_sizes, expert_Q[:, None])
+
+
+def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tuple[Route, Exchange]:
+    """Equal blocks of C rows per rank: no size leaves the device. Slots over C are left out and counted."""
+    n, own = state.ep, num_experts // state.ep
+    slots, capacity, device = slot_S.numel(), state.expert_capacity, slot_S.device
+    first_n = torch.searchsorted(expert_S, torch.arange(n, device=device) * own)
+    rank_S = torch.div(expert_S, own, rounding_mode="floor")
+    position_S = torch.arange(slots, device=device) - first_n[rank_S.clamp(max=n - 1)]
+    carried_S = (expert_S < num_experts) & (position_S < capacity)
+    # Rows that carry nothing point at the first slot; one row past the end takes what is not carried.
+    row_S = torch.where(carried_S, rank_S * capacity + position_S, n * capacity)
+    slot_of_row = torch.zeros(n * capacity + 1, dtype=slot_S.dtype, device=device)
+    slot_of_row[row_S] = slot_S
+    expert_of_row = torch.full((n * capacity + 1,), own, dtype=expert_S.dtype, device=device)
+    expert_of_row[row_S] = torch.where(carried_S, expert_S % own, own)
+    slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
+    if not checkpointing.is_replay():
+        over = ((expert_S < num_experts) & ~carried_S).sum()
+        _dropped[device] = _dropped.get(device, 0) + over.detach()
+    row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
+    expert_Q = checkpointing.remember(
+        lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")
+    )
+    route = Route(slot_of_row, row_TK, ~carried_S[place_TK], empty_R=expert_of_row == own)
+    return route, Exchange(None, None, expert_Q[:, None])
+
+
+# ------------------------------------------------------------------------------------------ permutations
+
+
+def _one_slot_each(route: Route) -> Route:
+    """The same rows for values per slot, `(T * K, 1)` instead of `(T, H)`."""
+    return Route(route.slot_of_row_R, route.row_of_slot_TK.view(-1, 1), route.left_out_TK.view(-1, 1), route.empty_R)
+
+
+def _rows_of(tokens: Tensor, route: Route) -> Tensor:
+    if tokens.shape[0] == 0:
+        return tokens.new_zeros(route.slot_of_row_R.shape[0], tokens.shape[1])
+    rows = tokens.index_select(0, route.slot_of_row_R // route.row_of_slot_TK.shape[1])
+    return rows if route.empty_R is None else rows.masked_fill(route.empty_R[:, None], 0)
+
+
+def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
+    """`(T, H)`: the sum over k of the rows of a token's slots, in fp32 and in slot order."""
+    if rows.shape[0] == 0:
+        return rows.new_zeros(route.left_out_TK.shape[0], rows.shape[1])
+    if rows.is_cuda and rows.shape[1] > 1 and rows.dtype != torch.float64:
+        # One kernel: as separate steps it would write K rows per token in fp32.
+        from patchgen.kernels.combine import sum_slots
+
+        row_of_slot_TK = torch.where(route.left_out_TK, -1, route.row_of_slot_TK)
+        return sum_slots(rows.contiguous(), None, row_of_slot_TK, row_of_slot_TK.shape[1])
+    # Slots left out sort past the last row that was sent.
+    per_slot_TKH = rows[route.row_of_slot_TK.clamp(max=rows.shape[0] - 1)]
+    wide_TKH = per_slot_TKH.to(torch.promote_types(rows.dtype, torch.float32))
+    return torch.where(route.left_out_TK.unsqueeze(-1), 0, wide_TKH).sum(dim=1).to(rows.dtype)
+
+
+# Both keep the route as saved tensors, not on ctx. So a checkpointed layer drops it, and on every rank its
+# recomputation starts at `_Combine`, the first node of the layer's experts in the backward: if it started at the first
+# kernel that saved a tensor, a rank without rows would start later than the others, and exchanges would cross.
+class _Gather(torch.autograd.Function):
+    """The token of each row; backward: each token sums its rows."""
+
+    @staticmethod
+    def forward(ctx, tokens, route):
+        ctx.save_for_backward(*route.tensors)
+        return _rows_of(tokens, route)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _sum_per_token(gradient, Route(*ctx.saved_tensors)), None
+
+
+class _Combine(torch.autograd.Function):
+    """Each token sums its rows; backward: the gradient of each row's token."""
+
+    @staticmethod
+    def forward(ctx, rows, route):
+        ctx.save_for_backward(*route.tensors)
+        return _sum_per_token(rows, route)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _rows_of(gradient, Route(*ctx.saved_tensors)), None
