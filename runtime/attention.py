@@ -226,7 +226,8 @@ def attention_function(name: str, backend: Backend) -> Callable:
             request = replace(request, overlay=form)
         if more:
             request = replace(request, overlay=cuts(request, q, k, more, attention_mask, module))
-        if request.documents is not None and (size > 1 or request.causal):
+        told_here = request.causal and not torch.compiler.is_compiling()
+        if request.documents is not None and (size > 1 or told_here):
             tokens = q.shape[0] * q.shape[1] * size
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
         if size == 1:
