@@ -7,9 +7,11 @@
 
 | name                           | runs on | beyond causal, full and packed attention                   |
 | ------------------------------ | ------- | ---------------------------------------------------------- |
-| `patchgen_eager`               | any     | window, soft cap, sinks, dropout, padding, upstream masks  |
-| `patchgen_sdpa`                | any     | window, dropout, padding, upstream masks                   |
-| `patchgen_flex_attention`      | any     | window, soft cap, sinks (GPU), padding, upstream masks     |
+| `patchgen_eager`               | any     | window, soft cap, sinks, dropout, padding, upstream masks, |
+|                                |         | two sequences, sinks of each token                         |
+| `patchgen_sdpa`                | any     | window, dropout, padding, upstream masks, two sequences    |
+| `patchgen_flex_attention`      | any     | window, soft cap, sinks (GPU), padding, upstream masks;    |
+|                                |         | trains on a GPU only                                       |
 | `patchgen_flash_varlen`        | GPU     | window (torch's own varlen_attn)                           |
 | `patchgen_flash_attention_2`   | GPU     | window, soft cap, dropout                                  |
 | `patchgen_flash_attention_3`   | GPU     | window, soft cap                                           |
@@ -18,6 +20,9 @@
 All names share one contract, flash-attention's: structure comes from `is_causal`, `sliding_window` and
 `cu_seq_lens_q` (of the whole sequence), not from a mask tensor. So nothing of size S x S exists unless the backend
 builds it, and a slice of a sequence needs no slice of a mask. What a backend cannot do it refuses by name.
+
+A model that attends by its own code takes the mask for the tensor that it would be (`attention_masks.py`). What a model
+lays over its mask, keys that an indexer selected or biases, means the same under every name (`attention_overlays.py`).
 
     B rows   S tokens per row   s = S / sp of this rank   N heads   D head size
 """
@@ -225,7 +230,8 @@ def attention_function(name: str, backend: Backend) -> Callable:
             request = replace(request, overlay=form)
         if more:
             request = replace(request, overlay=cuts(request, q, k, more, attention_mask, module))
-        if request.documents is not None and (size > 1 or request.causal):
+        told_here = request.causal and not torch.compiler.is_compiling()
+        if request.documents is not None and (size > 1 or told_here):
             tokens = q.shape[0] * q.shape[1] * size
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
         if size == 1:

@@ -82,7 +82,7 @@ def step(
 
 def in_step() -> bool:
     """Whether the loss that is computed now is a share of a step: nobody reads the logits."""
-    return _STEP is not None
+    return _STEP is not _ALONE
 
 
 def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
