@@ -13,7 +13,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
-	test test-slow test-parallel \
+	test test-slow test-refusals test-parallel \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -90,6 +90,9 @@ test: $(VENV)/.setup-test  ## run the tests
 
 test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file imports, every model is proven
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
+
+test-refusals: $(VENV)/.setup-test  ## every type that the record does not call proven is refused by train (minutes)
+	@$(BIN)/python -m pytest tests/patchgen/test_refusals.py -n 2 $(ARGS)
 
 lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 PROVEN = "proven"
 EAGER_ONLY = "proven, eager only"
 GENERATED = "generated"
-LONGEST = 240
+LONGEST = 320
 """Letters of a reason: messages of others may be pages long."""
 
 

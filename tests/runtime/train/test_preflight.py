@@ -1,0 +1,103 @@
+"""`patchgen train` refuses what is not proven as a run computes: in the proof's words, before any rank, however it starts."""
+
+from __future__ import annotations
+
+import functools
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from patchgen.commands import training
+from patchgen.errors import ConfigError
+from patchgen.runtime import launch, registry
+from patchgen.runtime.train import preflight
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify.verify_model import judge
+
+STAND_INS = Path(__file__).parents[1] / "verify"
+SEES_THE_FUTURE = ("self.is_causal = True", 'self.is_causal = config._attn_implementation == "eager"')
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch, home):
+    """The folder of generated models holds one whose attention sees later tokens in a run."""
+    monkeypatch.syspath_prepend(str(STAND_INS))
+    from stand_in import write_stand_in
+
+    folder = write_stand_in(tmp_path / "generated", "llama", edits=(SEES_THE_FUTURE,))
+    monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder.parent))
+    return folder
+
+
+def recipe_of(source: str, directory: Path, **model: object) -> dict:
+    return {
+        "model": {"source": source, **model},
+        "data": {"tokens_per_batch": 64},
+        "train": {"steps": 2, "batches_per_step": 2},
+        "log": {"directory": str(directory)},
+    }
+
+
+def test_it_is_refused_in_the_proofs_words_before_any_rank(planted, tmp_path, monkeypatch):
+    found, _ = judge("llama", directory=planted, head=None, implementations=preflight.IMPLEMENTATIONS)
+    assert found.status == verdict.EAGER_ONLY and "a later token changes earlier logits" in found.reason
+
+    def started(*arguments: object, **options: object) -> None:
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr(launch, "_run_agent", started)
+    with monkeypatch.context() as within:
+        within.setattr(launch, "worker", started)
+        for ranks in (1, 2):
+            with pytest.raises(RecipeError) as refusal:
+                launch.launch(from_dict(recipe_of("llama", tmp_path / "run")), processes=ranks)
+            assert str(refusal.value) == f"model.source = 'llama': {found.words}"
+            within.setattr(preflight, "_decide", started)  # what was decided is not decided again
+        file = tmp_path / "mine.yaml"
+        file.write_text(yaml.safe_dump(recipe_of("llama", tmp_path / "run")))
+        options = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False, "print_config": False}
+        with pytest.raises(ConfigError, match="proven, eager only: a later token"):
+            training.train(file, [], dry_run=True, script=None, **options)
+    assert not (tmp_path / "run").exists()
+
+    # Under somebody else's agent rank 0 decides, for all.
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        with pytest.raises(RecipeError, match="proven, eager only: a later token"):
+            launch.launch(from_dict(recipe_of("llama", tmp_path / "run")))
+    finally:
+        if launch.dist.is_initialized():
+            launch.dist.destroy_process_group()
+
+
+def test_what_a_recipe_names_is_what_is_compared(home, tmp_path):
+    decided = preflight.require_trainable(from_dict(recipe_of("llama", tmp_path / "run")))
+    assert decided.model.attention == "patchgen_sdpa"
+    dropout = {"attention_dropout": 0.1, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6}
+    named = recipe_of("llama", tmp_path / "run", attention="patchgen_flex_attention", overrides=dropout)
+    with pytest.raises(RecipeError, match="attention 'patchgen_flex_attention' cannot do .*dropout"):
+        preflight.require_trainable(from_dict(named))
+    assert len(list((home / ".cache" / "patchgen" / "preflight").glob("*.json"))) == 2
+
+
+def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path):
+    with pytest.raises(RecipeError) as refusal:
+        preflight.require_trainable(from_dict(recipe_of("xlnet", tmp_path / "run")))
+    told = str(refusal.value)
+    assert told == (
+        "model.source = 'xlnet': no generated model takes a XLNetConfig; make one with `patchgen generate xlnet`, which "
+        "says why where it cannot."
+    )
