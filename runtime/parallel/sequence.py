@@ -165,7 +165,16 @@ def position_slice(position_ids: Tensor | None, hidden_states: Tensor, state: Pa
 
 
 def slice_dimension(tensor: Tensor, s: int, state: ParallelState, dim: int) -> Tensor:
-    """This rank's slice of a tensor whose `dim` spans the whole sequence `s * n`; one of another size as it is."""
-    if tensor.shape[dim] != s * state.sp:
+    """This rank's slice of a tensor whose `dim` spans the whole sequence `s * n`; a slice `s` as it is.
+
+    Raises:
+        ValueError: `dim` spans neither.
+    """
+    if tensor.shape[dim] == s:
         return tensor
+    if tensor.shape[dim] != s * state.sp:
+        raise ValueError(
+            f"A tensor of shape {tuple(tensor.shape)} spans neither this rank's slice of {s} tokens nor the whole sequence "
+            f"of {s * state.sp} (dimension {dim}): hand over what batch.slice_batch makes."
+        )
     return tensor.narrow(dim, state.sp_rank * s, s)

@@ -22,6 +22,22 @@ def state_of(sp: int = 1, ep: int = 1, dp_replicate: int = 1, **options) -> Para
     return ParallelState.create(config, "cpu", **options)
 
 
+def slices_are_told_from_wholes() -> None:
+    """A slice stays, the whole is cut, anything else is refused: it would be taken for a slice."""
+    state = state_of(sp=dist.get_world_size())
+    whole = torch.arange(4 * state.sp)[None]
+    mine = whole.chunk(state.sp, dim=1)[state.sp_rank]
+    hidden = torch.zeros(1, 4, 2)
+    assert torch.equal(sequence.position_slice(mine, hidden, state), mine)
+    assert torch.equal(sequence.position_slice(whole, hidden, state), mine)
+    try:
+        sequence.position_slice(whole[:, 1:], hidden, state)
+    except ValueError as error:
+        assert "spans neither this rank's slice of 4 tokens" in str(error), error
+    else:
+        raise AssertionError("positions of another length were accepted")
+
+
 def exchange_round_trip() -> None:
     """Heads scattered and gathered again are the same tensor, and so is the gradient; the head slices are right."""
     size = dist.get_world_size()

@@ -24,6 +24,10 @@ def test_exchange_round_trip(world, two_ranks, four_ranks):
     (two_ranks if world == 2 else four_ranks).run(cases.exchange_round_trip)
 
 
+def test_slices_are_told_from_wholes(two_ranks):
+    two_ranks.run(cases.slices_are_told_from_wholes)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("name", "heads", "head_sizes", "packed", "options"), ATTENTION)
 def test_attention_over_slices_equals_attention_over_the_whole(
