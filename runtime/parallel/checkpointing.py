@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
@@ -79,8 +80,18 @@ _KEPT_OPERATIONS = {
 }
 
 
+def _recomputed(_context, _operation, *_args, **_kwargs) -> torch_checkpoint.CheckpointPolicy:
+    return torch_checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def contexts(mode: str) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-    """The contexts of a region's first run and of its replay: what `torch.utils.checkpoint` calls `context_fn`."""
+    """The contexts of a region's first run and of its replay: what `torch.utils.checkpoint` calls `context_fn`.
+
+    A compiled layer is traced once, and its graph says what is computed again: torch takes its own contexts alone there.
+    Nothing is to be remembered, for what reads the host is not part of a graph.
+    """
+    if TracingContext.try_get() is not None:
+        return torch_checkpoint.create_selective_checkpoint_contexts(_recomputed if mode == "full" else _kept)
     values: list = []
     if mode == "full":
         return _store(values, replay=False), _Replay(values)

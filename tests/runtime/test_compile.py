@@ -104,11 +104,12 @@ def test_generate_compiles_its_decode_step_in_one_graph(kind, seam, backend):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "selective", "offload"])
 def test_a_compiled_layer_that_keeps_less_has_the_same_gradients(mode):
     """fp32, which torch's grouped product has no trace for; with the runtime's checkpointing around each layer."""
-    expected = step(pair("experts", torch.float32)[0].train())
-    model = pair("experts", torch.float32)[1].train()
+    upstream, model = pair("experts", torch.float32)
+    expected = step(upstream.train())
+    model.train()
     checkpointing.apply(model, mode)
     for layer in model.model.layers:
         layer.compile(backend="aot_eager")
