@@ -198,10 +198,17 @@ def unread_rows_are_no_numbers():
         peer_rows.read_tokens = original
 
 
+def create_peers(world: int, **options: object) -> ParallelState:
+    """A state of its own, with buffers that nobody has used."""
+    return ParallelState.create(
+        ParallelConfig.for_world(world, ep=world), "cpu", expert_exchange="peer_memory", **options
+    )
+
+
 def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
     """Sizes of a buffer after layers of few tokens, many on the last rank, and few again; results as in one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    state = state_of(ep=world, expert_exchange="peer_memory")
+    state = create_peers(world)
     whole = {name: tensor * 0.1 for name, tensor in _tensors(2 * world, biased=False).items()}
     own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
     sizes = []
@@ -221,7 +228,7 @@ def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
 def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
     """How often a checkpointed layer tells its token count and sends its tokens, forward and backward."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    state = state_of(ep=world, expert_exchange="peer_memory")
+    state = create_peers(world)
     whole = _tensors(2 * world, biased=False)
     hidden, index, weights = routing("uneven", rank, 2 * world)
     calls: list[str] = []
@@ -265,7 +272,7 @@ def unavailable_peer_memory_is_refused() -> None:
     for words, options in refused.items():
         peer_memory.socket.gethostname = lambda: f"host {dist.get_rank()}"
         try:
-            state_of(ep=world, expert_exchange="peer_memory", **options)
+            create_peers(world, **options)
         except ValueError as error:
             assert words in str(error), error
         else:
