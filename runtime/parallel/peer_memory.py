@@ -37,6 +37,9 @@ from patchgen.runtime.parallel import watch
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
 
+_MEASURED_RANKS = 2
+"""Largest group in which peer memory was measured on GPUs, against all-to-all: "auto" chooses it up to there."""
+
 ALIGNMENT = 256
 _GRAIN = 2**20  # sizes are rounded up to it, and to an eighth more than was asked for: longer rows may follow
 
@@ -46,7 +49,7 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
 
     Args:
         mesh: of experts, its last dimension `ep`.
-        exchange: "auto" is peer memory between GPUs that can have it.
+        exchange: "auto" is peer memory between GPUs that can have it, in groups that were measured.
         has_capacity: what a rank sends is bounded and the rest left out, which is a property of all-to-all.
 
     Raises:
@@ -54,7 +57,10 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
     """
     if exchange not in ("auto", "all_to_all", "peer_memory"):
         raise ValueError(f"expert_exchange must be 'auto', 'all_to_all' or 'peer_memory', not {exchange!r}.")
-    if exchange == "all_to_all" or mesh["ep"].size() == 1 or (exchange == "auto" and mesh.device_type != "cuda"):
+    num_ranks = mesh["ep"].size()
+    if exchange == "all_to_all" or num_ranks == 1:
+        return None
+    if exchange == "auto" and (mesh.device_type != "cuda" or num_ranks > _MEASURED_RANKS):
         return None
     reason = "expert_capacity bounds the rows of an all-to-all." if has_capacity else _unavailable(mesh)
     if reason is not None and exchange == "auto":
