@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from functools import partial
 
 import torch
@@ -264,21 +265,32 @@ def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
 
 
 def unavailable_peer_memory_is_refused() -> None:
-    """With a bound on what is sent, and where the ranks of a group are on several hosts."""
-    world = dist.get_world_size()
-    refused = {"expert_capacity bounds the rows of an all-to-all": {"expert_capacity": 3}}
-    refused |= {"run on several hosts (host 0, host 1": {}}
-    name = peer_memory.socket.gethostname
-    for words, options in refused.items():
-        peer_memory.socket.gethostname = lambda: f"host {dist.get_rank()}"
+    """With a bound on what is sent, between hosts, and where memory cannot be mapped: on every rank, with the reason."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def fails(*_args: object) -> None:
+        raise RuntimeError("no permission")
+
+    several = {"gethostname": lambda: f"host {rank}"}
+    refused_by = {
+        "expert_capacity bounds the rows of an all-to-all": ({"expert_capacity": 3}, peer_memory.socket, {}),
+        "run on several hosts (host 0, host 1": ({}, peer_memory.socket, several),
+        "rank 0 could not share memory (no permission)": ({}, peer_memory.PeerBuffers, {"reserve": fails}),
+    }
+    for words, (options, owner, replaced) in refused_by.items():
+        originals = {name: getattr(owner, name) for name in replaced}
+        for name, function in replaced.items():
+            setattr(owner, name, function)
         try:
-            create_peers(world, **options)
+            with warnings.catch_warnings(action="ignore"):
+                create_peers(world, **options)
         except ValueError as error:
             assert words in str(error), error
         else:
             raise AssertionError(f"not refused: {words}")
         finally:
-            peer_memory.socket.gethostname = name
+            for name, function in originals.items():
+                setattr(owner, name, function)
 
 
 def capacity_drops_and_counts() -> None:
