@@ -22,6 +22,7 @@ import mmap
 import socket
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -37,6 +38,9 @@ from patchgen.runtime.parallel import watch
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
 
+_MEASURED_RANKS = 2
+"""Largest group in which peer memory was measured on GPUs, against all-to-all: "auto" chooses it up to there."""
+
 ALIGNMENT = 256
 _GRAIN = 2**20  # sizes are rounded up to it, and to an eighth more than was asked for: longer rows may follow
 
@@ -46,7 +50,7 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
 
     Args:
         mesh: of experts, its last dimension `ep`.
-        exchange: "auto" is peer memory between GPUs that can have it.
+        exchange: "auto" is peer memory between GPUs that can have it, in groups that were measured.
         has_capacity: what a rank sends is bounded and the rest left out, which is a property of all-to-all.
 
     Raises:
@@ -54,23 +58,45 @@ def for_experts(mesh: DeviceMesh, exchange: ExpertExchange, *, has_capacity: boo
     """
     if exchange not in ("auto", "all_to_all", "peer_memory"):
         raise ValueError(f"expert_exchange must be 'auto', 'all_to_all' or 'peer_memory', not {exchange!r}.")
-    if exchange == "all_to_all" or mesh["ep"].size() == 1 or (exchange == "auto" and mesh.device_type != "cuda"):
+    num_ranks = mesh["ep"].size()
+    if exchange == "all_to_all" or num_ranks == 1:
         return None
-    reason = "expert_capacity bounds the rows of an all-to-all." if has_capacity else _unavailable(mesh)
-    if reason is not None and exchange == "auto":
+    if exchange == "auto" and (mesh.device_type != "cuda" or num_ranks > _MEASURED_RANKS):
         return None
-    if reason is not None:
+    buffers, reason = None, "expert_capacity bounds the rows of an all-to-all."
+    if not has_capacity:
+        reason = _unreachable(mesh)
+    if reason is None:
+        buffers, reason = _try_buffers(mesh)
+    if reason is not None and exchange != "auto":
         raise ValueError(f"expert_exchange='peer_memory' is unavailable: {reason} Use 'all_to_all'.")
+    return buffers
+
+
+def _try_buffers(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str | None]:
+    """The buffers, small ones at first, or why some rank could not make them; every rank comes to the same end."""
     groups = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
     own: dist.ProcessGroup | None = None
     for ranks in groups:  # every rank takes part in making every group
         made = dist.new_group(ranks, backend="gloo")
         own = made if dist.get_rank() in ranks else own
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
-    return PeerBuffers(mesh.get_group("ep"), own, torch.device(device))
+    error: str | None = None
+    try:
+        buffers = PeerBuffers(mesh.get_group("ep"), own, torch.device(device))
+        buffers.reserve(1)
+    except (RuntimeError, OSError) as refused:  # what drivers and containers allow shows when it is tried
+        buffers, error = None, f"rank {dist.get_rank()} could not share memory ({refused})."
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    reason = next((one for one in errors if one is not None), None)
+    if reason is not None:
+        warnings.warn(f"Experts' tokens travel by all-to-all: {reason}", stacklevel=2)
+        return None, reason
+    return buffers, None
 
 
-def _unavailable(mesh: DeviceMesh) -> str | None:
+def _unreachable(mesh: DeviceMesh) -> str | None:
     """Why the ranks of some group along `ep` cannot read each other's memory; the same answer on every rank."""
     own = socket.gethostname(), _reachable(mesh)
     found: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from functools import partial
 
 import torch
@@ -192,10 +193,17 @@ def unread_rows_are_no_numbers():
         peer_rows.read_tokens = original
 
 
+def create_peers(world: int, **options: object) -> ParallelState:
+    """A state of its own, with buffers that nobody has used."""
+    return ParallelState.create(
+        ParallelConfig.for_world(world, ep=world), "cpu", expert_exchange="peer_memory", **options
+    )
+
+
 def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
     """Sizes of a buffer after layers of few tokens, many on the last rank, and few again; results as in one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    state = state_of(ep=world, expert_exchange="peer_memory")
+    state = create_peers(world)
     whole = {name: tensor * 0.1 for name, tensor in _tensors(2 * world, biased=False).items()}
     own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
     sizes = []
@@ -215,7 +223,7 @@ def buffers_grow_with_the_tokens_of_any_rank() -> list[int]:
 def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
     """How often a checkpointed layer tells its token count and sends its tokens, forward and backward."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    state = state_of(ep=world, expert_exchange="peer_memory")
+    state = create_peers(world)
     whole = _tensors(2 * world, biased=False)
     hidden, index, weights = routing("uneven", rank, 2 * world)
     calls: list[str] = []
@@ -251,21 +259,32 @@ def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
 
 
 def unavailable_peer_memory_is_refused() -> None:
-    """With a bound on what is sent, and where the ranks of a group are on several hosts."""
-    world = dist.get_world_size()
-    refused = {"expert_capacity bounds the rows of an all-to-all": {"expert_capacity": 3}}
-    refused |= {"run on several hosts (host 0, host 1": {}}
-    name = peer_memory.socket.gethostname
-    for words, options in refused.items():
-        peer_memory.socket.gethostname = lambda: f"host {dist.get_rank()}"
+    """With a bound on what is sent, between hosts, and where memory cannot be mapped: on every rank, with the reason."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    def fails(*_args: object) -> None:
+        raise RuntimeError("no permission")
+
+    several = {"gethostname": lambda: f"host {rank}"}
+    refused_by = {
+        "expert_capacity bounds the rows of an all-to-all": ({"expert_capacity": 3}, peer_memory.socket, {}),
+        "run on several hosts (host 0, host 1": ({}, peer_memory.socket, several),
+        "rank 0 could not share memory (no permission)": ({}, peer_memory.PeerBuffers, {"reserve": fails}),
+    }
+    for words, (options, owner, replaced) in refused_by.items():
+        originals = {name: getattr(owner, name) for name in replaced}
+        for name, function in replaced.items():
+            setattr(owner, name, function)
         try:
-            state_of(ep=world, expert_exchange="peer_memory", **options)
+            with warnings.catch_warnings(action="ignore"):
+                create_peers(world, **options)
         except ValueError as error:
             assert words in str(error), error
         else:
             raise AssertionError(f"not refused: {words}")
         finally:
-            peer_memory.socket.gethostname = name
+            for name, function in originals.items():
+                setattr(owner, name, function)
 
 
 def capacity_drops_and_counts() -> None:
