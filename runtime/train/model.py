@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
@@ -158,6 +158,8 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
+    if recipe.model.separate_documents:
+        model_calls.separate_documents(model)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)

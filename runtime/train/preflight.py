@@ -18,10 +18,10 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -50,11 +50,12 @@ IMPLEMENTATIONS = ("torch", "chunked")
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was decided: the verdict, and the attention that a run takes."""
+    """What was decided: the verdict, the attention that a run takes, and whether it computes documents in rows of their own."""
 
     status: str
     reason: str
     attention: str
+    separates_documents: bool = False
 
     @property
     def refusal(self) -> str:
@@ -63,7 +64,7 @@ class Preflight:
 
 
 def require_trainable(recipe: Recipe) -> Recipe:
-    """The recipe with its attention decided.
+    """The recipe with its attention decided, and whether documents are computed in rows of their own.
 
     Raises:
         RecipeError: the model cannot train, in one sentence.
@@ -71,7 +72,19 @@ def require_trainable(recipe: Recipe) -> Recipe:
     found = examine(recipe)
     if found.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
-    return replace(recipe, model=replace(recipe.model, attention=found.attention))
+    apart = found.separates_documents or bool(recipe.model.separate_documents)
+    if apart and recipe.parallel.sp > 1:
+        raise RecipeError(
+            f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' computes each packed document in a row of its "
+            "own, for nothing tells it where documents end, and a slice of a packed row cannot be taken apart. Train it "
+            "with sp: 1."
+        )
+    if found.separates_documents and recipe.model.separate_documents is False:
+        raise RecipeError(
+            f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Leave it "
+            "out."
+        )
+    return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
 
 
 def examine(recipe: Recipe) -> Preflight:
@@ -125,14 +138,11 @@ def _decide(
     upstream_class = None
     if not generated.upstream_module.startswith(registry.PACKAGE):
         upstream_class = getattr(importlib.import_module(generated.upstream_module), head.__name__)
-        found, proof = judge(
-            generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
-        )
-        path = proof.training if proof is not None else None
+        found, training = _of_type(generated, head)
         if found.status != verdict.PROVEN:
             return Preflight(found.status, found.reason, "")
-        if path is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
-            return Preflight(found.status, "", path.attention)
+        if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
+            return Preflight(found.status, "", attention.choose(training["asked"]), training["separates_documents"])
     small = _small(upstream_class or head, config)
     path = prove_training_path(
         upstream_class,
@@ -144,21 +154,21 @@ def _decide(
         media=media,
     )
     status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(status, verdict.one_line(path.reason), path.attention)
+    return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents)
 
 
 def _of_type(
     generated: registry.GeneratedModel, head: type[PreTrainedModel]
-) -> tuple[verdict.Verdict, Collection[str] | None]:
-    """The verdict on a head, and what it asks of attention: from the record beside its file if that holds here, else now."""
+) -> tuple[verdict.Verdict, Mapping[str, Any] | None]:
+    """The verdict on a head, and the record of its training path: that beside its file if it holds here, else made now."""
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
-    if recorded is not None and attention.choose(recorded["asked"]) == recorded["attention"]:
-        return verdict.Verdict(verdict.PROVEN), recorded["asked"]
+    if recorded is not None and attention.choose(recorded["asked"], device_type="cpu") == recorded["compared_with"]:
+        return verdict.Verdict(verdict.PROVEN), recorded
     found, proof = judge(
         generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
     )
     path = proof.training if proof is not None else None
-    return found, path.asked if path is not None else None
+    return found, report.training_record(path) if path is not None else None
 
 
 def _is_default(config: PreTrainedConfig) -> bool:

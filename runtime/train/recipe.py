@@ -50,6 +50,8 @@ class ModelConfig:
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
         dtype: what parameters and optimizer state are stored in.
         attention: a name of runtime/attention.py; null chooses the fastest that can run here.
+        separate_documents: compute each packed document in a row of its own, padded: for models that cannot be told where
+            documents end; null: where the proof of the model shows that it needs it.
         freeze: patterns of parameter names (`model.visual.*`) that are not trained.
     """
 
@@ -59,6 +61,7 @@ class ModelConfig:
     allow_missing: tuple[str, ...] = ()
     dtype: DtypeName = "float32"
     attention: str | None = None
+    separate_documents: bool | None = None
     freeze: tuple[str, ...] = ()
 
 

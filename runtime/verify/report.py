@@ -162,6 +162,7 @@ def training_record(path: TrainingPath) -> dict[str, object]:
         "attention": path.attention,
         "compared_with": path.ran_with,
         "asked": list(path.asked),
+        "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
         "checks": {
             check.name: {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.chunking import largest_chunk
-from patchgen.runtime import attention, parallel, seams
+from patchgen.runtime import attention, model_calls, parallel, seams
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
@@ -84,6 +84,7 @@ class Comparison:
         self.positions: Any = None
         self.state: ParallelState | None = None
         self.ran_with = ""
+        self.separates_documents = False
         self.checks: list[Check] = []
         self.failures: list[str] = []
 
@@ -97,7 +98,17 @@ class Comparison:
     @cached_property
     def generated(self) -> PreTrainedModel:
         """The generated class as it is compared."""
-        return self._generated(self.ran_with, self.config)
+        model = self._generated(self.ran_with, self.config)
+        if self.separates_documents:
+            model_calls.separate_documents(model)
+        return model
+
+    def with_documents_apart(self) -> Comparison:
+        """The same comparison, nothing compared yet, of a model that computes packed documents in rows of their own."""
+        other = copy.copy(self)
+        other.__dict__.pop("generated", None)
+        other.separates_documents, other.checks, other.failures = True, [], []
+        return other
 
     def choices(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> set[str]:
         """Finds the seams of a run and its position function; returns the features that it asks of its attention.

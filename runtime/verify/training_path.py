@@ -57,6 +57,9 @@ class TrainingPath:
     """The features that the model asks of its attention."""
     checks: tuple[Check, ...] = ()
     failures: tuple[str, ...] = ()
+    separates_documents: bool = False
+    """Whether a run computes each packed document in a row of its own (`model_calls.separate_documents`): only so is the
+    model right in packed rows, since nothing tells it where documents end."""
 
     @property
     def reason(self) -> str:
@@ -109,7 +112,17 @@ def prove_training_path(
     with one_rank() as state:
         path.state = state
         path.run()
-    return replace(found, ran_with=path.ran_with, checks=tuple(path.checks), failures=tuple(path.failures))
+        apart = path.with_documents_apart() if path.failures else None
+        if apart is not None:
+            apart.run()
+            path = apart if not apart.failures else path
+    return replace(
+        found,
+        ran_with=path.ran_with,
+        checks=tuple(path.checks),
+        failures=tuple(path.failures),
+        separates_documents=path.separates_documents,
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -134,7 +147,13 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
         checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
         failures += [f"variant {variant}: {failure}" for failure in path.failures]
         asked |= set(path.asked)
-    return replace(first, checks=tuple(checks), failures=tuple(failures), asked=tuple(sorted(asked)))
+    return replace(
+        first,
+        checks=tuple(checks),
+        failures=tuple(failures),
+        asked=tuple(sorted(asked)),
+        separates_documents=any(path.separates_documents for path in paths.values()),
+    )
 
 
 @contextlib.contextmanager
