@@ -6,6 +6,7 @@
     mixers.py        convolution and delta rule            experts.py      the token exchange of expert parallelism
     sharding.py      FSDP2 over both meshes                loss.py         means over the global batch
     gradients.py     norm, clipping, non-finite reports    checkpointing.py  activation checkpointing
+    undivided.py     units that one rank holds alone       exchange_reduce.py  sums of gradients that travel in bf16
     watch.py         collectives that stall                report.py       what serves what, bytes per rank
 
 Generated code reaches the active state through `patchgen.runtime.ops`. This module is light: it imports no torch until

@@ -2,6 +2,7 @@
 
 recipe.py      the types of a recipe; reading, --set, printing     setup.py      model, weights, optimizers, loaders
 trainer.py     the loop                                            optimizers.py groups, AdamW, Muon; the schedule
+adamw.py       AdamW in one pass over memory
 flops.py       what a token costs, MFU                             memory.py     what a rank will hold
 plan.py        what --dry-run prints                               lora.py       adapters through PEFT
 run_log.py     JSONL, trackers                                     view.py       the terminal
