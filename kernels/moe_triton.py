@@ -56,6 +56,7 @@ def fused_moe_triton(
         )
     activation = options.recognised()
     tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    slots = top_k_index.numel()
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     return torch.ops.patchgen.moe_forward(
         hidden_states.contiguous(),
@@ -68,7 +69,7 @@ def fused_moe_triton(
         options.is_transposed,
         options.is_interleaved,
         *_as_arguments(activation),
-        min(top_k_index.numel(), options.max_rows or top_k_index.numel()),
+        slots if options.max_rows is None else min(slots, options.max_rows),
         keep,
     )[0]
 

@@ -155,7 +155,7 @@ def test_operators_pass_torchs_own_checks():
             tensors[name] for name in ("hidden_states", "top_k_index", "top_k_weights", "gate_up_proj", "down_proj")
         )
     ]
-    arguments = (*inputs, None, None, False, False, "silu", 1.0, float("inf"), 0.0, False, True, True)
+    arguments = (*inputs, None, None, False, False, "silu", 1.0, float("inf"), 0.0, False, True, 10, True)
     import patchgen.kernels.moe_triton  # noqa: F401  registers the operators
 
     torch.library.opcheck(

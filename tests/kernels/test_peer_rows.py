@@ -89,7 +89,10 @@ def test_the_sums_of_the_ranks_are_added_where_a_token_has_their_experts(rank: i
     published, _ = publish(sums)
     out = torch.full((COUNTS[rank], HIDDEN), torch.nan, dtype=dtype, device=DEVICE)
     peer_rows.launch_sum_rows(published, tokens(), rank, index, OWN, out)
-    assert torch.equal(out, expected.to(dtype))
+    if DEVICE == "cuda" or dtype == torch.float32:
+        assert torch.equal(out, expected.to(dtype))
+    else:  # the interpreter cuts off bits where a GPU rounds
+        torch.testing.assert_close(out.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
