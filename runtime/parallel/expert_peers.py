@@ -36,8 +36,8 @@ from patchgen.runtime.parallel.state import ParallelState
 
 ROUND_SHARES = 2
 
-# This rank's experts: (tokens [N, H], index [N, K], weights [N, K], most slots not left out) -> sums [N, H].
-Compute = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+# This rank's experts: (tokens [N, H], index [N, K], weights [N, K][, most slots not left out]) -> sums [N, H].
+Compute = Callable[..., Tensor]
 
 
 def over_peers(
@@ -66,7 +66,7 @@ def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Ten
     """The sums of all rounds. All but the first compute again in the backward: what they keep has no bound but the worst."""
     index, most = exchange.index, exchange.rows_per_round
     if exchange.num_rounds == 1:
-        return compute(rows, index, weights, most)
+        return compute(rows, index, weights)
     order = torch.sort(index.reshape(-1), stable=True).indices
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)

@@ -44,8 +44,10 @@ def fused_moe(
     compute = partial(_implementation(), num_experts=own, **options)
 
     def experts(rows: Tensor, index: Tensor, weights: Tensor, max_rows: int | None = None) -> Tensor:
-        biases = {"gate_up_bias": gate_up_bias_e, "down_bias": down_bias_e}
-        return compute(rows, index, weights, gate_up_e, down_e, max_rows=max_rows, **biases)
+        more = {"gate_up_bias": gate_up_bias_e, "down_bias": down_bias_e}
+        if max_rows is not None:  # only then: an implementation that a user registered need not know it
+            more["max_rows"] = max_rows
+        return compute(rows, index, weights, gate_up_e, down_e, **more)
 
     exchange = over_rows if state.peers is None else over_peers
     return exchange(state, hidden_states, top_k_index, top_k_weights, experts, num_experts=num_experts)
