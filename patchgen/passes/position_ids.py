@@ -49,9 +49,8 @@ class PositionIds(SitePass):
                 "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
                 "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
                 "        # patchgen: position_ids\n"
-                "        position_ids = ops.mrope_position_ids(\n"
-                '            position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None)\n'
-                "        )\n"
+                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, "
+                'kwargs.pop("stacked_position_ids", None))\n'
                 "        if position_ids is None:\n"
                 "            position_ids = self.get_rope_index(input_ids)\n"
                 "        return self.language_model(inputs_embeds, position_ids)\n"
