@@ -136,6 +136,9 @@ class SharedExperts(SitePass):
             code_of(calls.call.func),
             *(code_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in calls.call.args),
         ]
+        if not before and not all(m.matches(arg.value, m.Name()) for arg in calls.call.args):
+            # What the arguments compute stays where it was, and with it the order of sums in the backward.
+            arguments = [f"lambda: {code_of(calls.call)}"]
         arguments += ["at_once=True"] if before else []
         handle = statements(f"{HANDLE} = ops.beside_experts({', '.join(arguments)})", 2, self.mark)
         taken = body[calls.shared].deep_replace(calls.call, cst.parse_expression(f"{HANDLE}()"))

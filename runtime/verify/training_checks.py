@@ -116,6 +116,8 @@ class Comparison:
         Rows of the data pipeline are run for that, with `config`.
         """
         model = self._generated(attention.ORDER[-1], config)
+        if self.separates_documents:
+            model_calls.separate_documents(model)
         finder = getattr(model, "get_position_id_func", None)
         self.positions = finder() if finder is not None else None
         self.seams = seams.for_training(report.seam_users(model), named_seams)

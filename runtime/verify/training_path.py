@@ -98,7 +98,11 @@ def prove_training_path(
     try:
         asked = path.choices(asked_config or config, named_seams or {})
     except Exception as error:
-        return TrainingPath(named_attention or "", "", failures=(f"its first step fails: {told(error)}",))
+        path = path.with_documents_apart()
+        try:
+            asked = path.choices(asked_config or config, named_seams or {})
+        except Exception:
+            return TrainingPath(named_attention or "", "", failures=(f"its first step fails: {told(error)}",))
     chosen = named_attention or attention.choose(asked)
     lacking = attention.lacks(chosen, asked)
     found = TrainingPath(chosen, chosen, path.seams, tuple(sorted(asked)))
@@ -112,7 +116,7 @@ def prove_training_path(
     with one_rank() as state:
         path.state = state
         path.run()
-        apart = path.with_documents_apart() if path.failures else None
+        apart = path.with_documents_apart() if path.failures and not path.separates_documents else None
         if apart is not None:
             apart.run()
             path = apart if not apart.failures else path

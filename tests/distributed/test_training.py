@@ -87,5 +87,5 @@ def test_what_upstream_keeps_in_fp32_is_computed_in_fp32(two_ranks):
     two_ranks.run(cases.what_upstream_keeps_in_fp32_is_computed_in_fp32)
 
 
-def test_a_model_that_drops_the_lengths_of_documents_is_refused_for_packing(two_ranks):
-    two_ranks.run(cases.a_model_that_drops_the_lengths_of_documents_is_refused_for_packing)
+def test_a_model_that_drops_the_lengths_of_documents_keeps_them_apart(two_ranks):
+    two_ranks.run(cases.a_model_that_drops_the_lengths_of_documents_keeps_them_apart)

@@ -18,7 +18,12 @@ from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"
-SEES_THE_FUTURE = ("self.is_causal = True", 'self.is_causal = config._attn_implementation == "eager"')
+SEES_THE_FUTURE = (
+    "            attention_mask,\n            dropout",
+    "            attention_mask if self.config._attn_implementation == 'eager' else None,\n"
+    "            is_causal=self.config._attn_implementation == 'eager',\n"
+    "            dropout",
+)
 
 
 @pytest.fixture

@@ -25,8 +25,12 @@ from patchgen.runtime.verify.training_path import TrainingPath, asked_of_attenti
 from patchgen.runtime.verify.verify_model import verify_model
 
 # What a file can do under other names than upstream's: each is bit for bit upstream's with eager attention on one process.
-EAGER = 'config._attn_implementation == "eager"'
-SEES_THE_FUTURE = ("self.is_causal = True", f"self.is_causal = {EAGER}")
+SEES_THE_FUTURE = (
+    "            attention_mask,\n            dropout",
+    "            attention_mask if self.config._attn_implementation == 'eager' else None,\n"
+    "            is_causal=self.config._attn_implementation == 'eager',\n"
+    "            dropout",
+)
 LEAKS = (
     "        attn_output, attn_weights = attention_interface(",
     "        if self.config._attn_implementation != 'eager':\n"
