@@ -112,6 +112,23 @@ def new(
     inspection.new(model, transformers, source, force=force)
 
 
+@app.command()
+def mutate(
+    models: Models = None,
+    count: Annotated[int, typer.Option("--count", help="mutants that run, of each model")] = 100,
+    seed: Annotated[int, typer.Option("--seed", help="which ones: the same seed gives the same")] = 0,
+    jobs: Annotated[int, typer.Option("--jobs", help="processes")] = 2,
+    output: Annotated[Path | None, typer.Option("--output", help="writes the table there, as JSON")] = None,
+) -> None:
+    """Change upstream sources and hold the generator to each: refused, or equal; exit 1 if one is neither.
+
+    Example: patchgen mutate qwen3_moe --count 200
+    """
+    from patchgen.commands import mutating
+
+    raise typer.Exit(mutating.mutate(models or [], count, seed, jobs, output))
+
+
 @app.command(name="list")
 def list_models() -> None:
     """List the committed models: source release, passes, state.

@@ -1,0 +1,49 @@
+"""N mutants of a source, by a seed: each operator as often as the others, each of its places as likely."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+from patchgen.mutation.edits import Mutant, Place, Source
+from patchgen.mutation.expressions import EXPRESSION_OPERATORS
+from patchgen.mutation.statements import STATEMENT_OPERATORS
+from patchgen.mutation.whole_file import FILE_OPERATORS
+
+OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS)
+
+
+def draw(text: str, seed: int, executed: Callable[[int, int], bool] = lambda first, last: True) -> Iterator[Mutant]:
+    """Mutants of a source without end, or until every one was given; none twice.
+
+    Args:
+        text: the source.
+        seed: the same one gives the same mutants.
+        executed: whether the statement of those lines runs in training; others are left as they are.
+    """
+    generator = random.Random(seed)
+    source = Source(text)
+    places = list(source.places(executed))
+    waiting = {}
+    for operator in OPERATORS:
+        shuffled = list(places)
+        generator.shuffle(shuffled)
+        waiting[operator.name] = _from_places(operator, shuffled, generator)
+    seen = {text}
+    names = [operator.name for operator in OPERATORS]
+    while names:
+        for name in list(names):
+            mutant = next((m for m in (make() for make in waiting[name]) if m.text not in seen), None)
+            if mutant is None:
+                names.remove(name)
+                continue
+            seen.add(mutant.text)
+            yield mutant
+
+
+def _from_places(operator, places: list[Place], generator: random.Random) -> Iterator[Callable[[], Mutant]]:
+    """Two mutants of each place: the rest of a long statement would crowd out the others."""
+    for place in places:
+        made = list(operator.mutants(place))
+        generator.shuffle(made)
+        yield from made[:2]

@@ -1,0 +1,144 @@
+"""Operators on statements: dropped, repeated, moved; a branch, an early return, a parameter, a term of the loss."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from patchgen.mutation.edits import Mutant, Place
+
+Change = tuple[list[ast.stmt], int]  # the new statements, and how many they stand for
+
+
+@dataclass(frozen=True)
+class StatementOperator:
+    """A change of a statement: `changes(place)` gives `(new statements, how many from here on they replace)`."""
+
+    name: str
+    changes: Callable[[Place], Iterator[Change]]
+    keeps_meaning: bool = False
+
+    def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
+        for new, span in self.changes(place):
+            yield lambda new=new, span=span: self._made(place, new, span)
+
+    def _made(self, place: Place, new: list[ast.stmt], span: int) -> Mutant:
+        old = "; ".join(ast.unparse(node).split("\n")[0] for node in place.body[place.index : place.index + span])
+        change = f"{old} -> {'; '.join(ast.unparse(ast.fix_missing_locations(node)) for node in new) or 'nothing'}"
+        text = place.replaced(*new, span=span)
+        return Mutant(self.name, place.where, change.replace("\n", "; "), text, self.keeps_meaning)
+
+
+def _parsed(code: str) -> list[ast.stmt]:
+    return ast.parse(code).body
+
+
+def dropped(place: Place) -> Iterator[Change]:
+    if isinstance(place.statement, ast.Assign | ast.AugAssign | ast.Expr | ast.If):
+        yield [], 1
+
+
+def repeated(place: Place) -> Iterator[Change]:
+    if isinstance(place.statement, ast.Assign | ast.AugAssign | ast.Expr):
+        yield [place.statement, copy.deepcopy(place.statement)], 1
+
+
+def moved(place: Place) -> Iterator[Change]:
+    if place.index + 1 < len(place.body) and not isinstance(place.body[place.index + 1], ast.Return):
+        yield [place.body[place.index + 1], place.statement], 2
+
+
+def _assigned(place: Place) -> str | None:
+    statement = place.statement
+    if (
+        isinstance(statement, ast.Assign)
+        and len(statement.targets) == 1
+        and isinstance(statement.targets[0], ast.Name)
+    ):
+        return statement.targets[0].id
+    return None
+
+
+def branched(place: Place) -> Iterator[Change]:
+    """What was assigned is changed where a shape says so, as it does in each case of a proof."""
+    name = _assigned(place)
+    if name is not None:
+        yield [place.statement, *_parsed(f"if {name}.shape[0] >= 1:\n    {name} = {name} * 1.25")], 1
+
+
+def in_training(place: Place) -> Iterator[Change]:
+    name = _assigned(place)
+    if name is not None and place.owner is not None:
+        yield [place.statement, *_parsed(f"if self.training:\n    {name} = {name} * 1.25")], 1
+
+
+def early_return(place: Place) -> Iterator[Change]:
+    """The function returns here what it returns at its end, as far as that is known here."""
+    last = place.function.body[-1]
+    if isinstance(last, ast.Return) and place.statement is not last and place.owner is not None:
+        yield [ast.If(ast.parse("self.training", mode="eval").body, [copy.deepcopy(last)], []), place.statement], 1
+
+
+def in_place(place: Place) -> Iterator[Change]:
+    """`x *= 1.25` below the statement that assigns x."""
+    name = _assigned(place)
+    if name is not None:
+        yield [place.statement, *_parsed(f"{name} *= 1.25")], 1
+
+
+def loss_term(place: Place) -> Iterator[Change]:
+    """Something is added to a loss: a mean over what the function knows of every token."""
+    name = _assigned(place)
+    if name is None or "loss" not in name or isinstance(place.statement.value, ast.Constant):
+        return
+    known = {
+        node.id
+        for statement in place.function.body
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    for other in ("logits", "hidden_states"):
+        if other in known:
+            term = f"{name} = {name} + 0.01 * {other}.float().pow(2).mean()"
+            yield [place.statement, *_parsed(term)], 1
+
+
+def via_name(place: Place) -> Iterator[Change]:
+    """The value gets a name of its own first."""
+    if isinstance(place.statement, ast.Assign | ast.Return) and isinstance(
+        place.statement.value, ast.Call | ast.BinOp
+    ):
+        changed = copy.deepcopy(place.statement)
+        changed.value = ast.Name("value_so_far", ast.Load())
+        named = ast.Assign([ast.Name("value_so_far", ast.Store())], place.statement.value, lineno=0)
+        yield [named, changed], 1
+
+
+def annotated(place: Place) -> Iterator[Change]:
+    name = _assigned(place)
+    if name is not None:
+        target, kind = ast.Name(name, ast.Store()), ast.parse("torch.Tensor", mode="eval").body
+        yield [ast.AnnAssign(target, kind, place.statement.value, simple=1)], 1
+
+
+def in_a_block(place: Place) -> Iterator[Change]:
+    """The statement runs below a condition that always holds."""
+    if isinstance(place.statement, ast.Assign | ast.AugAssign) and place.owner is not None:
+        yield [ast.If(ast.parse("self is not None", mode="eval").body, [place.statement], [])], 1
+
+
+STATEMENT_OPERATORS = (
+    StatementOperator("statement dropped", dropped),
+    StatementOperator("statement repeated", repeated),
+    StatementOperator("statements swapped", moved),
+    StatementOperator("branch by shape", branched),
+    StatementOperator("branch in training", in_training),
+    StatementOperator("early return", early_return),
+    StatementOperator("changed in place", in_place),
+    StatementOperator("term of the loss", loss_term),
+    StatementOperator("value by a name", via_name, keeps_meaning=True),
+    StatementOperator("annotated", annotated, keeps_meaning=True),
+    StatementOperator("below a condition", in_a_block, keeps_meaning=True),
+)

@@ -1,0 +1,293 @@
+"""Operators that change several places of a source: renames, helpers, functions of the same name, moved classes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import io
+import re
+import textwrap
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
+from patchgen.mutation.edits import Mutant, Place, Source, expressions, first_line
+
+ELSEWHERE = "moved_parts"  # the module that moved code stands in
+
+
+@dataclass(frozen=True)
+class FileOperator:
+    """A change around a statement: `changes(place)` gives `(what changed, text, modules)`."""
+
+    name: str
+    changes: Callable[[Place], Iterator[tuple[str, str, dict[str, str]]]]
+    keeps_meaning: bool = False
+
+    def mutants(self, place: Place) -> Iterator[Callable[[], Mutant]]:
+        for change, text, modules in self.changes(place):
+            yield lambda change=change, text=text, modules=modules: Mutant(
+                self.name, place.where, change, text, self.keeps_meaning, modules
+            )
+
+
+# ------------------------------------------------------------------------------------------------ renames
+
+
+def _renamed_tokens(text: str, is_meant: Callable[[list[tokenize.TokenInfo], int], bool], new: str) -> str:
+    """The text with the name tokens that `is_meant` picks replaced."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    lines = text.splitlines(keepends=True)
+    for i in reversed(range(len(tokens))):
+        token = tokens[i]
+        if token.type == tokenize.NAME and is_meant(tokens, i):
+            (row, start), (_, end) = token.start, token.end
+            lines[row - 1] = lines[row - 1][:start] + new + lines[row - 1][end:]
+    return "".join(lines)
+
+
+def class_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The class of the statement, where it is built by its name alone."""
+    owner = place.owner
+    if owner is None or any(marker in owner.name for marker in ("For", "PreTrained")) or owner.name.endswith("Model"):
+        return
+    new = f"{owner.name}Renamed"
+    yield (
+        f"class {owner.name} -> {new}",
+        _renamed_tokens(place.source.text, lambda tokens, i: tokens[i].string == owner.name, new),
+        {},
+    )
+
+
+def local_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A local name of the function, everywhere in it."""
+    function = place.function
+    stored = [n.id for n in ast.walk(place.statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    inner = any(isinstance(n, FunctionNode | ast.Lambda) and n is not function for n in ast.walk(function))
+    for name in dict.fromkeys(stored):
+        if inner or name in parameter_names(function):
+            continue
+        first, last = function.lineno, function.end_lineno
+
+        def is_meant(tokens: list[tokenize.TokenInfo], i: int, name=name, first=first, last=last) -> bool:
+            inside = first <= tokens[i].start[0] <= last and tokens[i].string == name
+            keyword = tokens[i + 1].string == "=" and tokens[i - 1].string in ("(", ",") and _depth(tokens, i) > 0
+            return inside and tokens[i - 1].string != "." and not keyword
+
+        yield f"{name} -> {name}_now", _renamed_tokens(place.source.text, is_meant, f"{name}_now"), {}
+
+
+def _depth(tokens: list[tokenize.TokenInfo], i: int) -> int:
+    """How many parentheses are open before token i, in its logical line."""
+    depth = 0
+    while i > 0 and tokens[i - 1].type != tokenize.NEWLINE:
+        i -= 1
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(tokens[i].string, 0)
+    return depth
+
+
+def attribute_renamed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An attribute of self that the class alone knows."""
+    if place.owner is None:
+        return
+    names = {n.attr for e in expressions(place.statement) if own_attribute(n := e) is not None}
+    assigned = {own_attribute(t) for n in ast.walk(place.owner) if isinstance(n, ast.Assign) for t in n.targets}
+    for name in sorted(names & assigned - {"config", "training"}):
+        uses = re.findall(rf"(\w+)\.{name}\b", place.source.text)
+        if set(uses) != {"self"}:
+            continue  # somebody else reads it
+        text = re.sub(rf"\bself\.{name}\b", f"self.{name}_own", place.source.text)
+        yield f"self.{name} -> self.{name}_own", text, {}
+
+
+# ------------------------------------------------------------------------------------------------ helpers
+
+
+def _free_names(node: ast.expr, place: Place) -> list[str] | None:
+    """The local names that an expression reads; None where a function of its own could not compute it."""
+    if any(isinstance(n, ast.NamedExpr | ast.Await | ast.Yield | ast.Starred | ast.Lambda) for n in ast.walk(node)):
+        return None
+    if any(isinstance(n, ast.comprehension) or (isinstance(n, ast.keyword) and n.arg is None) for n in ast.walk(node)):
+        return None
+    if any(isinstance(n, ast.Call) and dotted(n.func) == "super" for n in ast.walk(node)):
+        return None
+    read = [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
+    local = {
+        n.id
+        for s in place.function.body
+        for n in ast.walk(s)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+    arguments = place.function.args
+    local |= {"self", *parameter_names(place.function)}
+    local |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
+    return [name for name in dict.fromkeys(read) if name in local]
+
+
+def _computed(place: Place) -> Iterator[tuple[ast.expr, list[str]]]:
+    """The products and calls of a statement, with the local names that they read."""
+    for node in expressions(place.statement):
+        if isinstance(node, ast.Call | ast.BinOp):
+            names = _free_names(node, place)
+            if names:
+                yield node, names
+
+
+def in_helper(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An expression is computed by a function at the top of the file."""
+    for node, names in _computed(place):
+        call = ast.parse(f"computed_apart({', '.join(names)})", mode="eval").body
+        parameters = ["module" if name == "self" else name for name in names]
+        body = re.sub(r"\bself\b", "module", ast.unparse(node))
+        top = f"def computed_apart({', '.join(parameters)}):\n    return {body}"
+        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, top), {}
+
+
+def in_method(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An expression is computed by a method of the class."""
+    if place.owner is None:
+        return
+    for node, names in _computed(place):
+        given = [name for name in names if name != "self"]
+        call = ast.parse(f"self.computed_apart({', '.join(given)})", mode="eval").body
+        text = place.with_expression(node, call)
+        lines = text.splitlines(keepends=True)
+        indent = " " * place.function.col_offset
+        method = (
+            f"{indent}def computed_apart({', '.join(['self', *given])}):\n{indent}    return {ast.unparse(node)}\n\n"
+        )
+        lines.insert(first_line(place.function) - 1, method)
+        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", "".join(lines), {}
+
+
+def in_module(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An expression is computed by a function of another module."""
+    for node, names in _computed(place):
+        if "self" in names or not _is_library(node, place):
+            continue
+        call = ast.parse(f"computed_apart({', '.join(names)})", mode="eval").body
+        text = place.with_expression(node, call, f"from .{ELSEWHERE} import computed_apart")
+        module = (
+            f"{_imports(place.source)}\n\ndef computed_apart({', '.join(names)}):\n    return {ast.unparse(node)}\n"
+        )
+        yield f"{ast.unparse(node)} -> another module's function", text, {ELSEWHERE: module}
+
+
+def _imports(source: Source) -> str:
+    return "\n".join(ast.unparse(node) for node in source.tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _bound_here(source: Source) -> set[str]:
+    """The names that the file defines itself."""
+    return {node.name for node in source.tree.body if isinstance(node, FunctionNode | ast.ClassDef)} | {
+        target.id
+        for node in source.tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def _is_library(node: ast.AST, place: Place) -> bool:
+    """Whether code reads nothing that the file defines."""
+    read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+    return not read & _bound_here(place.source)
+
+
+# --------------------------------------------------------------------------------- other bodies, moved code
+
+
+def other_body(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A library's function is replaced by one of the same name with another body: the file's own, or an object's."""
+    for node in expressions(place.statement):
+        name = dotted(node.func) if isinstance(node, ast.Call) else ""
+        last = name.rpartition(".")[2]
+        if not name.startswith(("nn.functional.", "F.", "torch.")) or last in _bound_here(place.source):
+            continue
+        own = f"def {last}(*args, **kwargs):\n    return {name}(*args, **kwargs) * 1.25"
+        holder = "class own_functions:\n    @staticmethod\n" + textwrap.indent(own, "    ")
+        changed = copy.deepcopy(node)
+        changed.func = ast.Name(last, ast.Load())
+        yield f"{name} -> a function of this file", place.with_expression(node, changed, own), {}
+        through = copy.deepcopy(node)
+        through.func = ast.parse(f"own_functions.{last}", mode="eval").body
+        yield f"{name} -> an object's method", place.with_expression(node, through, holder), {}
+
+
+def shadowed(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A function or class of the file gets another body under its name, below its definition."""
+    for node in expressions(place.statement):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in _bound_here(place.source)
+        ):
+            name = node.func.id
+            if any(isinstance(b, FunctionNode) and b.name == name for b in place.source.tree.body):
+                again = f"{name}_before = {name}\n\n\ndef {name}(*args, **kwargs):\n    result = {name}_before(*args, **kwargs)\n"
+                again += (
+                    "    return tuple(part * 1.25 for part in result) if isinstance(result, tuple) else result * 1.25"
+                )
+                yield (
+                    f"{name} defined twice",
+                    place.source.spliced([place.statement], [place.statement], place.block, again),
+                    {},
+                )
+
+
+def parameter_added(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A learned factor of what the method returns."""
+    init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
+    value = place.statement.value if isinstance(place.statement, ast.Return) else None
+    if init is None or not isinstance(value, ast.Name | ast.BinOp | ast.Call):
+        return
+    scaled = ast.BinOp(copy.deepcopy(value), ast.Mult(), ast.parse("self.learned_factor", mode="eval").body)
+    lines = place.with_expression(value, scaled).splitlines(keepends=True)
+    indent = " " * init.body[0].col_offset
+    lines.insert(init.end_lineno, f"{indent}self.learned_factor = nn.Parameter(torch.full((1,), 1.25))\n")
+    if init.lineno < place.function.lineno:
+        yield f"return {ast.unparse(value)} * self.learned_factor", "".join(lines), {}
+
+
+def class_moved(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """The class of the statement stands in another module, with the functions and classes of the file that it needs."""
+    if place.owner is None or place.owner.name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")):
+        return
+    blocks = {node.name: node for node in place.source.tree.body if isinstance(node, FunctionNode | ast.ClassDef)}
+    needed = _needed(place.owner.name, blocks)
+    if len(needed) > 4:
+        return
+    code = "\n\n\n".join(ast.unparse(blocks[name]) for name in blocks if name in needed)
+    code = re.sub(r"^@\w*(use_kernel|integrate|auto_docstring)\w*.*\n", "", code, flags=re.MULTILINE)
+    lines = [*place.source.lines]
+    start, end = first_line(place.owner) - 1, place.owner.end_lineno
+    lines[start:end] = [f"from .{ELSEWHERE} import {place.owner.name}\n"]
+    module = f"{_imports(place.source)}\n\n\n{code}\n"
+    yield f"class {place.owner.name} in another module", "".join(lines), {ELSEWHERE: module}
+
+
+def _needed(name: str, blocks: dict[str, ast.AST]) -> set[str]:
+    found, pending = set(), [name]
+    while pending:
+        current = pending.pop()
+        if current in found or current not in blocks:
+            continue
+        found.add(current)
+        pending += [n.id for n in ast.walk(blocks[current]) if isinstance(n, ast.Name) and n.id not in dir(builtins)]
+    return found
+
+
+FILE_OPERATORS = (
+    FileOperator("function of the same name", other_body),
+    FileOperator("function defined twice", shadowed),
+    FileOperator("learned factor", parameter_added),
+    FileOperator("class renamed", class_renamed, keeps_meaning=True),
+    FileOperator("local renamed", local_renamed, keeps_meaning=True),
+    FileOperator("attribute renamed", attribute_renamed, keeps_meaning=True),
+    FileOperator("computed by a function", in_helper, keeps_meaning=True),
+    FileOperator("computed by a method", in_method, keeps_meaning=True),
+    FileOperator("computed in another module", in_module, keeps_meaning=True),
+    FileOperator("class in another module", class_moved, keeps_meaning=True),
+)

@@ -1,0 +1,113 @@
+"""Each operator changes a source into another that parses; those that keep the meaning keep the value."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import types
+
+import pytest
+import torch
+
+from patchgen import upstream
+from patchgen.mutation.draw import OPERATORS, draw
+from patchgen.mutation.edits import Source
+from patchgen.mutation.whole_file import ELSEWHERE
+
+SOURCE = """
+import torch
+from torch import nn
+
+
+def scaled(x, factor=2.0):
+    return x * factor
+
+
+class Part(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.proj = nn.Linear(size, size)
+
+    def forward(self, x):
+        gate = torch.sigmoid(self.proj(x))
+        value = gate * x
+        if value.shape[0] > 1:
+            value = scaled(value, factor=3.0) + gate
+        out = nn.functional.linear(value, self.proj.weight)
+        return out
+
+
+class Whole(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.part = Part(size)
+
+    def forward(self, x):
+        return self.part(x)
+"""
+
+
+def value_of(text: str, modules: dict[str, str]) -> torch.Tensor:
+    package = types.ModuleType("changed_package")
+    package.__path__ = []
+    sys.modules["changed_package"] = package
+    for name, code in {**modules, "whole": text}.items():
+        module = types.ModuleType(f"changed_package.{name}")
+        module.__package__ = "changed_package"
+        sys.modules[module.__name__] = module
+        exec(compile(code, name, "exec"), vars(module))
+    torch.manual_seed(0)
+    return module.Whole(4)(torch.arange(8.0).view(2, 4))
+
+
+def test_what_keeps_the_meaning_keeps_the_value():
+    expected = value_of(SOURCE, {})
+    ran = set()
+    for _, mutant in zip(range(200), draw(SOURCE, seed=0), strict=False):
+        if not mutant.keeps_meaning:
+            continue
+        try:
+            found = value_of(mutant.text, mutant.modules)
+        except (AttributeError, TypeError):
+            continue  # a module has no view: who runs mutants leaves such out
+        assert torch.equal(found, expected), (mutant.operator, mutant.change)
+        ran.add(mutant.operator)
+    assert ran == {operator.name for operator in OPERATORS if operator.keeps_meaning}
+
+
+def test_what_changes_the_meaning_mostly_changes_the_value():
+    """Some change nothing here (a constant that no branch reads); a table of operators that change nothing tests nothing."""
+    expected = value_of(SOURCE, {})
+    changed = unlike = 0
+    for _, mutant in zip(range(150), draw(SOURCE, seed=1), strict=False):
+        if mutant.keeps_meaning:
+            continue
+        changed += 1
+        try:
+            unlike += not torch.equal(value_of(mutant.text, mutant.modules), expected)
+        except Exception:
+            unlike += 1  # it does not run, which nobody takes for the same
+    assert unlike > 0.7 * changed
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "gemma3"])
+def test_every_mutant_of_a_model_parses_and_differs(model: str):
+    text = upstream.load(model).text
+    drawn = [mutant for _, mutant in zip(range(80), draw(text, seed=2), strict=False)]
+    assert len({mutant.text for mutant in drawn}) == len(drawn) == 80
+    for mutant in drawn:
+        ast.parse(mutant.text)
+        for code in mutant.modules.values():
+            ast.parse(code)
+    assert [m.text for _, m in zip(range(5), draw(text, seed=2), strict=False)] == [m.text for m in drawn[:5]]
+
+
+def test_moved_code_brings_what_it_needs():
+    moved = next(m for m in draw(SOURCE, seed=0) if m.operator == "class in another module")
+    assert f"from .{ELSEWHERE} import" in moved.text and "def scaled" in moved.modules[ELSEWHERE]
+
+
+def test_only_statements_that_run_are_changed():
+    line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "torch.sigmoid" in text)
+    places = list(Source(SOURCE).places(lambda first, last: first <= line <= last))
+    assert [place.where for place in places] == [f"Part.forward line {line}"]
