@@ -23,13 +23,13 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.comparison import (
     EQUAL,
-    GRADIENT_FLOOR,
     SEED,
     Difference,
     Step,
     compare_gradients,
     difference,
 )
+from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.training_inputs import Batch, Documents
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 TOLERANCE = 1e-5
-ROUNDING = 8.0
-SHAKES = 3
-WELL_CONDITIONED = 1e-3
-"""Where upstream moves by more than this share, discrete choices (routing) fell out otherwise: it excuses nothing."""
 CHUNK = 7
 UNSEEN = 5
 """Tokens at the end of a row that are changed."""
@@ -301,8 +297,8 @@ class Comparison:
         beyond |= {f"gradient of {key}": one for key, one in gradients.items() if not one.relative <= TOLERANCE}
         hopeless = ROUNDING * WELL_CONDITIONED
         if beyond and all(one.relative <= hopeless for one in beyond.values()):
-            shaken = [_shaken(self.reference, reference, seed) for seed in range(SHAKES)]
-            beyond = {key: one for key, one in beyond.items() if not _is_rounding(key, actual, expected, shaken)}
+            shaken = [shaken_step(self.reference, reference, seed) for seed in range(SHAKES)]
+            beyond = {key: one for key, one in beyond.items() if not is_rounding(key, actual, expected, shaken)}
         if beyond:
             telling = (key for key in ("logits", "loss") if key in beyond)
             key = next(telling, max(beyond, key=lambda name: beyond[name].relative))
@@ -325,46 +321,6 @@ def _size(found: Difference) -> str:
     if found.absolute == float("inf"):
         return "all of it: it is there on one side only"
     return f"{found.relative:.0e} of its size"
-
-
-def _shaken(model: nn.Module, reference: Callable[[nn.Module], Step], seed: int) -> Step:
-    """Upstream's step with every weight off by its last bit."""
-    generator = torch.Generator().manual_seed(seed)
-    weights = [p.detach() for p in model.parameters() if p.is_floating_point()]
-    kept = [weight.clone() for weight in weights]
-    try:
-        for weight in weights:
-            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
-            weight.mul_(1 + noise.to(weight) * torch.finfo(weight.dtype).eps)
-        return reference(model)
-    finally:
-        for weight, before in zip(weights, kept, strict=True):
-            weight.copy_(before)
-
-
-def _is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) -> bool:
-    """Whether upstream's own result moves about as far when its weights move by their last bit."""
-    pick = _picker(key)
-    mine, theirs = pick(actual), pick(expected)
-    if mine is None or theirs is None or mine.shape != theirs.shape:
-        return False
-    moved = max((float((pick(one).double() - theirs.double()).norm()) for one in shaken), default=0.0)
-    norm = max(float(theirs.double().norm()), _floor(key, expected))
-    return moved <= WELL_CONDITIONED * norm and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
-
-
-def _floor(key: str, expected: Step) -> float:
-    """What a gradient is at least taken for: one that is zero in exact arithmetic has nothing but rounding."""
-    if not key.startswith("gradient of "):
-        return 0.0
-    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
-    return GRADIENT_FLOOR * max(norms, default=0.0)
-
-
-def _picker(key: str) -> Callable[[Step], Tensor | None]:
-    if key.startswith("gradient of "):
-        return lambda step: step.gradients.get(key.removeprefix("gradient of "))
-    return lambda step: step.outputs.get(key)
 
 
 def _handed(rows: Batch) -> Batch:

@@ -17,10 +17,10 @@ from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import training_inputs, verdict
 from patchgen.runtime.verify.comparison import Step
+from patchgen.runtime.verify.conditioning import is_rounding
 from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.small_config import small_config
-from patchgen.runtime.verify.training_checks import _is_rounding
 from patchgen.runtime.verify.training_path import TrainingPath, asked_of_attention, prove_training_path
 from patchgen.runtime.verify.verify_model import verify_model
 
@@ -143,9 +143,9 @@ def test_rounding_is_what_upstream_moves_by_itself():
         return Step({"loss": torch.tensor([1.0, value])}, {})
 
     shaken = [step(1e-4)]
-    assert _is_rounding("loss", step(3e-4), step(0.0), shaken)
-    assert not _is_rounding("loss", step(1e-2), step(0.0), shaken)
-    assert not _is_rounding("loss", step(1e-1), step(0.0), [step(0.5)]), "a discrete choice excuses nothing"
+    assert is_rounding("loss", step(3e-4), step(0.0), shaken)
+    assert not is_rounding("loss", step(1e-2), step(0.0), shaken)
+    assert not is_rounding("loss", step(1e-1), step(0.0), [step(0.5)]), "a discrete choice excuses nothing"
 
 
 # ---------------------------------------------------------------------------------------------- somebody's own config

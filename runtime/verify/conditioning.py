@@ -1,0 +1,59 @@
+"""How far rounding alone moves a step: what upstream's own result moves by when its weights move by their last bit.
+
+A sum that cancels (the gradient of a decay's bias) loses digits in every order of operations. Where a difference is beyond
+a fixed bar, it is held against what the model itself makes of the last bit of its weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.runtime.verify.comparison import GRADIENT_FLOOR, Step
+
+ROUNDING = 8.0
+SHAKES = 3
+WELL_CONDITIONED = 1e-3
+"""Where upstream moves by more than this share, discrete choices (routing) fell out otherwise: it excuses nothing."""
+
+
+def shaken_step(model: nn.Module, reference: Callable[[nn.Module], Step], seed: int) -> Step:
+    """Upstream's step with every weight off by its last bit."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [p.detach() for p in model.parameters() if p.is_floating_point()]
+    kept = [weight.clone() for weight in weights]
+    try:
+        for weight in weights:
+            noise = torch.rand(weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + noise.to(weight) * torch.finfo(weight.dtype).eps)
+        return reference(model)
+    finally:
+        for weight, before in zip(weights, kept, strict=True):
+            weight.copy_(before)
+
+
+def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) -> bool:
+    """Whether upstream's own result moves about as far when its weights move by their last bit."""
+    pick = _picker(key)
+    mine, theirs = pick(actual), pick(expected)
+    if mine is None or theirs is None or mine.shape != theirs.shape:
+        return False
+    moved = max((float((pick(one).double() - theirs.double()).norm()) for one in shaken), default=0.0)
+    norm = max(float(theirs.double().norm()), _floor(key, expected))
+    return moved <= WELL_CONDITIONED * norm and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
+
+
+def _floor(key: str, expected: Step) -> float:
+    """What a gradient is at least taken for: one that is zero in exact arithmetic has nothing but rounding."""
+    if not key.startswith("gradient of "):
+        return 0.0
+    norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
+    return GRADIENT_FLOOR * max(norms, default=0.0)
+
+
+def _picker(key: str) -> Callable[[Step], Tensor | None]:
+    if key.startswith("gradient of "):
+        return lambda step: step.gradients.get(key.removeprefix("gradient of "))
+    return lambda step: step.outputs.get(key)
