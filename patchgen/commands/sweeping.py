@@ -68,8 +68,9 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
             found["family"] = _family(kind, release) if takes_media else TEXT
             place = (takes_media, kind)
             before = rows.get(place, {})
-            made_with = records.row_key(found.pop("generated"), key)
-            kept = before if "status" not in found else {"ranks": before.get("ranks", {})}
+            generated = found.pop("generated")
+            made_with = records.row_key(generated, key)
+            kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
             rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
             if not records.needs_ranks(rows[place]):
                 rows[place].pop("ranks", None)
