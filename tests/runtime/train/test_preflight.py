@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from patchgen.commands import training
 from patchgen.errors import ConfigError
@@ -106,3 +107,21 @@ def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path)
         "model.source = 'xlnet': no generated model takes a XLNetConfig; make one with `patchgen generate xlnet`, which "
         "says why where it cannot."
     )
+
+
+def test_options_that_no_small_model_takes_are_told_of():
+    config = LlamaConfig(hidden_act="an activation of one's own")
+    with pytest.warns(
+        UserWarning, match="cannot be compared at small sizes .KeyError: .*LlamaConfig with its defaults"
+    ):
+        small = preflight._small(LlamaForCausalLM, config)
+    assert small.hidden_act == LlamaConfig().hidden_act
+
+
+def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file where the folder would be")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    with pytest.warns(UserWarning, match="found anew at each start"):
+        assert preflight.examine(from_dict(recipe_of("qwen3_moe", tmp_path / "run"))) == decided
