@@ -136,7 +136,7 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "llava_next.LlavaNext": {"image": (1, 3, 3, 32, 32)},
     "idefics3.Idefics3": {"image": (1, 1, 3, 32, 32)},
     "smolvlm.SmolVLM": {"image": (1, 1, 3, 32, 32)},
-    "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192)},
+    "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192), "audio": (1, 16, 32)},
     "lfm2_vl.Lfm2Vl": {"image": (1, 4, 192)},
 }
 
