@@ -176,10 +176,11 @@ def _finite_step(model: torch.nn.Module, case: Case):
 def _cases(model_class: type, config) -> tuple[Case, ...]:
     cases = text_cases(config, model_class)
     if takes_media(model_class):
-        cases = (*cases[:1], *media_cases(build_model(model_class, config)).cases)
-    # As upstream's trainer hands it in: a loss that drops it is another loss.
-    named = [Case(f"{cases[0].name} of a step", {**cases[0].batch, "num_items_in_batch": torch.tensor(100)})]
-    return (*cases, *named)
+        return (
+            *(c for c in cases if c.name in ("plain", "step")),
+            *media_cases(build_model(model_class, config)).cases,
+        )
+    return cases
 
 
 def provenance_of(generated: pipeline.Generated) -> dict:
