@@ -28,6 +28,18 @@ from patchgen.source import Block, Module
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
+_CLASS = """\
+import torch
+from torch import nn
+
+
+class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids, labels=None, **kwargs):
+"""
 
 
 class FusedLoss(SitePass):
@@ -40,9 +52,7 @@ class FusedLoss(SitePass):
         Example(
             "a plain head",
             before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        hidden_states = self.model(input_ids)\n"
+                _CLASS + "        hidden_states = self.model(input_ids)\n"
                 "        logits = self.lm_head(hidden_states)\n"
                 "\n"
                 "        loss = None\n"
@@ -52,9 +62,7 @@ class FusedLoss(SitePass):
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
             ),
             after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        hidden_states = self.model(input_ids)\n"
+                _CLASS + "        hidden_states = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        logits, loss = ops.causal_lm_loss(\n"
                 "            self.lm_head,\n"
@@ -72,9 +80,7 @@ class FusedLoss(SitePass):
         Example(
             "logits that are capped",
             before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        outputs = self.model(input_ids)\n"
+                _CLASS + "        outputs = self.model(input_ids)\n"
                 "        logits = self.lm_head(outputs[0]).float()\n"
                 "        if self.config.softcap is not None:\n"
                 "            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
@@ -84,9 +90,7 @@ class FusedLoss(SitePass):
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
             ),
             after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        outputs = self.model(input_ids)\n"
+                _CLASS + "        outputs = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        def head(hidden_states):\n"
                 "            logits = self.lm_head(hidden_states).float()\n"
