@@ -104,8 +104,9 @@ def linear_causal_lm_loss(
 def unsupported(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> str | None:
     """Why this file cannot serve the call, in one sentence; None if it can."""
     if type(head) is not nn.Linear:
-        name = getattr(type(head), "__qualname__", repr(head))
-        return f"the head must be a plain nn.Linear, found a {name}, which may do more to the logits."
+        return (
+            f"the head must be a plain nn.Linear, found a {type(head).__qualname__}, which may do more to the logits."
+        )
     if any((head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)):
         return "the head has hooks, which would not run: its weight is read without calling it."
     for name, parameter in head.named_parameters():

@@ -213,11 +213,7 @@ def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dic
     # Every batch index gets samples: what is missing is filled up with text.
     while len(samples) < state.config.num_batches:
         samples = (*samples, known.builder.sample([9]))
-    # As many samples as rows of position ids, and nothing would tell the two apart.
     pieces = divided(samples, state.config.num_batches)
-    pieces = [
-        [*piece, *[known.builder.sample([9])] * (5 - len(piece) if len(piece) in (3, 4) else 0)] for piece in pieces
-    ]
     samples = [sample for piece in pieces for sample in piece]
     has_sound = any(AUDIO in (item.kind, *(part.kind for part in item.parts)) for one in samples for item in one.items)
     whole = [dict(known.builder.case(name, piece).batch) for piece in (pieces if has_sound else [samples])]

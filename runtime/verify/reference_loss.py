@@ -1,6 +1,6 @@
 """The loss of a step and its gradients by upstream's class in one process, for comparisons with ranks.
 
-The language-model loss is the mean over the labels of all batches. The router loss is what `parallel/loss.py` defines: the
+The language-model loss is the mean over the labels of all batches. The router loss is what `parallel/router_loss.py` defines: the
 mean over the rows of upstream's own formula on that row without its padding, each row weighted by its tokens. Upstream's
 forward computes it over whatever is in a call, so its function is replaced while the forward runs by one that keeps the
 router logits, and is called for each row afterwards.

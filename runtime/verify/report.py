@@ -143,11 +143,14 @@ def proof_record(proof: Proof) -> dict[str, object]:
 
 def read_training(directory: Path, file: Path, head: str) -> dict | None:
     """What the record beside a generated file says of the path of a run; None unless it proves this very file and head
-    with the installed releases."""
+    with the installed releases and the code that stands here."""
+    from patchgen.commands import source_keys
+
     path = directory / FILE_NAME
     record = json.loads(path.read_text()) if path.is_file() else {}
     holds = (
         record.get("status") == verdict.PROVEN
+        and record.get("made_with", {}).get("prover") == source_keys.prover()
         and record["head"] == head
         and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
         and transformers.__version__ in record["transformers"]

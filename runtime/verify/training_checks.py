@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -205,18 +206,33 @@ class Comparison:
 
     def leak(self, packed: Batch) -> None:
         """Other tokens in one document change no logits of the others."""
-        before, worst = self._logits(_handed(packed)), EQUAL
-        for place in self.text.bounds():
-            after = self._logits(_handed(inputs.changed(packed, place, self.draw)))
-            others = torch.ones(before.shape[1], dtype=torch.bool)
-            others[place] = False
-            worst = worst.worst(difference(after[:, others], before[:, others]))
+        worst = self._leak(packed, lambda rows: self._logits(_handed(rows)))
         self.checks.append(Check("leak", logits=worst))
         if not worst.relative <= TOLERANCE:
             self.failures.append(
                 f"packed rows: other tokens in one document change the logits of others by {worst.relative:.0e} of their "
                 "size."
             )
+
+    def _leak(self, packed: Batch, logits: Callable[[Batch], Tensor]) -> Difference:
+        """How far other tokens in one document change the logits of the others."""
+        before, worst = logits(packed), EQUAL
+        for place in self.text.bounds():
+            after = logits(inputs.changed(packed, place, self.draw))
+            others = torch.ones(before.shape[1], dtype=torch.bool)
+            others[place] = False
+            worst = worst.worst(difference(after[:, others], before[:, others]))
+        return worst
+
+    def mixes_documents_upstream(self) -> bool:
+        """Whether upstream's own class, eager, mixes documents that only their position ids tell apart, or fails on them."""
+        known = inspect.signature(type(self.reference).forward).parameters
+        packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in known}
+        try:
+            found = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
+        except Exception:
+            return True
+        return not found.relative <= TOLERANCE
 
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""

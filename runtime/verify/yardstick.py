@@ -113,6 +113,9 @@ class Yardstick:
             found["first"] = tuple(one([1, item(kinds[0], 1), 40]) for _ in range(2))
         found["text"] = tuple(self.builder.sample([length]) for length in (13, 9, 11, 10))
         found["plain"] = tuple(self.builder.sample([16]) for _ in range(4))
+        found["three"] = tuple(
+            self.builder.sample([length]) for length in (9, 12, 7)
+        )  # as many as position ids have rows
         if not self._refused:
             self._refused = {name: self.refusal(name, samples) for name, samples in found.items()}
         return {name: samples for name, samples in found.items() if not self._refused[name]}

@@ -11,12 +11,13 @@ import copy
 import pytest
 import torch
 from transformers import CompileConfig, LlamaConfig, Qwen3MoeConfig
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from patchgen.generated_models.llama.modeling_llama import LlamaForCausalLM
 from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
-from patchgen.runtime import seams
+from patchgen.runtime import ops, seams
 from patchgen.runtime.parallel import checkpointing
 from patchgen.runtime.verify.model_pair import perturb
 
@@ -102,6 +103,21 @@ def test_generate_compiles_its_decode_step_in_one_graph(kind, seam, backend):
         assert hasattr(model, "_compiled_call"), "generate compiled nothing"
         results.append(ids)
     assert torch.equal(*results)
+
+
+def test_the_default_loss_compiles_with_a_head_that_caps_its_logits():
+    projection, labels = torch.nn.Linear(32, 64, bias=False), IDS
+    hidden_states = torch.randn(*IDS.shape, 32, generator=torch.Generator().manual_seed(0))
+
+    def loss_of(hidden_states: torch.Tensor) -> torch.Tensor:
+        def head(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(projection(x) / 30) * 30
+
+        return ops.causal_lm_loss(head, hidden_states, labels, loss_function=ForCausalLMLoss, vocab_size=64)[1]
+
+    with seams.using(causal_lm_loss="auto"):
+        compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(hidden_states)
+        torch.testing.assert_close(compiled, loss_of(hidden_states), rtol=ROUNDING[torch.float32], atol=0)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective", "offload"])

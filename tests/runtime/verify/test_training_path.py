@@ -10,6 +10,7 @@ import torch
 from stand_in import write_stand_in
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from patchgen.commands import source_keys
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.kernels.chunking import largest_chunk, limited
 from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
@@ -36,6 +37,16 @@ LEAKS = (
     "        if self.config._attn_implementation != 'eager':\n"
     "            attention_mask = None\n"
     "            kwargs = {name: value for name, value in kwargs.items() if 'seq_lens' not in name}\n"
+    "        attn_output, attn_weights = attention_interface(",
+)
+FORGETS_DOCUMENTS = (  # and keeps the mask of padding: each document in a row of its own would be right
+    "        attn_output, attn_weights = attention_interface(",
+    "        if self.config._attn_implementation != 'eager':\n"
+    "            kwargs = {name: value for name, value in kwargs.items() if 'seq_lens' not in name}\n"
+    "            if hasattr(attention_mask, 'drawing'):\n"
+    "                import dataclasses\n"
+    "                forgotten = dict(cu_seq_lens=None, is_packed=False, document=None)\n"
+    "                attention_mask = dataclasses.replace(attention_mask, **forgotten)\n"
     "        attn_output, attn_weights = attention_interface(",
 )
 DROPS_ITEMS = (
@@ -65,6 +76,9 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     [
         pytest.param(SEES_THE_FUTURE, "a later token changes earlier logits", id="future"),
         pytest.param(LEAKS, "packed rows: other tokens in one document change the logits of others", id="leak"),
+        pytest.param(
+            FORGETS_DOCUMENTS, "packed rows: other tokens in one document change the logits of others", id="documents"
+        ),
         pytest.param(DROPS_ITEMS, "rows of one document: loss differs from upstream's", id="items"),
     ],
 )
@@ -128,12 +142,16 @@ def test_features_decide_the_attention(tmp_path):
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
     proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
-    record = json.loads(write_proof(proof, folder).read_text())
+    made_with = {"prover": source_keys.prover()}
+    record = json.loads(write_proof(proof, folder, made_with).read_text())
     assert record["status"] == "proven"
     assert set(record["training"]["checks"]["packed"]) == {"loss", "logits", "gradient"}
     file = folder / "modeling_llama.py"
     assert read_training(folder, file, "LlamaForCausalLM") == record["training"]
     assert read_training(folder, file, "LlamaModel") is None
+    write_proof(proof, folder, {"prover": "other code"})
+    assert read_training(folder, file, "LlamaForCausalLM") is None, "what proved it is not what trains it"
+    write_proof(proof, folder, made_with)
     file.write_text(file.read_text() + "\n# changed\n")
     assert read_training(folder, file, "LlamaForCausalLM") is None
 
