@@ -27,7 +27,7 @@ OVER_LAST = frozenset(
 )
 PRODUCTS = frozenset({"linear", "matmul"})
 PARTS = frozenset({"chunk", "split", "cat"})  # of the last dimension
-LIBRARIES = ("torch", "torch.nn.functional", "torch.special")
+LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
 ACTIVATIONS = frozenset({
     "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
     "Hardsigmoid",
@@ -158,7 +158,7 @@ class _Reader:
             yield from self.own(attribute, call)
         elif resolved is not None and resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             yield from self._body("", self._anatomy.names.functions[resolved[1:]], call)
-        elif resolved in ("builtins.isinstance", "torch.finfo"):
+        elif resolved == "builtins.isinstance":
             return
         elif resolved is None and isinstance(call.func, ast.Attribute) and self._mentions(call.func.value, tensors):
             yield from self._operation(call.func.attr.rstrip("_"), call, tensors)
