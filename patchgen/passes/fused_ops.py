@@ -83,6 +83,9 @@ class FusedOps(SitePass):
         Example(
             "a norm",
             before=(
+                "import torch\n"
+                "\n"
+                "\n"
                 "class ExampleRMSNorm(nn.Module):\n"
                 "    def forward(self, hidden_states):\n"
                 "        input_dtype = hidden_states.dtype\n"
@@ -92,6 +95,9 @@ class FusedOps(SitePass):
                 "        return self.weight * hidden_states.to(input_dtype)\n"
             ),
             after=(
+                "import torch\n"
+                "\n"
+                "\n"
                 "class ExampleRMSNorm(nn.Module):\n"
                 "    def forward(self, hidden_states):\n"
                 "        # patchgen: fused_ops\n"
@@ -107,12 +113,26 @@ class FusedOps(SitePass):
         Example(
             "a gated MLP",
             before=(
+                "from torch import nn\n"
+                "\n"
+                "\n"
                 "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.act_fn = nn.SiLU()\n"
+                "\n"
                 "    def forward(self, x):\n"
                 "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
             ),
             after=(
+                "from torch import nn\n"
+                "\n"
+                "\n"
                 "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.act_fn = nn.SiLU()\n"
+                "\n"
                 "    def forward(self, x):\n"
                 "        # patchgen: fused_ops\n"
                 "        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))\n"
