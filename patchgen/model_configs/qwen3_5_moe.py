@@ -6,7 +6,6 @@ CONFIG = ModelConfig(
     expect={
         "dummy_forward": 1,
         "position_id_func": 2,
-        "fused_experts": 1,
         "shared_experts": 1,
         "router_loss": 3,
         "fused_loss": 2,

@@ -8,7 +8,6 @@ CONFIG = ModelConfig(
     expect={
         "dummy_forward": 1,
         "position_id_func": 1,
-        "fused_experts": 1,
         "router_loss": 2,
         "fused_loss": 1,
         "vision_sp": 2,

@@ -73,6 +73,9 @@ HALF_ROTATION_FORM = form_of(
 )
 
 
+PARAMETER = "torch.nn.Parameter"
+
+
 class FusedOps(SitePass):
     """Upstream has the same helper name over dozens of bodies (37 of `apply_rotary_pos_emb`), so bodies decide."""
 
@@ -285,11 +288,14 @@ def _is_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
 
 
 def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
-    """One tensor in; a norm that the class builds, times a sigmoid of something else that it builds."""
+    """One tensor in; a norm that the class builds, times a sigmoid, and nothing learned beside what it builds."""
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
     is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
-    if forward is None or not is_norm or len(parameter_names(forward)) != 1:
+    own = [
+        v for v in info.attributes.values() if isinstance(v, ast.Call) and anatomy.names.resolve(v.func) == PARAMETER
+    ]
+    if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
     return any("sigmoid" in called_names(product) for product in products)
