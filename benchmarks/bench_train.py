@@ -35,6 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import attention, parallel, registry, seams
+from patchgen.runtime.checkpoint.placement import part_of_rank
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
@@ -148,7 +149,7 @@ def fill(model: nn.Module, device: str) -> None:
         else:
             whole = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
         if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(sharding.local_part(whole, parameter))
+            parameter.to_local().copy_(part_of_rank(whole, parameter))
         else:
             parameter.copy_(whole)
 

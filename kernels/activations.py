@@ -153,20 +153,27 @@ def _recognise(owner: object, method: str | None, is_gated: bool, is_interleaved
 
 
 def _probe(owner: object, method: str | None, is_gated: bool, is_interleaved: bool) -> Activation | None:
-    if isinstance(owner, nn.Module) and method is None and any(True for _ in owner.parameters()):
-        return None  # a learned activation: its values change while it trains
+    function = getattr(owner, method) if method else owner
+    if _is_learned(owner, function, is_gated and method is not None):
+        return None  # its values change while it trains
     if not is_gated:
-        function = owner if not method else getattr(owner, method)
         return _match(lambda gate, up: function(gate), is_gated=False)
     if method is None:
         return _match(lambda gate, up: owner(gate) * up, is_gated=True)
-    function = getattr(owner, method) if method else owner
 
     def gate_of_pairs(gate: Tensor, up: Tensor) -> Tensor:
         pairs = torch.stack((gate, up), dim=-1) if is_interleaved else torch.stack((gate, up), dim=0)
         return function(pairs.reshape(1, -1)).reshape(-1)
 
     return _match(gate_of_pairs, is_gated=True)
+
+
+def _is_learned(owner: object, function: Callable[[Tensor], Tensor], is_gated: bool) -> bool:
+    """Whether the result depends on a parameter: a learned activation, or a gate that reads a learned number."""
+    if function is owner and isinstance(owner, nn.Module):
+        return any(True for _ in owner.parameters())
+    with torch.enable_grad():
+        return getattr(function(torch.ones(1, 2 if is_gated else 1)), "requires_grad", False)
 
 
 def _match(function: Callable[[Tensor, Tensor], Tensor], is_gated: bool) -> Activation | None:

@@ -198,7 +198,8 @@ def _counts(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set
             elif len(held) == 1 and held[0] in known:
                 known.add(f"self.{name}")
     known |= {f"self.{count}" for count in known if count.startswith("config.") and "config" in attributes}
-    return {count for count in known if count.startswith("self.")} | ({f"len(self.{experts})"} if experts else set())
+    own = {c for c in known if c.startswith("self.config.") or (c.startswith("self.") and anatomy.held(owner, c[5:]))}
+    return own | ({f"len(self.{experts})"} if experts else set())
 
 
 def _told(term: Term) -> str:

@@ -105,20 +105,21 @@ class Anatomy:
             return ()
         return tuple(methods or values)
 
-    def handed(self, owner: str, value: ast.expr) -> tuple[ast.expr | ast.stmt, ...]:
-        """What `value`, an attribute of a parameter of the class's `__init__`, is where the file builds the class."""
+    def handed(self, owner: str, value: ast.AST) -> tuple[ast.expr | ast.stmt, ...]:
+        """What a parameter of the class's `__init__`, or an attribute of one, is where the file builds the class."""
         init = self.method(owner, "__init__")
         names = parameter_names(init[1]) if init else []
-        if not (isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id in names):
+        base = value.value if isinstance(value, ast.Attribute) else value
+        if not isinstance(base, ast.Name) or base.id not in names:
             return ()
         found: list[ast.expr | ast.stmt] = []
         built = [call for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
         for call in (c for c in built if self.names.resolve(c.func) == f".{owner}"):
-            given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
-            module = given.get(value.value.id)
-            if not isinstance(module, ast.Call):
-                return ()
-            found += self.held((self.names.resolve(module.func) or "").removeprefix("."), value.attr)
+            given = (dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}).get(base.id)
+            if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
+                found += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
+            elif isinstance(value, ast.Name) and given is not None:
+                found.append(given)
         return tuple(found)
 
     def _is_below(self, name: str, owner: str) -> bool:

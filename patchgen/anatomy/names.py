@@ -39,6 +39,10 @@ class Names:
             if (found := self.resolve(node))
         }
 
+    def imported(self) -> dict[str, str]:
+        """Name -> what it stands for, of what the file imports."""
+        return {name: found for name, found in self._known.items() if found and not found.startswith(".")}
+
     def resolve(self, node: ast.AST, local: Container[str] = ()) -> str | None:
         """What an expression of names and dots stands for, wherever it is written.
 

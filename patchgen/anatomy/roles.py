@@ -7,10 +7,10 @@ transformers' common dialect; they name no model.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names, reads_name
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, own_attribute, parameter_names, reads_name
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -39,6 +39,7 @@ class Role:
 PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_embeds")
 EXPERT_DIMS = 3
+LIST = "torch.nn.ModuleList"
 HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 TORCH_ATTENTION = {
@@ -357,6 +358,7 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
             signs.append(
                 f"{info.name} has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
             )
+        signs += [f"{info.name} {what}" for what in _choices(anatomy, info)]
         if any(dotted(decorator).endswith(DISPATCHER) for decorator in info.node.decorator_list):
             signs.append(f"{info.name} is decorated with {DISPATCHER}")
         for attribute in ("experts", "local_experts"):
@@ -372,6 +374,27 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
             if isinstance(node, ast.Attribute) and "expert" in node.attr and dotted(node.value).endswith("config")
         ]
     return list(dict.fromkeys(signs))
+
+
+def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
+    """Where a class chooses among the slices of a stack, or adds up what modules of a list make of chosen rows."""
+    stacks = _stacked_parameters(info)
+    lists = [
+        a for a, v in info.attributes.items() if isinstance(v, ast.Call) and anatomy.names.resolve(v.func) == LIST
+    ]
+    for method in info.methods.values():
+        chosen = {
+            own_attribute(node.value)
+            for node in ast.walk(method)
+            if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple)
+        }
+        yield from (f"chooses among the slices of self.{name}" for name in stacks if name in chosen)
+        for loop in (node for node in ast.walk(method) if isinstance(node, ast.For)):
+            looped = {own_attribute(node) for node in ast.walk(loop)} & set(lists)
+            if looped and {"index_add", "index_add_", "index_put_", "scatter_add", "scatter_add_"} & called_names(
+                loop
+            ):
+                yield f"adds up what modules of self.{sorted(looped)[0]} make of chosen rows"
 
 
 def unread_heads(module: Module, anatomy: Anatomy) -> list[str]:

@@ -26,8 +26,8 @@ OVER_LAST = frozenset(
     ["mean", "sum", "softmax", "log_softmax", "norm", "normalize", "amax", "amin", "logsumexp", "var", "std", "size"]
 )
 PRODUCTS = frozenset({"linear", "matmul"})
-PARTS = frozenset({"chunk", "split", "cat"})  # of the last dimension
-LIBRARIES = ("torch", "torch.nn.functional", "torch.special")
+PARTS = frozenset({"chunk", "split"})  # of the last dimension
+LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
 ACTIVATIONS = frozenset({
     "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
     "Hardsigmoid",
@@ -158,7 +158,7 @@ class _Reader:
             yield from self.own(attribute, call)
         elif resolved is not None and resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             yield from self._body("", self._anatomy.names.functions[resolved[1:]], call)
-        elif resolved in ("builtins.isinstance", "torch.finfo"):
+        elif resolved == "builtins.isinstance":
             return
         elif resolved is None and isinstance(call.func, ast.Attribute) and self._mentions(call.func.value, tensors):
             yield from self._operation(call.func.attr.rstrip("_"), call, tensors)
@@ -199,7 +199,7 @@ class _Reader:
         handed = self._anatomy.handed(self._owner, value)
         if handed:
             return all(self._is_known(part, call) for part in handed)
-        if _is_number(value):
+        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and _is_number(value)):
             return True  # None, or a function that a caller put into the config for an activation
         resolve = self._anatomy.names.resolve
         function = value.func if isinstance(value, ast.Call) else value
@@ -235,7 +235,10 @@ class _Reader:
     def _is_number(self, attribute: str) -> bool:
         """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
         held = self._anatomy.held(self._owner, attribute)
-        return bool(held) and all(_is_number(value) for value in held)
+        handed = [
+            part for value in held for name in ast.walk(value) for part in self._anatomy.handed(self._owner, name)
+        ]
+        return bool(held) and all(_is_number(value) for value in (*held, *handed))
 
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:
@@ -243,11 +246,16 @@ class _Reader:
 
 
 def _is_number(value: ast.AST) -> bool:
-    """A constant, something of a config, or what arithmetic makes of them."""
-    if isinstance(value, ast.BinOp):
-        return _is_number(value.left) and _is_number(value.right)
-    if isinstance(value, ast.UnaryOp):
-        return _is_number(value.operand)
+    """A constant, something of a config, or what arithmetic and a choice make of them."""
+    if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
+        parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
+        return all(isinstance(part, ast.Compare) or _is_number(part) for part in parts)
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) in ("float", "int", "getattr", "min", "max") and all(
+            map(_is_number, value.args)
+        )
+    if isinstance(value, ast.Subscript):
+        return _is_number(value.value)
     if isinstance(value, ast.Attribute):
         return ast.unparse(value.value) in ("config", "self.config")
     return isinstance(value, ast.Constant | ast.Name)

@@ -8,6 +8,7 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
+from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, statements, transform
@@ -107,7 +108,14 @@ class FusedExperts(SitePass):
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
+        signs = [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
+        for part in imported_code(anatomy, module):
+            reached = part.anatomy.reached_from([part.name]) if part.anatomy is not None else ()
+            names = [
+                n for n in sorted(reached) if {Role.EXPERTS, Role.EXPERT_LIST} & set(part.anatomy.classes[n].roles)
+            ]
+            signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
+        return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         formula = read_experts(anatomy, site.block)

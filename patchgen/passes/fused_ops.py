@@ -11,7 +11,10 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
+from patchgen.anatomy.imported import imported_code
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import code_of, edit_function, insert_at_start, statements
 from patchgen.source import Block, Module
@@ -70,6 +73,9 @@ HALF_ROTATION_FORM = form_of(
 )
 
 
+PARAMETER = "torch.nn.Parameter"
+
+
 class FusedOps(SitePass):
     """Upstream has the same helper name over dozens of bodies (37 of `apply_rotary_pos_emb`), so bodies decide."""
 
@@ -80,6 +86,9 @@ class FusedOps(SitePass):
         Example(
             "a norm",
             before=(
+                "import torch\n"
+                "\n"
+                "\n"
                 "class ExampleRMSNorm(nn.Module):\n"
                 "    def forward(self, hidden_states):\n"
                 "        input_dtype = hidden_states.dtype\n"
@@ -89,6 +98,9 @@ class FusedOps(SitePass):
                 "        return self.weight * hidden_states.to(input_dtype)\n"
             ),
             after=(
+                "import torch\n"
+                "\n"
+                "\n"
                 "class ExampleRMSNorm(nn.Module):\n"
                 "    def forward(self, hidden_states):\n"
                 "        # patchgen: fused_ops\n"
@@ -104,12 +116,26 @@ class FusedOps(SitePass):
         Example(
             "a gated MLP",
             before=(
+                "from torch import nn\n"
+                "\n"
+                "\n"
                 "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.act_fn = nn.SiLU()\n"
+                "\n"
                 "    def forward(self, x):\n"
                 "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
             ),
             after=(
+                "from torch import nn\n"
+                "\n"
+                "\n"
                 "class ExampleMLP(nn.Module):\n"
+                "    def __init__(self, config):\n"
+                "        super().__init__()\n"
+                "        self.act_fn = nn.SiLU()\n"
+                "\n"
                 "    def forward(self, x):\n"
                 "        # patchgen: fused_ops\n"
                 "        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))\n"
@@ -138,7 +164,7 @@ class FusedOps(SitePass):
         if call is not None:
             seam = statements(f'if ops.serves("rms_norm"):\n    return {call}\n', depth=2, comment=self.mark)
             return Rewritten(edit_function(block, "forward", lambda f: insert_at_start(f, seam)), "rms_norm seam")
-        return self._swiglu(block)
+        return self._swiglu(block, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         norms = [
@@ -149,16 +175,19 @@ class FusedOps(SitePass):
         rotations = [
             f"{name}: a rotary embedding of another formula, left as it is"
             for name, node in anatomy.functions.items()
-            if module.has(name)
-            and {"cos", "sin"} <= set(parameter_names(node))
-            and not _is_half_rotation(anatomy, node)
+            if module.has(name) and _is_rotation(anatomy, node) and not _is_half_rotation(anatomy, node)
         ]
         gated = [
             f"{info.name}: a gated MLP of another formula, left as it is"
             for info in anatomy.classes.values()
             if module.has(info.name) and Role.MLP not in info.roles and _is_like_mlp(info)
         ]
-        return [*norms, *rotations, *gated]
+        wrapped = [
+            f"{info.name}: a gate around a norm, left as it is; only the norm is a seam"
+            for info in anatomy.classes.values()
+            if module.has(info.name) and _is_gated_norm(anatomy, info)
+        ]
+        return [*norms, *wrapped, *rotations, *gated, *_elsewhere(anatomy, module)]
 
     def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         names = normal_form(anatomy.functions[site.name]).parameters
@@ -166,8 +195,9 @@ class FusedOps(SitePass):
         seam = statements(code, depth=1, comment=self.mark)
         return Rewritten(edit_function(block, site.name, lambda f: insert_at_start(f, seam)), "rotary seam")
 
-    def _swiglu(self, block: Block) -> Rewritten | Missed:
+    def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten | Missed:
         replaced = False
+        wrong: list[str] = []
         mark = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
@@ -178,6 +208,10 @@ class FusedOps(SitePass):
                 if found and not replaced and isinstance(node, cst.SimpleStatementLine):
                     replaced = True
                     product = found[0]
+                    activation = product.left.func.attr.value
+                    mixed = mixing_member(anatomy, block.name, activation, fixed=False)
+                    if mixed is not None:
+                        wrong.append(mixed if isinstance(mixed, str) else ast.unparse(mixed))
                     gate, up = code_of(product.left.args[0].value), code_of(product.right)
                     call = cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(product.left.func)})")
                     node = node.deep_replace(product, call)
@@ -186,6 +220,8 @@ class FusedOps(SitePass):
             return forward.with_changes(body=forward.body.with_changes(body=body))
 
         block = edit_function(block, "forward", fuse)
+        if wrong:
+            return Missed("an activation of each row by itself", wrong[0])
         if not replaced:
             forward = next(n for n in block.node.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
             return Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", ast.unparse(forward))
@@ -203,12 +239,12 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
     info = anatomy.classes[name]
     forward = normal_form(info.methods["forward"])
     for form in NORM_FORMS:
-        if forward.text != form.forward:
+        if forward.text != form.forward or not _means_torch(anatomy, *info.methods.values()):
             continue
         attributes = list(forward.attributes)
         if form.helper is not None:
             helper = info.methods.get(attributes[0])
-            if helper is None or normal_form(helper).text != form.helper:
+            if helper is None or normal_form(helper).text != form.helper or len(anatomy.held(name, helper.name)) != 1:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
@@ -232,5 +268,53 @@ def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     for helper in dict.fromkeys(helpers):
         known = anatomy.functions.get(helper)
         if known is not None and form == ROTARY_FORM.replace("rotate_half", helper):
-            return normal_form(known).text == HALF_ROTATION_FORM
+            return normal_form(known).text == HALF_ROTATION_FORM and _means_torch(anatomy, function, known)
     return False
+
+
+def _means_torch(anatomy: Anatomy, *functions: ast.FunctionDef) -> bool:
+    """Whether `torch` is torch in the functions, whose bodies were compared up to their own names."""
+    used = [(node, f) for f in functions for node in ast.walk(f) if isinstance(node, ast.Name) and node.id == "torch"]
+    return all(anatomy.names.resolve(node, local_names(f)) == "torch" for node, f in used)
+
+
+def _is_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
+    """Takes cos and sin, or turns pairs into complex numbers and back."""
+    resolved = {anatomy.names.resolve(call.func, local_names(function)) for call in calls(function)}
+    return {"cos", "sin"} <= set(parameter_names(function)) or {
+        "torch.view_as_complex",
+        "torch.view_as_real",
+    } <= resolved
+
+
+def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """One tensor in; a norm that the class builds, times a sigmoid, and nothing learned beside what it builds."""
+    forward = info.methods.get("forward")
+    targets = [anatomy.classes.get(build.target or "") for build in info.builds]
+    is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
+    own = [
+        v for v in info.attributes.values() if isinstance(v, ast.Call) and anatomy.names.resolve(v.func) == PARAMETER
+    ]
+    if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
+        return False
+    products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]
+    return any("sigmoid" in called_names(product) for product in products)
+
+
+def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
+    """What other files give to this one: norms, MLPs and rotary functions there, and what cannot be looked into."""
+    found = []
+    for part in imported_code(anatomy, module):
+        where = f"{part.users[0]} uses {part.name} of {part.module}"
+        if part.anatomy is None:
+            found.append(f"{where}, whose source is not here: what it computes is left as it is")
+            continue
+        names = [
+            n
+            for n in part.anatomy.reached_from([part.name])
+            if {Role.NORM, Role.MLP} & set(part.anatomy.classes[n].roles)
+        ]
+        function = part.anatomy.functions.get(part.name)
+        if names or (function is not None and _is_rotation(part.anatomy, function)):
+            found.append(f"{where}: seams are put into this file alone, it is left as it is")
+    return found

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, insert_at_start, replace_statement, statements, with_body
@@ -85,8 +85,37 @@ class HostValues(SitePass):
             code = "\n".join(f'{variable} = {kwargs}.pop("{key}", None)' for variable, key in keys.items())
             return insert_at_start(with_body(function, body), statements(code, depth=2, comment=self.mark))
 
+        block = edit_function(block, name, edit)
+        for other, own in _callers(anatomy.classes[site.block], name).items():
+            sizes = {f"{modality}_{variable}": f"{own}_{variable}" for variable in listed}
+            block = edit_function(block, other, lambda node, sizes=sizes: self._with_own_sizes(node, sizes))
         handed = ", ".join(f"{modality}_{variable}" for variable in keys)
-        return Rewritten(edit_function(block, name, edit), f"taken from {handed} where handed in")
+        return Rewritten(block, f"taken from {handed} where handed in")
+
+    def _with_own_sizes(self, function: cst.FunctionDef, sizes: Mapping[str, str]) -> cst.FunctionDef:
+        """The method of another modality, which hands its own sizes on by the names that the called one looks up."""
+        kwargs = function.params.star_kwarg.name.value
+        code = "\n".join(f'{kwargs}["{name}"] = {kwargs}.pop("{own}", None)' for name, own in sizes.items())
+        return insert_at_start(function, statements(code, depth=2, comment=self.mark))
+
+
+def _callers(info: ClassInfo, name: str) -> dict[str, str]:
+    """The methods of other modalities that call the method with their own keyword arguments, and the modality of each.
+
+    Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
+    """
+    found = {}
+    for other, method in info.methods.items():
+        is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
+        if other == name or not FEATURES.match(other) or is_prefixed or method.args.kwarg is None:
+            continue
+        if any(own_attribute(call.func) == name and _hands_on(call, method.args.kwarg.arg) for call in calls(method)):
+            found[other] = FEATURES.match(other)[1]
+    return found
+
+
+def _hands_on(call: ast.Call, kwargs: str) -> bool:
+    return any(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == kwargs for k in call.keywords)
 
 
 def _listed(method: FunctionNode) -> list[str]:

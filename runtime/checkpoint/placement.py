@@ -120,6 +120,11 @@ def within(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
     return tensor
 
 
+def part_of_rank(tensor: Tensor, like: DTensor) -> Tensor:
+    """The part of a whole tensor, of the shape of `like`, that this rank holds of `like`; this rank is on its mesh."""
+    return within(tensor, whole(tensor.shape), box_of_rank(like))
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, on every rank that calls it (all must)."""
     return torch.as_tensor(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

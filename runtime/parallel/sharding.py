@@ -326,22 +326,6 @@ def optimizer_groups(model: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
 # -------------------------------------------------------------------------------------------- whole tensors
 
 
-def local_part(whole: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, laid out as `like`: the expert dimension first, then FSDP's cut."""
-    from torch.distributed.tensor import Replicate
-
-    part = whole
-    # The expert mesh lists ep last, but ep divides first; a mesh of one dimension has no order.
-    for dimension, placement in reversed(list(enumerate(like.placements))):
-        if isinstance(placement, Replicate):
-            continue
-        size = like.device_mesh.size(dimension)
-        chunks = part.chunk(size, dim=placement.dim)
-        rank = like.device_mesh.get_local_rank(dimension)
-        part = chunks[rank] if rank < len(chunks) else part.narrow(placement.dim, 0, 0)
-    return part
-
-
 @torch.no_grad()
 def materialise(model: nn.Module, device: torch.device | str) -> None:
     """Gives a model that was built and sharded on the meta device its memory, uninitialised: load it next.
@@ -439,12 +423,14 @@ def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     Raises:
         ValueError: names that do not match the parameters and persistent buffers of the model.
     """
+    from patchgen.runtime.checkpoint.placement import part_of_rank
+
     own = model.state_dict()
     wrong = sorted(set(own) ^ set(tensors))
     if wrong:
         raise ValueError(f"The tensors do not match {type(model).__name__}: {wrong[:8]} are on one side only.")
     for name, target in own.items():
         if isinstance(target, DTensor):
-            target.to_local().copy_(local_part(tensors[name], target))
+            target.to_local().copy_(part_of_rank(tensors[name], target))
         else:
             target.copy_(tensors[name])

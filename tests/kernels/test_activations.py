@@ -88,3 +88,21 @@ def test_the_formula_equals_the_function_it_was_found_from():
         assert not math.isinf(found.limit)
     squared = recognise(ReluSquared(), None, is_gated=True, is_interleaved=False)
     assert torch.equal(squared.gate(gate, up), torch.relu(gate).square() * up)
+
+
+class LearnedGate(torch.nn.Module):
+    def __init__(self, alpha: torch.Tensor):
+        super().__init__()
+        self.alpha = alpha
+
+    def gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate * torch.sigmoid(gate * self.alpha) * up
+
+
+def test_a_gate_that_reads_a_learned_number_is_none_of_the_known_formulas():
+    """Folded into a constant it would neither move nor get a gradient."""
+    learned = LearnedGate(torch.nn.Parameter(torch.tensor(1.702)))
+    assert recognise(None, learned.gate, True, False) is None
+    fixed = recognise(None, LearnedGate(torch.tensor(1.702)).gate, True, False)
+    assert fixed is not None and fixed.alpha == pytest.approx(1.702)

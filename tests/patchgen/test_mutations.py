@@ -99,7 +99,7 @@ EXPERTS = (
     mutation("fused_experts", "qwen3_moe", "both weights renamed throughout", ("gate_up_proj", "w13"), ("self.down_proj[expert_idx]", "self.w2[expert_idx]"), ("self.down_proj = nn.Parameter", "self.w2 = nn.Parameter"), because="names are read from the code", gives="self.w13,"),
     mutation("fused_experts", "qwen3_moe", "the block's experts moved to another class", ("        self.experts = Qwen3MoeExperts(config)\n", "        self.experts = Qwen3MoeRouted(config)\n"), ("class Qwen3MoeSparseMoeBlock", "class Qwen3MoeRouted(Qwen3MoeExperts):\n    pass\n\n\nclass Qwen3MoeSparseMoeBlock")),
     mutation("fused_experts", "mixtral", "gate and up swapped", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
-    mutation("fused_experts", "qwen3_omni_moe", "a loop of another form", ("            " + ADDED, "            final_hidden_states = final_hidden_states.index_add(0, token_idx, current_hidden_states)")),
+    mutation("fused_experts", "qwen3_omni_moe", "a loop of another form", ("            " + ADDED, "            final_hidden_states = final_hidden_states.index_add(0, token_idx, current_hidden_states)"), because="the sum is the same, by another name", gives="ops.fused_moe("),
     mutation("fused_experts", "gpt_oss", "the biases dropped from the first projection", ("+ self.gate_up_proj_bias[expert_idx]", "+ self.gate_up_proj_bias.mean()")),
     mutation("stacked_experts", "qwen3_moe", "a loop that cannot be read", (GATE_UP, GATE_UP.replace("gate, up", "up, gate"))),
 )  # fmt: skip

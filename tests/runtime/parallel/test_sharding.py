@@ -67,7 +67,7 @@ def test_layers_are_the_classes_that_are_not_split_or_what_is_kept_in_lists():
 
 @pytest.mark.parametrize(
     ("shape", "ep_shard", "dim"),
-    [((8, 6, 4), 4, 0), ((2, 6, 4), 4, 2), ((2, 8, 4), 4, 1), ((2, 6, 3), 4, 0)],
+    [((8, 6, 4), 4, 0), ((4, 8, 4), 4, 0), ((2, 6, 4), 4, 2), ((2, 8, 4), 4, 1), ((2, 6, 3), 4, 0)],
 )
 def test_fsdp_cuts_between_experts_or_inside_them(shape, ep_shard, dim):
     """With fewer experts on a rank than shards, between them would leave ranks without any part."""

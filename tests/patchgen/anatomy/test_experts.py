@@ -1,0 +1,201 @@
+"""The formula of experts is read from resolved code: what only looks like it is a miss, what means it is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from generation_cases import edited, load
+
+from patchgen import source
+from patchgen.anatomy import study
+from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
+from patchgen.errors import PassMismatch
+from patchgen.passes.fused_experts import FusedExperts
+from patchgen.passes.fused_ops import FusedOps
+
+MODELS = {"Qwen3MoeExperts": "qwen3_moe", "GptOssExperts": "gpt_oss", "MuseSparkExperts": "muse_spark"}
+UPSTREAM = {name: load(model) for name, model in MODELS.items()}
+ZEROS = "final_hidden_states = torch.zeros_like(hidden_states)\n"
+DOWN = "current_hidden_states = nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])\n"
+CLASS = "@use_experts_implementation\nclass Qwen3MoeExperts(nn.Module):"
+INIT = "self.act_fn = ACT2FN[config.hidden_act]\n\n    def forward(\n"  # of the experts
+ACT = "self.act_fn = ACT2FN[config.hidden_act]\n"
+ACTIVATED = "current_hidden_states = self.act_fn(gate) * up\n"
+PAD = " " * 12
+
+
+def read(owner: str, *edits: tuple[str, str]) -> ExpertsFormula | Unread:
+    origin = edited(UPSTREAM[owner], *edits) if edits else UPSTREAM[owner]
+    return read_experts(study(source.parse(origin.text, origin.path), origin), owner)
+
+
+def above(code: str) -> tuple[str, str]:
+    """An edit that puts code above the class of experts."""
+    return CLASS, f"{code}\n\n\n{CLASS}"
+
+
+def within(member: str) -> tuple[str, str]:
+    """An edit that gives the class a method more."""
+    return INIT, INIT.replace("    def forward", f"    {member}\n\n    def forward")
+
+
+MIXER = "class Mixer(nn.Module):\n    def forward(self, x):\n        return x - x.mean(0)"
+GUESSED = {
+    "a function of the name linear": (
+        ("nn.functional.linear(current_state", "linear(current_state"),
+        above("def linear(x, weight):\n    return 2 * (x @ weight.T)"),
+    ),
+    "a library function put in torch's place": (above("nn.functional.linear = lambda x, weight: x @ weight.T * 2"),),
+    "a module that is called like torch's": (
+        ("nn.functional.linear(current_state", "F.linear(current_state"),
+        ("import torch.nn.functional as F", "from . import functional as F"),
+    ),
+    "a local function in an import's place": (
+        (ZEROS, f"nn = self.library\n        {ZEROS}"),
+    ),
+    "a norm that mixes rows": (
+        (DOWN, f"{DOWN}{PAD}current_hidden_states = self.mix(current_hidden_states)\n"),
+        (INIT, INIT.replace(ACT, f"{ACT}        self.mix = Mixer()\n")),
+        above(MIXER),
+    ),
+    "a norm that nothing says": (
+        (DOWN, f"{DOWN}{PAD}current_hidden_states = self.mix(current_hidden_states)\n"),
+    ),
+    "a method that mixes rows": (
+        ("self.act_fn(gate) * up", "self.activate(gate) * up"),
+        within("def activate(self, gate):\n        return gate.softmax(dim=0)"),
+    ),
+    "an activation assigned twice": (
+        (INIT, INIT.replace(ACT, f"{ACT}        self.act_fn = Mixer()\n")),
+        above(MIXER),
+    ),
+    "an activation from outside": (above("def hook(experts):\n    experts.act_fn = nn.Identity()"),),
+    "a table of the same name": (above("ACT2FN = {}"),),
+    "tokens and slots by another order": ((".permute(2, 1, 0)", ".permute(2, 0, 1)"),),
+    "no gradient of the projection": ((ACTIVATED, f"with torch.no_grad():\n{PAD}    {ACTIVATED}"),),
+    "a value of the round before": ((ACTIVATED, f"hidden_states = hidden_states * 2\n{PAD}{ACTIVATED}"),),
+}  # fmt: skip
+SAME = {
+    "arguments by keyword": (
+        ("(current_hidden_states, self.down_proj[expert_idx])", "(weight=self.down_proj[expert_idx], input=current_hidden_states)"),
+    ),
+    "factors in the other order": (("self.act_fn(gate) * up", "up * self.act_fn(gate)"),),
+    "an alias of torch's functions": (("nn.functional.linear(current_state", "F.linear(current_state"),),
+    "a function of the file": (
+        ("self.act_fn(gate) * up", "product(self.act_fn(gate), up)"),
+        above("def product(left, right):\n    return left * right"),
+    ),
+    "a method": (
+        ("self.act_fn(gate) * up", "self.gated(gate, up=up)"),
+        within("def gated(self, gate, up):\n        return self.act_fn(gate) * up"),
+    ),
+    "an activation of two": (
+        (INIT, INIT.replace("ACT2FN[config.hidden_act]", "nn.SiLU() if config.hidden_act == 'silu' else nn.GELU()")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GUESSED)
+def test_what_only_looks_like_the_formula_is_unread(case):
+    assert isinstance(read("Qwen3MoeExperts", *GUESSED[case]), Unread)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_what_means_the_formula_is_read(case):
+    assert read("Qwen3MoeExperts", *SAME[case]) == read("Qwen3MoeExperts")
+
+
+def test_a_learned_number_in_a_gate_is_unread():
+    """A kernel would fold it into a constant."""
+    assert read("GptOssExperts").apply_gate == "_apply_gate"
+    found = read(
+        "GptOssExperts", ("self.alpha = config.swiglu_alpha", "self.alpha = nn.Parameter(torch.tensor(1.702))")
+    )
+    assert isinstance(found, Unread) and found.found == "self._apply_gate: self.alpha"
+
+
+def test_a_norm_of_each_row_is_read():
+    assert read("MuseSparkExperts").post_norm == "post_expert_norm"
+
+
+def test_the_number_of_experts_goes_by_what_the_stacks_have():
+    name = "self.num_experts"
+    text = UPSTREAM["Qwen3MoeExperts"].text
+    start, end = text.index(CLASS), text.index("class Qwen3MoeTopKRouter")
+    renamed = text[:start] + text[start:end].replace(name, "self.many") + text[end:]
+    origin = replace(UPSTREAM["Qwen3MoeExperts"], text=renamed)
+    assert read_experts(study(source.parse(renamed), origin), "Qwen3MoeExperts").num_experts == "self.many"
+
+
+def outcome(kind, *edits, **facts):
+    origin = replace(edited(UPSTREAM["Qwen3MoeExperts"], *edits), **facts)
+    module = source.parse(origin.text, origin.path)
+    return kind.apply(module, study(module, origin))
+
+
+SECOND = {
+    "a stack that a batched product takes": (
+        "class More(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        self.weight = nn.Parameter(torch.empty(config.many, config.hidden_size, config.hidden_size))\n\n"
+        "    def forward(self, x, chosen):\n        for e in chosen.unique():\n"
+        "            x = x + x @ self.weight[e]\n        return x"
+    ),
+    "a list of plain modules": (
+        "class More(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        self.parts = nn.ModuleList([nn.Linear(8, 8) for _ in range(config.many)])\n\n"
+        "    def forward(self, x, chosen):\n        total = torch.zeros_like(x)\n"
+        "        for e, part in enumerate(self.parts):\n            rows = (chosen == e).nonzero()[:, 0]\n"
+        "            total.index_add_(0, rows, part(x[rows]))\n        return total"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SECOND)
+def test_a_second_stack_of_experts_that_no_role_names_is_a_miss(case):
+    with pytest.raises(PassMismatch, match="sign     More "):
+        outcome(FusedExperts(), above(SECOND[case]))
+
+
+IMPORT = "from .configuration_qwen3_moe import Qwen3MoeConfig"
+USE = (f"{ACT}\n    def forward(self, x):", f"{ACT}        self.more = More(config)\n\n    def forward(self, x):")
+
+
+def test_experts_of_another_file_are_a_miss():
+    theirs = (IMPORT, f"{IMPORT}\nfrom ..mixtral.modeling_mixtral import MixtralExperts as More")
+    with pytest.raises(PassMismatch, match=r"uses MixtralExperts of transformers.models.mixtral.modeling_mixtral"):
+        outcome(FusedExperts(), theirs, USE)
+    beside = (IMPORT, f"{IMPORT}\nfrom .parts import MixtralExperts as More")
+    parts = {"parts.py": load("mixtral").text}
+    with pytest.raises(PassMismatch, match=r"uses MixtralExperts of transformers.models.qwen3_moe.parts"):
+        outcome(FusedExperts(), beside, USE, siblings=parts)
+
+
+@pytest.mark.parametrize("kind", ["RMSNorm", "MLP"])
+def test_what_moved_to_another_file_is_named(kind):
+    moved = (IMPORT, f"{IMPORT}\nfrom ..qwen3.modeling_qwen3 import Qwen3{kind} as More")
+    assert any(f"uses Qwen3{kind} of" in note for note in outcome(FusedOps(), moved, USE).notes)
+    unseen = (IMPORT, f"{IMPORT}\nfrom .parts import More")
+    assert any("uses More of" in note and "not here" in note for note in outcome(FusedOps(), unseen, USE).notes)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [("deepseek_v2", "apply_rotary_emb: a rotary"), ("axk2", "AXK2GatedRMSNorm: a gate around a norm")],
+)
+def test_rotations_of_complex_numbers_and_gated_norms_are_named(model, named):
+    origin = load(model)
+    module = source.parse(origin.text, origin.path)
+    assert any(note.startswith(named) for note in FusedOps().notes(module, study(module, origin)))
+
+
+def test_an_mlp_whose_activation_mixes_rows_is_a_miss():
+    mixed = ("self.act_fn(self.gate_proj(x))", "self.mix(self.gate_proj(x))")
+    forward = "    def forward(self, x):\n        down_proj"
+    method = (forward, f"    def mix(self, x):\n        return x.softmax(0)\n\n{forward}")
+    with pytest.raises(PassMismatch, match="an activation of each row by itself"):
+        outcome(FusedOps(), mixed, method)
+
+
+def test_a_norm_of_another_torch_is_no_seam():
+    assert not any("Norm" in hit.site for hit in outcome(FusedOps(), above("class torch:\n    float32 = None")).hits)

@@ -1,0 +1,47 @@
+"""Sizes handed in for images stay the images', also where videos go through the same method."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+import torch
+from generation_cases import applied, load
+
+from patchgen.passes.host_values import HostValues
+
+MODEL = """
+class ExampleModel(ExamplePreTrainedModel):
+    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
+        split_sizes = image_grid_thw.prod(-1).tolist()
+        return torch.split(pixel_values, split_sizes)
+
+    def get_video_features(self, pixel_values_videos, video_grid_thw, **kwargs):
+        return self.get_image_features(pixel_values_videos, video_grid_thw, **kwargs)
+"""
+
+
+@pytest.fixture
+def model():
+    text = applied(HostValues(), MODEL).module.block("ExampleModel").text
+    space = {"torch": torch, "ExamplePreTrainedModel": object}
+    exec(textwrap.dedent(text), space)
+    return space["ExampleModel"]()
+
+
+@pytest.mark.parametrize(
+    "handed", [{}, {"image_split_sizes": [1, 2]}, {"image_split_sizes": [1, 2], "video_split_sizes": [4, 2]}]
+)
+def test_each_modality_is_split_by_its_own_sizes(model, handed):
+    images, videos = torch.tensor([[1, 1, 1], [1, 2, 1]]), torch.tensor([[2, 2, 1], [1, 2, 1]])
+    assert [len(part) for part in model.get_image_features(torch.zeros(3), images, **handed)] == [1, 2]
+    assert [len(part) for part in model.get_video_features(torch.zeros(6), videos, **handed)] == [4, 2]
+
+
+def test_upstreams_decorator_does_the_same_where_it_stands():
+    text = load("qwen3_vl").text
+    start = text.index("class Qwen3VLModel(")
+    outcome = applied(HostValues(), text[start : text.index("class Qwen3VLForConditionalGeneration(")])
+    assert ast.unparse(outcome.module.block("Qwen3VLModel").node).count("kwargs.pop('split_sizes', None)") == 1
+    assert "video_split_sizes" not in outcome.module.text
