@@ -325,7 +325,7 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
     if labels in bound or labels not in parameters(forward):
         return Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
-        read = loaded_names(ast.parse(source)) & {logits, labels, *bound}
+        read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
         if name in SEAM_PARAMETERS or read & ({logits, labels} if name == "vocab_size" else read):
             return Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
