@@ -114,7 +114,7 @@ def record(
             }
             for step in steps
         ],
-        "census": census(anatomy, module, heads, _passes_of(steps, module, anatomy)),
+        "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
         "symbols": symbols,
         "generated_sha256": _sha256(text.encode()),

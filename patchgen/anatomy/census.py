@@ -15,7 +15,6 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.tokenwise import mixing
-from patchgen.source import Module
 
 COVERED = "passes"
 UNREAD = "not read"
@@ -25,18 +24,15 @@ ELSEWHERE = "another file's, which no pass reads"
 ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "attention"}
 
 
-def census(
-    anatomy: Anatomy, module: Module, heads: Iterable[str], hits: Mapping[str, Iterable[str]]
-) -> dict[str, str]:
+def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[str]]) -> dict[str, str]:
     """Name -> the passes that rewrote it, or why it is left alone, in the order in which they are reached.
 
     Args:
         anatomy: of the file.
-        module: what was kept of it.
         heads: where the way begins.
         hits: class or function -> the passes that hit it, or found upstream doing their work there.
     """
-    walk = _Walk(anatomy, module)
+    walk = _Walk(anatomy)
     for head in heads:
         walk.enter(head)
     towers = {
@@ -66,8 +62,8 @@ def summary(found: Mapping[str, str]) -> str:
 class _Walk:
     """What code reaches: classes and functions of the file, and the names of others' that are no library's."""
 
-    def __init__(self, anatomy: Anatomy, module: Module) -> None:
-        self._anatomy, self._module = anatomy, module
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._anatomy = anatomy
         self._seen: set[tuple[str, str]] = set()
         self.reached: dict[str, None] = {}
         self.outside: dict[str, None] = {}
@@ -133,9 +129,8 @@ class _Walk:
             if name in self._anatomy.functions:
                 self.reached.setdefault(name)
                 self._code(self._anatomy.functions[name], "")
-            for statement in (one for block in self._module if name in block.binds for one in block.statements):
-                for part in ast.walk(statement) if isinstance(statement, ast.Assign) else ():
-                    self._meant(part, ())
+            for part in ast.walk(self._anatomy.tables[name]) if name in self._anatomy.tables else ():
+                self._meant(part, ())
 
 
 def _is_library(meaning: str) -> bool:
@@ -143,7 +138,7 @@ def _is_library(meaning: str) -> bool:
     package = meaning.split(".")[0]
     if package == "transformers":
         return not meaning.startswith("transformers.models.") or meaning.startswith("transformers.models.auto.")
-    return package == "torch" or package in sys.stdlib_module_names
+    return package in ("torch", "numpy") or package in sys.stdlib_module_names
 
 
 def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Container[str]) -> str:

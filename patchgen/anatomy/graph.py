@@ -36,6 +36,9 @@ class Anatomy:
     upstream: Upstream
     classes: dict[str, ClassInfo] = field(default_factory=dict)
     functions: dict[str, FunctionNode] = field(default_factory=dict)
+    tables: dict[str, ast.expr] = field(
+        default_factory=dict
+    )  # what the module assigns to names: classes by a key, ...
     names: Names = field(default_factory=lambda: Names([]))
 
     def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
@@ -212,7 +215,8 @@ class Anatomy:
             if name in reached or name in without or name not in self.classes:
                 continue
             reached.add(name)
-            pending += references(self.classes[name].node)
+            named = references(self.classes[name].node)
+            pending += named.union(*(references(self.tables[table]) for table in named & self.tables.keys()))
             pending += [build.target for build in self.classes[name].builds if build.target]  # added too
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
@@ -254,6 +258,8 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
             anatomy.classes[node.name] = describe(node, local)
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            anatomy.tables[node.targets[0].id] = node.value
     imported = imported_names(nodes)
     for info in anatomy.classes.values():
         info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []

@@ -256,9 +256,9 @@ def _find_region(forward: cst.FunctionDef) -> _Region | Missed:
     if found is None:
         return Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
     loss = loss_line.body[0].targets[0].target.value
-    between = [node for node in body[start + 1 : end] if code_of(node) != f"{loss} = None"]
+    between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
     for node in body[:start]:
-        if _stores(node, loss) and code_of(node) != f"{loss} = None":
+        if _stores(node, loss) and not _is_unset(node, loss):
             return Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
         if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
             return Missed("no return in training above the loss", ast.unparse(early))
@@ -325,7 +325,7 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
     if labels in bound or labels not in parameters(forward):
         return Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
-        read = loaded_names(ast.parse(source)) & {logits, labels, *bound}
+        read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
         if name in SEAM_PARAMETERS or read & ({logits, labels} if name == "vocab_size" else read):
             return Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
@@ -361,6 +361,12 @@ def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | 
     if isinstance(inner, cst.AnnAssign) and m.matches(inner.target, m.Name(name)):
         return inner.value
     return None
+
+
+def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
+    """`loss = None`, annotated or not."""
+    value = _assigned_value(node, loss)
+    return value is not None and m.matches(value, m.Name("None"))
 
 
 def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:

@@ -16,6 +16,9 @@ from patchgen.source import Block, Module
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
 
 
+NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
+
+
 class MixerSP(SitePass):
     """These layers see the whole sequence of some heads or channels, where their rank holds a slice of all of them."""
 
@@ -85,7 +88,7 @@ class MixerSP(SitePass):
                 continue
             own = _own_attention(info, anatomy)
             if own:
-                remarks.append(f"{info.name}: {own}, which sees this rank's tokens only: not sequence-parallel")
+                remarks.append(f"{info.name}: {own}")
             if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
                 continue  # a cache; a model steps through its layers
             if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
@@ -183,10 +186,11 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
             for call in calls(function):
                 meaning = anatomy.names.resolve(call.func, local_names(function)) or dotted(call.func)
                 if meaning.rpartition(".")[2] in TORCH_ATTENTION and not meaning.startswith("."):
-                    return f"line {call.lineno} calls {dotted(call.func)} itself, whatever attention is chosen"
+                    return f"line {call.lineno} calls {dotted(call.func)} itself: {NOT_CHOSEN}"
     called = called_names(info.node)
     products = called & {"matmul", "bmm", "baddbmm", "einsum"}
-    return HAND_WRITTEN if "softmax" in called and products and not reads_name(info.node, INTERFACE) else ""
+    by_hand = "softmax" in called and products and not reads_name(info.node, INTERFACE)
+    return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if by_hand else ""
 
 
 def _sequence_loop(function: FunctionNode) -> ast.For | None:

@@ -157,6 +157,7 @@ HEADS = (
     )),
     mutation("fused_loss", "qwen3_moe", "a loss of its own", ("        self.lm_head = nn.Linear(", "        self.loss_function = make_loss(config)\n        self.lm_head = nn.Linear(")),
     mutation("fused_loss", "qwen3_moe", "the number of items by its place", (LOSS, LOSS.replace("**kwargs", 'kwargs.get("num_items_in_batch")')), because="the signature of the loss names it", gives='num_items_in_batch=kwargs.get("num_items_in_batch")'),
+    mutation("fused_loss", "qwen3_moe", "an annotated loss", ("        loss = None\n", "        loss: torch.Tensor | None = None\n"), because="it is unset all the same", gives="logits, loss = ops.causal_lm_loss("),
     mutation("fused_loss", "qwen3_moe", "a keyword that the loss ignores", (LOSS, LOSS.replace("**kwargs", "label_smoothing=0.1, **kwargs")), because="it is handed on as it is", gives="label_smoothing=0.1,"),
     mutation("fused_loss", "qwen3_moe", "a term of one rank's tokens", ("        aux_loss = None\n", "        aux_loss = None\n        loss = loss + 0.1 * hidden_states.pow(2).mean() if labels is not None else None\n"), because="it is named, and refused on several ranks", gives='local_loss_terms = ("0.1 * hidden_states.pow(2).mean()",)'),
     mutation("fused_loss", "qwen3_moe", "a scale of the logits", (PROJECTED, PROJECTED + "\n        logits = logits * self.config.scale - torch.logsumexp(logits, dim=-1, keepdim=True)"), because="each token by itself", gives="dim=-1, keepdim=True)\n            return logits"),
