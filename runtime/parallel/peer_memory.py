@@ -180,7 +180,8 @@ class PeerBuffers:
         self.num_bytes = 0
         self._memory: _SymmetricMemory | _SharedFiles | None = None
         self._turns: list[Published] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before what computes beside: others wait for it.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._starts = functools.lru_cache(maxsize=1024)(self._count)
         self._numbers = _SharedNumbers(host_group)
 
