@@ -19,6 +19,7 @@ import argparse
 import collections
 import csv
 import datetime
+import gc
 import os
 import time
 import traceback
@@ -153,6 +154,7 @@ def table(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
                 row["s/step"] = "out of memory"
             rows.append(row)
             del model
+            gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
