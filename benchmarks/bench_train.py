@@ -1,7 +1,7 @@
 """A training step of Qwen3-30B-A3B at full width beside plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
 
     torchrun --nproc-per-node 4 benchmarks/bench_train.py
-    torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile
+    torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile 16384
     torchrun --nproc-per-node 2 benchmarks/bench_train.py --device cpu --tiny          # that it runs, on gloo
 
 ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto and --kernels; several layouts
@@ -36,10 +36,10 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.checkpoint.placement import part_of_rank
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, peer_memory, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, optimizers
+from patchgen.runtime.train import flops, objects, optimizers
 
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
@@ -47,6 +47,8 @@ COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
 THEIRS = "transformers"
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
+    "FSDP, kept gathered": {"reshard_after_forward": False},
+    "FSDP, collectives": {"shard_exchange": "collectives"},
     THEIRS: {},
     "EP2": {"ep": 2},
     "EP4": {"ep": 4},
@@ -54,6 +56,8 @@ LAYOUTS: dict[str, dict] = {
     "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
     "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
     "SP2": {"sp": 2},
+    "EP2 x SP2": {"ep": 2, "sp": 2},
+    "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
     "EP4 x SP2": {"ep": 4, "sp": 2},
 }
 MODEL = {"vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
@@ -64,6 +68,7 @@ TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_interm
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
 SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
 MEAN_DOCUMENT, SIGMA = 1500, 1.0
+WARM_UP = 5  # steps before the timed ones
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,7 @@ class Setting:
     steps: int
     cost: flops.ModelCost
     peak: float | None
+    traces: Path | None
 
 
 def config_of(sizes: dict):
@@ -101,12 +107,12 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
 # ------------------------------------------------------------------------------------------ the two models
 
 
-def ours(setting: Setting, state: ParallelState, mode: str) -> nn.Module:
+def ours(setting: Setting, state: ParallelState, mode: str, **options: object) -> nn.Module:
     with torch.device("meta"):
         model = registry.build_model(config_of(setting.sizes), attn_implementation=setting.attention).train()
     checkpointing.apply(model, mode)
-    options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharding.shard_model(model, state, options=options)
+    options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
     return model
 
 
@@ -223,7 +229,9 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     share, norm = step(model, optimizer, batches[0][0], state, items[0])
     total = share.clone()
     dist.all_reduce(total)
-    step(model, optimizer, batches[1][0], state, items[1])
+    for index in range(1, WARM_UP):
+        step(model, optimizer, batches[index % 2][0], state, items[index % 2])
+    objects.freeze_objects()  # as a training run, for both
     synchronise(setting)
     started = time.perf_counter()
     for index in range(setting.steps):
@@ -239,14 +247,17 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     if setting.peak:
         row["MFU %"] = round(100 * tflops / setting.peak, 1)
     if setting.device == "cuda":
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=setting.device)
+        # What ranks share is there from the first step on, and torch's count leaves it out.
+        peak = torch.tensor(
+            (torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()) / 2**30, device=setting.device
+        )
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         row["peak GiB"] = round(float(peak), 1)
     return row
 
 
 def profile(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
-    """The kernels and the calls of the host that take most of one step, with their share of it."""
+    """The kernels and the calls of the host that take most of one step, with their share of it; and its trace."""
     step: Callable = their_step if name == THEIRS else our_step
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
@@ -257,6 +268,10 @@ def profile(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
         step(model, optimizer, inputs, state, items)
         synchronise(setting)
         seconds = time.perf_counter() - started
+    if setting.traces is not None:
+        setting.traces.mkdir(parents=True, exist_ok=True)
+        label = "".join(letter if letter.isalnum() else "_" for letter in name)
+        profiler.export_chrome_trace(str(setting.traces / f"{label}_{tokens}_rank{dist.get_rank()}.json.gz"))
     if dist.get_rank() == 0:
         events = profiler.key_averages()
         print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
@@ -276,6 +291,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
         options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
+        sharded = {key: sizes.pop(key) for key in ("shard_exchange", "reshard_after_forward") if key in sizes}
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
@@ -284,7 +300,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             wanted = [tokens for tokens in arguments.tokens if (tokens > above) == (mode == "full")]
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
-            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode)
+            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **sharded)
             for tokens in wanted:
                 if is_late(started, arguments.budget, setting):
                     break
@@ -295,7 +311,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     fill(model, setting.device)  # each first step starts from the same weights
                     optimizer = optimizer_of(name, model, setting)
                     row |= measure(name, model, optimizer, tokens, state, setting)
-                    if arguments.profile and tokens == arguments.tokens[len(arguments.tokens) // 2]:
+                    if tokens in arguments.profile:
                         profile(name, model, optimizer, tokens, state, setting)
                 except torch.OutOfMemoryError:
                     row["s/step"] = "out of memory"
@@ -308,6 +324,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 if failed:
                     break  # the gradients that are left may be of half a step; longer rows need more still
             del model
+            gc.unfreeze()
             gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
@@ -385,7 +402,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--profile", type=int, nargs="+", default=[], metavar="TOKENS", help="at these sizes, one step"
+    )
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="for the traces of --profile")
     arguments = parser.parse_args()
     if arguments.our_checkpoint_above is None:
         arguments.our_checkpoint_above = arguments.checkpoint_above
@@ -411,6 +431,7 @@ def main() -> None:
         steps=arguments.steps,
         cost=cost,
         peak=flops.peak_tflops(torch.device(device)),
+        traces=arguments.traces,
     )
     choices = {"fused_moe": "auto", "causal_lm_loss": "auto"}
     choices |= dict(choice.split("=", 1) for choice in arguments.kernels)

@@ -13,7 +13,7 @@ from cases_sequence import state_of
 from rounding import require_rounding
 from torch import Tensor
 
-from patchgen.kernels import peer_rows
+from patchgen.kernels import early, peer_rows
 from patchgen.kernels.fused_moe import fused_moe as one_process
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import (
@@ -256,6 +256,61 @@ def recomputation_reads_no_tokens_again(mode: str) -> tuple[int, int]:
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     return calls.count("agree"), calls.count("send")
+
+
+class _HandsOver(torch.autograd.Function):
+    """Experts that are a doubling; their backward hands gradients over, as the Triton experts' does."""
+
+    @staticmethod
+    def forward(ctx, rows, weights):
+        return rows * weights.sum(1, keepdim=True) * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weights = gradient * 2, gradient.sum(1, keepdim=True).expand(-1, SLOTS).contiguous()
+        early.hand_over(rows, weights)
+        return rows, weights
+
+
+def gradients_leave_once(final: bool) -> int:
+    """How often gradients of tokens start on their way; they are what travels without the hand-over.
+
+    Args:
+        final: what is handed over is the whole gradient; else half of it, for the tokens are used once more.
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    state = create_peers(world)
+    hidden, index, weights = routing("uneven", rank, 2 * world)
+    started: list[int] = []
+    start = expert_peers._Exchange.start_gradients
+
+    def run(hands_over: bool) -> list[Tensor]:
+        leaves = [hidden.clone().requires_grad_(), weights.clone().requires_grad_()]
+
+        def compute(rows: Tensor, _index: Tensor, slots: Tensor) -> Tensor:
+            out = _HandsOver.apply(rows, slots)
+            return out if final else out + _HandsOver.apply(rows, slots)
+
+        if not hands_over:
+            early.hand_over, kept = lambda *_: None, early.hand_over
+        try:
+            expert_peers.over_peers(
+                state, leaves[0], index, leaves[1], compute, num_experts=2 * world
+            ).sum().backward()
+        finally:
+            if not hands_over:
+                early.hand_over = kept
+        return [leaf.grad for leaf in leaves]
+
+    expected = run(hands_over=False)
+    expert_peers._Exchange.start_gradients = lambda *args: started.append(1) or start(*args)
+    try:
+        found = run(hands_over=True)
+    finally:
+        expert_peers._Exchange.start_gradients = start
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+    return len(started)
 
 
 def unavailable_peer_memory_is_refused() -> None:

@@ -35,6 +35,11 @@ def test_recomputation_reads_no_tokens_again(mode, two_ranks):
     assert two_ranks.run(cases.recomputation_reads_no_tokens_again, mode) == [(1, 1), (1, 1)]
 
 
+@pytest.mark.parametrize(("final", "times"), [(True, 1), (False, 2)])
+def test_gradients_that_are_handed_over_leave_at_once_and_once(final, times, two_ranks):
+    assert two_ranks.run(cases.gradients_leave_once, final) == [times, times]
+
+
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
     (small, large, same), other = two_ranks.run(cases.buffers_grow_with_the_tokens_of_any_rank)
     assert 0 < small < large == same
