@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from patchgen import upstream
 from patchgen.commands import source_keys
+from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
 
@@ -29,7 +30,7 @@ REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 # A process keeps what it imported: after this many mutants another one goes on.
 PER_PROCESS = 100
 PER_POOL = 60
-SECONDS = 90.0  # a changed loop may have no end: then upstream's own step has none, and the mutant does not run
+SECONDS = 60.0  # a changed loop may have no end: then upstream's own step has none, and the mutant does not run
 ON_RANKS = 12  # of so many mutants that are equal, one is compared on two ranks
 PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
 JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
@@ -150,7 +151,8 @@ def try_mutants(
     lines = judge.executed()
     gc.freeze()
     num_run = num_equal = 0
-    for mutant in draw(origin.text, seed, lambda first, last: any(first <= n <= last for n in lines)):
+    runs = lambda first, last: any(first <= n <= last for n in lines)  # noqa: E731
+    for mutant in draw(origin.text, seed, runs, Configuration.of(origin)):
         if num_run >= count:
             return
         if mutant.digest in known:
@@ -167,18 +169,18 @@ def try_mutants(
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError in the block after a while."""
+    """Raises TimeoutError in the block after so many seconds of this process: a busy machine is no reason."""
 
     def stop(number: int, frame: object) -> None:
         raise TimeoutError(f"no end after {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _row(model: str, seed: int, mutant: Mutant) -> dict:

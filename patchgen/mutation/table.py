@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from patchgen.commands import source_keys
-from patchgen.mutation.draw import OPERATORS
+from patchgen.mutation.draw import NAMES
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
 from patchgen.templates import render
 
@@ -36,9 +36,7 @@ def summarise(rows: Iterable[Mapping]) -> dict:
             name: _verdicts(r for r in rows if r["model"] == name) for name in sorted({r["model"] for r in rows})
         },
         "operators": {
-            operator.name: counts
-            for operator in OPERATORS
-            if (counts := _verdicts(row for row in rows if row["operator"] == operator.name))
+            name: counts for name in NAMES if (counts := _verdicts(row for row in rows if row["operator"] == name))
         },
         "refused_by": {
             name: dict(collections.Counter(row["operator"] for row in refused if row["by"] == name).most_common())
@@ -61,7 +59,7 @@ def write(summary: Mapping, path: Path) -> None:
 
 def page(record: Mapping) -> str:
     """The text of `mutations.md`. It follows from the record alone."""
-    keeping = {operator.name for operator in OPERATORS if operator.keeps_meaning}
+    keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
     kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
     return render(
         "mutations.jinja",

@@ -35,6 +35,7 @@ from patchgen.runtime.verify.yardstick import NotApplicable, Yardstick, state_of
 
 TOLERANCE = mutants.TOLERANCE
 SECONDS = 120.0
+NO_END = "did not end"
 WHOLE_ROWS = "plain"
 RUNTIME = Path(parallel.__file__).parents[1].as_posix()
 
@@ -75,7 +76,10 @@ def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
     try:
         answers = pool.run(compare, subject, timeout=SECONDS)
     except CaseFailed as failure:
-        return mutants.Verdict(mutants.WRONG, f"on ranks: {_last_line(str(failure))}")
+        told = _last_line(str(failure))
+        # A machine that is busy elsewhere, or ranks that wait for each other: no verdict, and it is counted as none.
+        kind = mutants.NOT_RUN if told.endswith(NO_END) else mutants.WRONG
+        return mutants.Verdict(kind, f"on ranks: {told}")
     # A rank may refuse what another would compute: the first that is not equal speaks.
     return next((one for one in answers if one.kind != mutants.EQUAL), answers[0])
 
