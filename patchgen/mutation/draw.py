@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
 from patchgen.mutation import configuration as configurations
 from patchgen.mutation.edits import Mutant, Place, Source
@@ -21,6 +21,7 @@ def draw(
     seed: int,
     executed: Callable[[int, int], bool] = lambda first, last: True,
     configuration: configurations.Configuration | None = None,
+    operators: Container[str] = NAMES,
 ) -> Iterator[Mutant]:
     """Mutants of a source without end, or until every one was given; none twice.
 
@@ -29,12 +30,15 @@ def draw(
         seed: the same one gives the same mutants.
         executed: whether the statement of those lines runs in training; others are left as they are.
         configuration: the configuration file beside it, if there is one.
+        operators: the names of those that change it.
     """
     generator = random.Random(seed)
     source = Source(text)
     places = list(source.places(executed))
     waiting = {}
     for operator in OPERATORS:
+        if operator.name not in operators:
+            continue
         shuffled = list(places)
         generator.shuffle(shuffled)
         waiting[operator.name] = _from_places(operator, shuffled, generator)
