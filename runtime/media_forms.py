@@ -37,7 +37,7 @@ CROPS = ((), *((crops,) for crops in range(1, 7)))
 VIDEO_FRAMES = (1, 2, 4, 8)
 AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
-MEL_BINS = (80, 128)
+MEL_BINS = (80, 128, 64, 32)
 """Of towers whose configs do not say."""
 WEIGHT = 0.01
 """Of all weights of the copy: not zero, because some towers divide by the norm of what comes out."""
@@ -89,7 +89,7 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
     for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):
         shapes = [shape for mel in dict.fromkeys((told, *MEL_BINS)) for shape in ((mel, frames), (frames, mel))]
         for shape in shapes:
-            for dtype in (torch.long, torch.bool):
+            for dtype in (torch.bool, torch.long):  # whole numbers, taken for a mask, would be read as places
                 arguments = {first: like.new_zeros(1, *shape)}
                 arguments |= {name: torch.ones(1, frames, dtype=dtype, device=like.device) for name in masks}
                 yield arguments | {

@@ -122,8 +122,10 @@ class Anatomy:
         chosen = self.upstream.auto_model(build.auto_class, model_type)
         if chosen in self.classes:
             return chosen
-        # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config.
-        written_for = [n for n in self.classes if self.is_model(n) and self._own_config(n) == sub_config.config_class]
+        # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config,
+        # which is not the builder itself.
+        others = self.classes.keys() - {build.owner}
+        written_for = [n for n in others if self.is_model(n) and self._own_config(n) == sub_config.config_class]
         if len(written_for) == 1:
             return written_for[0]
         if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):

@@ -14,6 +14,7 @@ The pass stands where the real one would stand, so that towers run in the same o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -149,8 +150,11 @@ _JOINS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def _items(output: Any, chosen: slice) -> Any:
-    """The output with the features of some items: per-item tuples are cut, tensors over all of them left out."""
-    return type(output)(**{name: _cut(value, chosen) for name, value in output.items()})
+    """The output with the features of some items: per-item tuples are cut, tensors over all of them left out.
+
+    What upstream's recorder added, as router logits, is no field of the output's class and belongs to no item.
+    """
+    return type(output)(**{field.name: _cut(getattr(output, field.name), chosen) for field in fields(output)})
 
 
 def _cut(value: Any, chosen: slice) -> Any:

@@ -23,6 +23,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import lora, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.verify.training_path import asked_of_attention
+from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -34,21 +35,26 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     """The config of `model.source` with its overrides.
 
     Raises:
-        RecipeError: a source that is neither, or an override that the config has no field for.
+        RecipeError: a source that is neither, values that its config class refuses, or an override that the config has no
+            field for.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    if not Path(model.source).exists() and model.source in CONFIG_MAPPING:
-        config = CONFIG_MAPPING[model.source]()
-    else:
-        try:
-            config = AutoConfig.from_pretrained(model.source)
-        except (OSError, ValueError) as error:
-            near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
-            raise RecipeError(
-                f"model.source = '{model.source}' is no folder with a config.json, no model on the Hub that can be "
-                f"reached, and no model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
-            ) from error
+    is_type = not Path(model.source).exists() and model.source in CONFIG_MAPPING
+    try:
+        config = CONFIG_MAPPING[model.source]() if is_type else AutoConfig.from_pretrained(model.source)
+    except StrictDataclassError as error:
+        refused = "its defaults, so name a folder with a config.json" if is_type else "this config.json"
+        raise RecipeError(
+            f"model.source = '{model.source}': transformers' config class refuses {refused} ({one_line(error)})."
+        ) from error
+    except (OSError, ValueError) as error:
+        near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
+        raise RecipeError(
+            f"model.source = '{model.source}' is no folder with a config.json, no model on the Hub that can be "
+            f"reached, and no model type{f' (near: {chr(44).join(near)})' if near else ''}.\n{error}"
+        ) from error
     if not model.overrides:
         return config
     try:

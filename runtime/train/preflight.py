@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -106,8 +107,8 @@ def examine(recipe: Recipe) -> Preflight:
         temporary = path.with_suffix(f".{os.getpid()}")
         temporary.write_text(json.dumps(asdict(found)), encoding="utf-8")
         temporary.replace(path)
-    except OSError:
-        pass  # a home that cannot be written: it is decided again next time
+    except OSError as error:
+        warnings.warn(f"The verdict was not kept and is found anew at each start (seconds): {error}", stacklevel=2)
     return found
 
 
@@ -177,11 +178,16 @@ def _is_default(config: PreTrainedConfig) -> bool:
 
 
 def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """The small form of a config, or that of its class where upstream refuses these options beside small sizes."""
+    """The small form of a config, or, with a warning, that of its class where the model refuses it beside small sizes."""
     try:
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
-    except REFUSALS:
+    except REFUSALS as refusal:
+        warnings.warn(
+            f"This config cannot be compared at small sizes ({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): "
+            f"the proof before the run is that of {type(config).__name__} with its defaults, not of the options set here.",
+            stacklevel=2,
+        )
         return small_config(type(config)).config
     return small
 

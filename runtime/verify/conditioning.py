@@ -7,6 +7,7 @@ a fixed bar, it is held against what the model itself makes of the last bit of i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,11 @@ WELL_CONDITIONED = 1e-3
 """Where upstream moves by more than this share, discrete choices (routing) fell out otherwise: it excuses nothing."""
 
 
-def shaken_step(model: nn.Module, reference: Callable[[nn.Module], Step], seed: int) -> Step:
-    """Upstream's step with every weight off by its last bit."""
+Result = TypeVar("Result")
+
+
+def shaken_step(model: nn.Module, reference: Callable[[nn.Module], Result], seed: int) -> Result:
+    """What `reference` makes of upstream's model with every weight off by its last bit."""
     generator = torch.Generator().manual_seed(seed)
     weights = [p.detach() for p in model.parameters() if p.is_floating_point()]
     kept = [weight.clone() for weight in weights]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from patchgen.runtime import registry
 from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
@@ -132,9 +133,32 @@ def judge(
     """The verdict on a model with all its variants, and the proof; None where upstream's class or config refused it."""
     try:
         proof = verify_model(model, directory=directory, head=head, implementations=implementations)
+    except SmallConfigError as refusal:
+        return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
     except REFUSALS as refusal:
-        return verdict.Verdict(verdict.GENERATED, verdict.one_line(refusal)), None
+        own = _upstream_refusal(directory, head)
+        found = f"upstream's own class fails: {_named(own)}" if own else f"not compared: {_named(refusal)}"
+        return verdict.Verdict(verdict.GENERATED, verdict.one_line(found)), None
     return verdict.of(proof), proof
+
+
+def _upstream_refusal(directory: Path, head: str | None) -> Exception | None:
+    """What upstream's class alone raises on a small config or on what it is compared with, if it does."""
+    generated = registry.read_model(directory)
+    try:
+        upstream_class = getattr(importlib.import_module(generated.upstream_module), head or generated.heads[0])
+        config = small_config(upstream_class.config_class).config
+        model = build_model(upstream_class, config)
+        media = media_cases(model).cases if takes_media(upstream_class) else ()
+        for case in (*text_cases(config, upstream_class), *media):
+            train_step(model, case)
+    except REFUSALS as refusal:
+        return refusal
+    return None
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _training_path(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,17 @@ def test_what_is_not_proven_is_refused_in_one_sentence(row, tmp_path, monkeypatc
     assert told.startswith(f"model.source = '{row['model_type']}': ")
     assert "\n" not in told
     if row["status"] == "failed":
-        assert "make one with `patchgen generate" in told
+        assert "make one with `patchgen generate" in told or "config class refuses its defaults" in told
     else:
-        assert any(f": {status}: " in told for status in (verdict.EAGER_ONLY, verdict.GENERATED))
+        assert (
+            told.removeprefix(f"model.source = '{row['model_type']}': ")
+            == verdict.Verdict(row["status"], row["reason"]).words
+        )
+
+
+def without_figures(words: str) -> str:
+    """What is measured differs between processors in its last digits."""
+    return re.sub(r"\d[\d.]*(e[-+]?\d+)?", "#", words)
 
 
 def generated_folder(model_type: str, place: Path) -> Path:

@@ -81,3 +81,10 @@ def test_a_fusion_of_another_form_refuses_slices():
     step = next(step for step in steps if step.name == "fill_back")
     assert [hit.what.partition(":")[0] for hit in step.outcome.hits] == ["refuses slices"]
     assert "ops.require_whole_sequence(" in step.outcome.module.text
+
+
+def test_no_class_builds_itself():
+    """ShieldGemma2's classifier is the one model of its file written for its config, and builds Gemma3 from that config."""
+    anatomy = anatomy_of("shieldgemma2")
+    (build,) = anatomy.auto_builds("ShieldGemma2ForImageClassification")
+    assert anatomy.target_of(build) == "Gemma3ForConditionalGeneration"

@@ -106,6 +106,18 @@ def test_images_and_videos_in_one_pass(model_name: str, layout: str) -> None:
         require_rounding(joint.gradients[name], gradient, floor=floor, what=name)
 
 
+@pytest.mark.parametrize("model_name", ["qwen3_vl_moe", "qwen3_5_moe", "qwen3_omni_moe"])
+def test_one_pass_with_router_logits(model_name: str) -> None:
+    """Upstream's recorder adds router logits, which no field of a tower's output names, to what a tower returns."""
+    model, cases = model_and_cases(model_name)
+    case = cases["handed in"]
+    recorded = Case(case.name, {**case.batch, "output_router_logits": True})
+    apart = train_step(model, recorded).outputs["last_hidden_state"]
+    with parallel.using(TwoBatches(ParallelConfig.for_world(2))):
+        joint = train_step(model, recorded).outputs["last_hidden_state"]
+    require_rounding(joint, apart, what="last_hidden_state")
+
+
 def test_ranks_that_share_one_batch_need_no_dummy() -> None:
     embeds = torch.zeros(1, 2, 3)
     state = TwoBatches(ParallelConfig.for_world(2, sp=2), sp=2)
@@ -124,7 +136,7 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "llava_next.LlavaNext": {"image": (1, 3, 3, 32, 32)},
     "idefics3.Idefics3": {"image": (1, 1, 3, 32, 32)},
     "smolvlm.SmolVLM": {"image": (1, 1, 3, 32, 32)},
-    "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192)},
+    "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192), "audio": (1, 16, 32)},
     "lfm2_vl.Lfm2Vl": {"image": (1, 4, 192)},
 }
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from patchgen.commands import training
 from patchgen.errors import ConfigError
 from patchgen.runtime import launch, registry
+from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
-from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.verify_model import judge
 
@@ -106,3 +108,32 @@ def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path)
         "model.source = 'xlnet': no generated model takes a XLNetConfig; make one with `patchgen generate xlnet`, which "
         "says why where it cannot."
     )
+
+
+def test_options_that_no_small_model_takes_are_told_of():
+    config = LlamaConfig(hidden_act="an activation of one's own")
+    with pytest.warns(
+        UserWarning, match="cannot be compared at small sizes .KeyError: .*LlamaConfig with its defaults"
+    ):
+        small = preflight._small(LlamaForCausalLM, config)
+    assert small.hidden_act == LlamaConfig().hidden_act
+
+
+def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
+    (tmp_path / "home").write_text("a file where the folder would be")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    with pytest.warns(UserWarning, match="found anew at each start"):
+        assert preflight.examine(from_dict(recipe_of("qwen3_moe", tmp_path / "run"))) == decided
+
+
+@pytest.mark.parametrize("kind", ["type", "folder"])
+def test_values_that_the_config_class_refuses_are_told_in_one_sentence(kind, tmp_path):
+    source, told = "gemma4_assistant", "refuses its defaults"
+    if kind == "folder":
+        (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 30, "num_attention_heads": 4}')
+        source, told = str(tmp_path), "refuses this config.json"
+    with pytest.raises(RecipeError, match=told) as refusal:
+        models.read_config(ModelConfig(source=source))
+    assert "\n" not in str(refusal.value)
