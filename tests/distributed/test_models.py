@@ -1,7 +1,7 @@
 """Models on real ranks against upstream's own class in one process: loss, every gradient, norm, three AdamW steps.
 
 The full matrix (models x layouts x packing x accumulation on 4 ranks, and 8 ranks) is slow: `make test-parallel`. Each
-run takes every layout with every model once, with packing and accumulation alternating so that all pairs occur.
+run takes every layout with every other model, with packing and accumulation alternating so that all pairs occur.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _matrix(models: list[str], thin: bool):
             for packed in (False, True):
                 for micro_batches in (1, 4):
                     place = 2 * packed + (micro_batches == 4)
-                    if thin and place != (row + column) % 4:
+                    if thin and ((row + column) % 2 or place != (row + column) // 2 % 4):
                         continue
                     words = (name, label, "packed" if packed else "rows", f"{micro_batches} micro-batches")
                     yield pytest.param(
@@ -101,10 +101,16 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
-def test_options_change_no_number(name, options, two_ranks):
-    two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **options)
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        pytest.param(name, option, marks=pytest.mark.slow if name == "qwen3_next" and number % 2 else ())
+        for name in ("qwen3_moe", "qwen3_next")
+        for number, option in enumerate(OPTIONS)
+    ],
+)
+def test_options_change_no_number(name, option, two_ranks):
+    two_ranks.run(cases.agrees, name, sp=2, ep=2, packed=True, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("reduce_last", ["replicas", "shards too"])

@@ -306,7 +306,13 @@ def _first_code_line(lines: list[str]) -> str:
 
 @settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=() if model == "gpt_oss" else pytest.mark.slow)
+        for model in ("gpt_oss", "qwen3_moe", "qwen3_next")
+    ],
+)
 def test_a_deleted_or_renamed_site_statement_never_loses_a_hit_in_silence(model: str, data: st.DataObject):
     """Any statement that a pass touches, deleted or with one of its names changed: the same hits, or a refusal."""
     origin = UPSTREAM[model]

@@ -26,7 +26,7 @@ ROWS = [
     for row in json.loads((support_matrix.docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
     if row["status"] != "proven"
 ]
-QUICK = {row["status"]: f"{row['family']}-{row['model_type']}" for row in reversed(ROWS) if row["family"] == "text"}
+QUICK = {row["status"]: f"{row['family']}-{row['model_type']}" for row in ROWS if row["family"] == "text"}
 
 
 def name_of(row: dict) -> str:
