@@ -13,7 +13,7 @@ from patchgen.anatomy import Anatomy, Role, study
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import PASSES, default_pipeline, pass_named
-from patchgen.passes.base import Outcome, Pass
+from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
@@ -29,6 +29,11 @@ class Step:
     seconds: float
     before: Module
     anatomy: Anatomy  # as the pass saw it
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether the pass rewrites what its hits name; others drop it, or only report."""
+        return issubclass(pass_named(self.name), SitePass)
 
     @property
     def changed_lines(self) -> int:

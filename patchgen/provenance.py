@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from patchgen import __version__
 from patchgen.anatomy import Anatomy
+from patchgen.anatomy.census import census
+from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
 from patchgen.source import Module
@@ -112,6 +114,7 @@ def record(
             }
             for step in steps
         ],
+        "census": census(anatomy, module, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
         "symbols": symbols,
         "generated_sha256": _sha256(text.encode()),
@@ -121,6 +124,20 @@ def record(
         },
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[str, list[str]]:
+    """Class or function -> the passes that have a site in it, or the seam that a function is handed to."""
+    found: dict[str, list[str]] = {}
+    for step in steps:
+        for hit in (*step.outcome.hits, *step.outcome.upstream) if step.rewrites else ():
+            found.setdefault(hit.site.partition(".")[0], []).append(step.name)
+    for call in (call for block in module for statement in block.statements for call in calls(statement)):
+        if dotted(call.func).startswith("ops."):
+            for argument in call.args:
+                if dotted(argument) in anatomy.functions:
+                    found.setdefault(dotted(argument), [dotted(call.func)])
+    return found
 
 
 def read(directory: Path) -> dict:

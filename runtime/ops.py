@@ -181,6 +181,7 @@ def causal_lm_loss(
     loss_function: Callable[..., Tensor],
     vocab_size: int | None,
     training: bool = True,
+    local_terms: tuple[str, ...] = (),
     **kwargs: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
@@ -193,6 +194,7 @@ def causal_lm_loss(
         loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
         vocab_size: V; None for the last dimension of the logits.
         training: whether the model is in training mode. In evaluation the logits are what the caller came for.
+        local_terms: what the model adds to the loss that is a number of one rank's tokens, as source.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
@@ -200,14 +202,21 @@ def causal_lm_loss(
         never materialised; it serves in training, and where the loss is all that is read (`parallel.loss.step`, in
         which the trainer evaluates too). Elsewhere both are returned, as upstream does. On many ranks the loss is this
         rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch.
+
+    Raises:
+        ValueError: another loss than transformers' ForCausalLMLoss while a parallel state is live; `local_terms` in a
+            step of several ranks or micro-batches, whose sum they are not.
     """
     if labels is None:
         return head(hidden_states), None
     state = parallel.current()
     needs_logits = not training
     if state is not None:
-        from patchgen.runtime.parallel.loss import global_labels, in_step
+        from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
+        from patchgen.runtime.parallel.loss import global_labels, in_step, require_shares
 
+        require_causal_lm_loss(loss_function, "parallel")
+        require_shares(local_terms, state)
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
         needs_logits = needs_logits and not in_step()
     if serves("causal_lm_loss") and not needs_logits:

@@ -18,6 +18,7 @@ from patchgen.anatomy.classes import (
     imported_names,
     reads_name,
 )
+from patchgen.anatomy.names import Names
 from patchgen.source import Module
 from patchgen.upstream import SubConfig, Upstream
 
@@ -29,6 +30,7 @@ class Anatomy:
     upstream: Upstream
     classes: dict[str, ClassInfo] = field(default_factory=dict)
     functions: dict[str, FunctionNode] = field(default_factory=dict)
+    names: Names = field(default_factory=lambda: Names([]))
 
     def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
         """The classes that have a role, in upstream order; only those that are still in `among`, if given."""
@@ -63,6 +65,7 @@ class Anatomy:
             if hasattr(child, "lineno"):
                 child.lineno = 0
         self.classes[name] = describe(node, {*self.classes, name})
+        self.names = Names([statement for block in module for statement in block.statements], self.upstream.package)
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             if module.has(info.name) and reads_name(module.block(info.name).node, name):
@@ -183,8 +186,8 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
     """Reads the classes of a module, finds their roles and who builds whom."""
     from patchgen.anatomy.roles import assign_roles
 
-    anatomy = Anatomy(upstream)
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
+    anatomy = Anatomy(upstream, names=Names(nodes, upstream.package))
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     for node in nodes:
         if isinstance(node, ast.ClassDef):

@@ -40,6 +40,13 @@ PIXELS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_embeds")
 EXPERT_DIMS = 3
 HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
+TORCH_ATTENTION = {
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "flex_attention",
+    "MultiheadAttention",
+}
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
@@ -113,12 +120,14 @@ def _rotary(anatomy: Anatomy, info: ClassInfo) -> str | None:
 
 def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
     for method in info.methods.values():
-        if reads_name(method, "ALL_ATTENTION_FUNCTIONS"):
+        if reads_name(method, INTERFACE):
             return "calls transformers' attention interface"
     forward = info.methods.get("forward")
     if forward is None:
         return None
     names = called_names(forward)
+    if own := names & TORCH_ATTENTION:
+        return f"calls torch's {min(own)} itself"
     projections = [
         a for a in info.attributes if a.startswith(("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value"))
     ]

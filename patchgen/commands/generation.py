@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
+from patchgen.anatomy.census import summary
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 
@@ -75,6 +76,7 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
         for note in step.outcome.notes:
             console.print(f"  note {step.name}: {note}")
     if generated.steps[2:]:
+        console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
         dropped = [hit.site for step in generated.steps if step.name == "prune" for hit in step.outcome.hits]
         if dropped:
             console.print(f"  {len(dropped)} classes and functions dropped, listed at the top of the diff")

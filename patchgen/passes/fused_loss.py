@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute
+from patchgen.anatomy.loss_terms import LossTerms, is_output
 from patchgen.anatomy.roles import unread_heads
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import (
+    append_method,
     code_of,
     edit_function,
     function_body,
@@ -25,6 +28,11 @@ from patchgen.rewrite import (
 )
 from patchgen.source import Block, Module
 
+LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+"""Of transformers' losses of language models, in their order; further ones have a keyword."""
+SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms"}
+OWN_LOSSES = {"loss_function", "_loss_function"}  # what makes a loss of a class's own; `loss_type` names a library's
+LOCAL_TERMS = "local_loss_terms"
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
@@ -117,16 +125,31 @@ class FusedLoss(SitePass):
         """The heads that upstream's auto maps name, where nothing shows that they compute a loss."""
         return unread_heads(module, anatomy)
 
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        """What heads add to the loss that is a number of one rank."""
+        return [
+            f"{info.name}: {', '.join(ast.literal_eval(node.value))} is added to the loss and is a number of one rank's "
+            "tokens: not trained on several ranks, nor over several micro-batches"
+            for info in anatomy.with_role(Role.HEAD, module)
+            for node in module.block(info.name).node.body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LOCAL_TERMS
+        ]
+
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
         miss: list[Missed] = []
+        terms: list[str] = []
+        other = next(_own_losses(site.block, anatomy), None)
+        if other is not None:
+            return Missed("the loss that transformers has for the class", other)
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
-            region = _find_region(body)
+            region = _find_region(forward)
             wrong = region if isinstance(region, Missed) else _moved_wrongly(forward, region, site.block, anatomy)
             if wrong is not None:
                 miss.append(wrong)
                 return forward
+            terms.extend(region.local_terms)
             fused = self._fused(body, region)
             second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
             if second is not None:
@@ -135,7 +158,11 @@ class FusedLoss(SitePass):
             return with_body(forward, fused)
 
         block = edit_function(block, "forward", fuse)
-        return miss[0] if miss else Rewritten(block, "causal_lm_loss seam")
+        if miss:
+            return miss[0]
+        if terms:
+            block = append_method(block, f"{LOCAL_TERMS} = {tuple(terms)!r}", self.mark)
+        return Rewritten(block, "causal_lm_loss seam")
 
     def _fused(self, body: Sequence[cst.BaseStatement], region: _Region) -> list[cst.BaseStatement]:
         outside, inside = region.outside, region.inside
@@ -148,6 +175,8 @@ class FusedLoss(SitePass):
             function = HEAD
             definition = [_head_function(region, inside, self.mark)]
         named = ["loss_function=self.loss_function", "training=self.training", *region.loss_arguments]
+        if region.local_terms:
+            named.insert(2, f"local_terms=self.{LOCAL_TERMS}")
         arguments = [function, source, region.labels, *named]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
         seam = list(statements(call, depth=2, comment=None if definition else self.mark))
@@ -172,6 +201,7 @@ class _Region:
     module: cst.BaseExpression  # `self.lm_head`
     hidden_states: cst.BaseExpression  # its argument
     loss_arguments: list[str]
+    local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
 
     @property
     def outside(self) -> list[cst.BaseStatement]:
@@ -197,7 +227,8 @@ class _Region:
         return any(uses_name(other, name) and uses_name(other, self.logits) for other in later for name in targets)
 
 
-def _find_region(body: Sequence[cst.BaseStatement]) -> _Region | Missed:
+def _find_region(forward: cst.FunctionDef) -> _Region | Missed:
+    body = function_body(forward)
     end, loss_line = next(
         ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node)), (None, None)
     )
@@ -206,7 +237,7 @@ def _find_region(body: Sequence[cst.BaseStatement]) -> _Region | Missed:
         return Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
     condition = body[end]
     call = loss_line.body[0].value
-    arguments = _loss_arguments(call)
+    arguments = _loss_arguments(call, forward)
     if isinstance(arguments, Missed):
         return arguments
     logits, labels, rest = arguments
@@ -222,14 +253,44 @@ def _find_region(body: Sequence[cst.BaseStatement]) -> _Region | Missed:
         return Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
     loss = loss_line.body[0].targets[0].target.value
     between = [node for node in body[start + 1 : end] if code_of(node) != f"{loss} = None"]
-    early = next((node for node in body[:start] if code_of(node) != f"{loss} = None" and _stores(node, loss)), None)
-    if early is not None:
-        return Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(early))
+    for node in body[:start]:
+        if _stores(node, loss) and code_of(node) != f"{loss} = None":
+            return Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
+        if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
+            return Missed("no return in training above the loss", ast.unparse(early))
     below = body[end + 1 :]
     later_use = next((node for node in below if not _hands_on(node, logits, below)), None)
     if later_use is not None:
         return Missed(f"no use of `{logits}` below the loss but in the result", code_of(later_use))
-    return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest)
+    terms = LossTerms([_as_ast(node).body[0] for node in below], loss)
+    if terms.lost is not None:
+        return Missed(f"`{loss}` below the loss as what was computed, and what is added", ast.unparse(terms.lost))
+    return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest, terms.local)
+
+
+def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | None:
+    """The first return of these statements that a training step with labels may reach."""
+    for node in body:
+        if isinstance(node, ast.Return):
+            return node
+        if isinstance(node, FunctionNode | ast.ClassDef):
+            continue
+        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")]
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("not self.training", f"{labels} is None"):
+            blocks[0] = []
+        for block in blocks:
+            if (found := _returns_in_training(block, labels)) is not None:
+                return found
+    return None
+
+
+def _own_losses(owner: str, anatomy: Anatomy) -> Iterator[str]:
+    """Where a class and its ancestors give it a loss of its own."""
+    for info in anatomy.lineage(owner):
+        for node in ast.walk(info.node):
+            name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
+            if name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load):
+                yield f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
 
 
 def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
@@ -238,25 +299,48 @@ def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
     return [inner for inner in node.body.body if m.matches(inner, LOSS_ASSIGNMENT)]
 
 
-def _loss_arguments(call: cst.Call) -> tuple[str, str, list[str]] | Missed:
-    """The logits, the labels, and the remaining arguments as source, `vocab_size` by keyword."""
-    order = ["logits", "labels", "vocab_size"]
+def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]] | Missed:
+    """The logits, the labels, and the remaining arguments as source, each under the name of its parameter."""
     named: dict[str, str] = {}
     rest = []
     for position, arg in enumerate(call.args):
-        source = code_of(arg.value)
-        if arg.star:
-            rest.append(f"{arg.star}{source}")
-        elif arg.keyword is not None:
-            named[arg.keyword.value] = source
-        elif position < len(order):
-            named[order[position]] = source
+        if arg.star == "**":
+            rest.append(f"**{code_of(arg.value)}")
+        elif arg.star or (arg.keyword is None and position >= len(LOSS_PARAMETERS)):
+            return Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
+        else:
+            named[arg.keyword.value if arg.keyword else LOSS_PARAMETERS[position]] = code_of(arg.value)
     if not named.get("logits", "-").isidentifier() or not named.get("labels", "-").isidentifier():
         return Missed("self.loss_function(logits, labels, ...) with plain names", code_of(call))
     logits, labels = named.pop("logits"), named.pop("labels")
     if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
         named["vocab_size"] = "None"
+    if named.get("ignore_index", "-100") != "-100":
+        return Missed("the ignore_index -100, which labels are padded with and counted by", code_of(call))
+    bound = _bound(forward)
+    if labels in bound or labels not in parameters(forward):
+        return Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
+    for name, source in named.items():
+        read = loaded_names(ast.parse(source)) & {logits, labels, *bound}
+        if name in SEAM_PARAMETERS or read & ({logits, labels} if name == "vocab_size" else read):
+            return Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
+
+
+def _bound(forward: cst.FunctionDef) -> set[str]:
+    """The names to which a forward gives new values; `x = x.to(...)` gives none."""
+    bound: set[str] = set()
+    for node in (node for top in function_body(forward) for node in ast.walk(_as_ast(top))):
+        if not isinstance(node, ast.stmt) or (isinstance(node, ast.Assign) and _is_moved(node)):
+            continue
+        inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+        bound |= set().union(*map(stored_names, inside if hasattr(node, "body") else [node]))
+    return bound
+
+
+def _is_moved(node: ast.Assign) -> bool:
+    """`labels = labels.to(logits.device)`"""
+    return isinstance(node.value, ast.Call) and dotted(node.value.func) == f"{ast.unparse(node.targets[0])}.to"
 
 
 def _is_not_none(name: str) -> m.Comparison:
@@ -313,14 +397,9 @@ def _handed_on(value: ast.expr, logits: str) -> int:
     parts: list[ast.expr] = []
     if isinstance(value, ast.Tuple):
         parts = value.elts
-    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and _is_output(value.func.id):
+    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and is_output(value.func.id):
         parts = [*value.args, *(keyword.value for keyword in value.keywords)]
     return sum(isinstance(part, ast.Name) and part.id == logits for part in parts)
-
-
-def _is_output(name: str) -> bool:
-    """Upstream's result classes: `CausalLMOutputWithPast`, `Gemma3CausalLMOutputWithPast`, ..."""
-    return "Output" in name
 
 
 def _returns(node: ast.AST) -> list[ast.Return]:
@@ -338,6 +417,8 @@ def _moved_wrongly(forward: cst.FunctionDef, region: _Region, owner: str, anatom
     written = set().union(*map(stored_names, closure)) - {region.logits}
     for node in region.outside:
         tree = _as_ast(node)
+        if _returns(tree):
+            return Missed("no return between the head and the loss", code_of(node))
         changed = stored_names(tree) & (read | {region.loss})
         if changed:
             return Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))

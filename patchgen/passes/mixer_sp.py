@@ -6,8 +6,9 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, dotted, parameter_names, reads_name
-from patchgen.anatomy.roles import HAND_WRITTEN, depthwise_convolutions
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, parameter_names, reads_name
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.roles import HAND_WRITTEN, INTERFACE, TORCH_ATTENTION, depthwise_convolutions
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
@@ -82,10 +83,9 @@ class MixerSP(SitePass):
         for info in anatomy.classes.values():
             if not module.has(info.name) or info.name not in language or info.name in known:
                 continue
-            if _attends_by_hand(info):
-                remarks.append(
-                    f"{info.name}: {HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel"
-                )
+            own = _own_attention(info, anatomy)
+            if own:
+                remarks.append(f"{info.name}: {own}, which sees this rank's tokens only: not sequence-parallel")
             if anatomy.method(info.name, "forward") is None or anatomy.is_model(info.name):
                 continue  # a cache; a model steps through its layers
             if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
@@ -176,11 +176,17 @@ def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
     return found
 
 
-def _attends_by_hand(info: ClassInfo) -> bool:
-    """Softmax and products in the methods of a class that does not call transformers' attention interface."""
+def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
+    """What of a class attends, and is no call of transformers' attention interface; empty if nothing does."""
+    for method in info.methods.values():
+        for function in (method, *(anatomy.functions[name] for name in _functions_below(anatomy, method))):
+            for call in calls(function):
+                meaning = anatomy.names.resolve(call.func, local_names(function)) or dotted(call.func)
+                if meaning.rpartition(".")[2] in TORCH_ATTENTION and not meaning.startswith("."):
+                    return f"line {call.lineno} calls {dotted(call.func)} itself, whatever attention is chosen"
     called = called_names(info.node)
     products = called & {"matmul", "bmm", "baddbmm", "einsum"}
-    return bool("softmax" in called and products) and not reads_name(info.node, "ALL_ATTENTION_FUNCTIONS")
+    return HAND_WRITTEN if "softmax" in called and products and not reads_name(info.node, INTERFACE) else ""
 
 
 def _sequence_loop(function: FunctionNode) -> ast.For | None:

@@ -80,6 +80,31 @@ def step(
         _STEP = before
 
 
+LOCAL_TERMS = "local_loss_terms"
+"""Of a generated head: what it adds to its loss that is a number of one rank's tokens, as source."""
+
+
+def not_shared(head: object) -> str:
+    """Why the loss of a generated head, a class or a model, is no sum of shares; empty if it is one."""
+    terms = getattr(head, LOCAL_TERMS, ())
+    name = head.__name__ if isinstance(head, type) else type(head).__name__
+    return _not_shared(name, terms) if terms else ""
+
+
+def _not_shared(name: str, terms: tuple[str, ...]) -> str:
+    return (
+        f"{name} adds {', '.join(terms)} to its loss, a number of one rank's tokens: the numbers of several ranks or "
+        "micro-batches do not add up to that of the step. Train it on one rank with one micro-batch per step, or "
+        "without that term."
+    )
+
+
+def require_shares(terms: tuple[str, ...], state: ParallelState) -> None:
+    """Raises ValueError where a loss with `terms` of one rank's tokens would be added up over ranks or micro-batches."""
+    if terms and (state.config.world > 1 or _STEP.num_micro_batches > 1):
+        raise ValueError(_not_shared("The model", terms))
+
+
 def in_step() -> bool:
     """Whether the loss that is computed now is a share of a step: nobody reads the logits."""
     return _STEP is not _ALONE

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from patchgen.runtime.parallel import checkpointing, exchange_reduce, undivided
+from patchgen.runtime.parallel.loss import not_shared
 from patchgen.runtime.parallel.state import ParallelState
 
 HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
@@ -70,9 +71,12 @@ def shard_model(
         options: see `ShardingOptions`.
 
     Raises:
-        ValueError: a path or class that matches nothing, or experts that do not divide by `ep`.
+        ValueError: a path or class that matches nothing, experts that do not divide by `ep`, or several ranks for a
+            loss that is no sum of their shares.
     """
     options = options or ShardingOptions()
+    if state.config.world > 1 and (local := not_shared(model)):
+        raise ValueError(local)
     paths = own_plan(model) if expert_parameters is None else tuple(expert_parameters)
     if state.ep > 1:
         check_plan(model, paths, state.ep)

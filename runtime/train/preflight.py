@@ -30,6 +30,7 @@ import transformers
 from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
+from patchgen.runtime.parallel import loss
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
@@ -73,6 +74,10 @@ def require_trainable(recipe: Recipe) -> Recipe:
     found = examine(recipe)
     if found.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
+    if (recipe.train.batches_per_step > 1 or recipe.parallel.sp > 1) and (local := loss.not_shared(_head(recipe)[0])):
+        raise RecipeError(
+            f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
+        )
     apart = found.separates_documents or bool(recipe.model.separate_documents)
     if apart and recipe.parallel.sp > 1:
         raise RecipeError(

@@ -5,6 +5,7 @@ Shapes: B batch, S sequence.
     plain    ids and labels; some labels are -100
     padded   the second row ends in padding: attention mask 0, labels -100
     packed   two documents in each row: position ids start again at 0 in the middle
+    step     the plain rows as a trainer hands them in, with the number of labels of the step that they are a part of
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SEQUENCE = sizes.SEQUENCE
 IGNORED = -100
 NUM_PADDED = 7
 FIRST_DOCUMENT = 15
+ITEMS = "num_items_in_batch"
+ITEMS_OF_STEP = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +70,12 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
         Case("plain", {"input_ids": ids, "labels": labels}),
         Case("padded", {"input_ids": ids, "labels": padded_labels, "attention_mask": mask}),
         Case("packed", {"input_ids": ids, "labels": packed_labels, "position_ids": positions}),
+        Case("step", {"input_ids": ids, "labels": labels, ITEMS: torch.tensor(ITEMS_OF_STEP)}),
     )
-    known = set(inspect.signature(model_class.forward).parameters)
+    parameters = inspect.signature(model_class.forward).parameters
+    known = set(parameters)
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "labels" in known:
+        known |= {ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
     return tuple(_without(case, "labels" if "labels" not in known else "") for case in cases if _takes(known, case))
 
 

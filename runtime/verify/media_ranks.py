@@ -287,6 +287,9 @@ def verify_on_ranks(
         training: whether both are in training mode.
     """
     head = head or find(model).heads[0]
+    local = loss.not_shared(getattr(find(model).load(), head))
+    if local:
+        return [RankResult("its loss", reason=local)]
     options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp}
     results = []
     try:

@@ -49,7 +49,7 @@ def test_the_same_code_is_proven_in_every_variant(tmp_path, model_type):
     proof = prove_with(tmp_path, model_type, variants=None)
     assert proof.failures == []
     assert proof.is_equal
-    assert {case.name for case in proof.cases} == {"plain", "padded", "packed"}
+    assert {case.name for case in proof.cases} == {"plain", "padded", "packed", "step"}
     assert {"base", "checkpointing"} <= {case.variant for case in proof.cases}
     assert all(case.gradient.is_equal and case.outputs.is_equal for case in proof.cases)
 
@@ -239,7 +239,7 @@ def test_both_models_of_a_pair_hold_their_own_weights(tmp_path):
 def test_the_fixed_inputs_are_fixed_and_avoid_special_ids():
     config, head = small_config("qwen2_moe").config, upstream_head("qwen2_moe")
     first, second = text_cases(config, head), text_cases(config, head)
-    assert [case.name for case in first] == ["plain", "padded", "packed"]
+    assert [case.name for case in first] == ["plain", "padded", "packed", "step"]
     drawable = set(drawable_ids(config))
     for one, other in zip(first, second, strict=True):
         assert all(torch.equal(one.batch[name], other.batch[name]) for name in one.batch)

@@ -1,0 +1,104 @@
+"""What the names of a file stand for, by its import statements, definitions and scopes."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Container, Iterator, Sequence
+
+from patchgen.anatomy.classes import FunctionNode
+from patchgen.source import bound_names
+
+
+class Names:
+    """The module-level names of one file.
+
+    Args:
+        nodes: the file's statements.
+        package: the package that relative imports start from.
+
+    Attributes:
+        functions: those that the file defines, in the branches of an `if` or `try` too.
+    """
+
+    def __init__(self, nodes: Sequence[ast.stmt], package: str = "") -> None:
+        self._known: dict[str, str | None] = {}
+        self.functions = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
+        for statement in nodes:
+            for name, meaning in _bindings(statement, package):
+                self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
+        everything = [node for statement in nodes for node in ast.walk(statement)]
+        for node in everything:
+            for name in node.names if isinstance(node, ast.Global) else ():
+                self._known[name] = None
+        self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
+        self._patched = {
+            found
+            for node in everything
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+            if (found := self.resolve(node))
+        }
+
+    def resolve(self, node: ast.AST, local: Container[str] = ()) -> str | None:
+        """What an expression of names and dots stands for, wherever it is written.
+
+        Args:
+            node: the expression, for example the function of a call.
+            local: the names that the scopes around it bind (`local_names`), self included.
+
+        Returns:
+            "torch.nn.functional.linear" for `F.linear`; ".rotate_half" for what this file defines; None for a local
+            name, for one that is bound to several things, and for what the file puts in another's place.
+        """
+        if isinstance(node, ast.Attribute):
+            owner = self.resolve(node.value, local)
+            found = f"{owner}.{node.attr}" if owner else None
+            return None if found in self._patched else found
+        if not isinstance(node, ast.Name) or node.id in local:
+            return None
+        if node.id in self._known:
+            return self._known[node.id]
+        return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
+
+
+def local_names(function: FunctionNode | ast.Lambda) -> set[str]:
+    """The names that a function binds: parameters, assignments, loops, definitions and imports inside it."""
+    args = function.args
+    found = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if arg}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+            found.add(node.id)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
+            found |= set(bound_names(node))
+    return found
+
+
+def _bindings(statement: ast.stmt, package: str) -> Iterator[tuple[str, str]]:
+    """Name -> what it stands for, of everything that a statement of the module binds."""
+    if isinstance(statement, ast.Import):
+        for alias in statement.names:
+            yield alias.asname or alias.name.split(".")[0], alias.name if alias.asname else alias.name.split(".")[0]
+    elif isinstance(statement, ast.ImportFrom):
+        parts = package.split(".")
+        base = parts[: len(parts) + 1 - statement.level] if statement.level else []
+        for alias in statement.names:
+            yield alias.asname or alias.name, ".".join([*base, *filter(None, [statement.module]), alias.name])
+    elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
+        inside = [binding for leaf in _leaves([statement]) for binding in _bindings(leaf, package)]
+        own = {name for name, meaning in inside if meaning == f".{name}"}
+        # A package's function where it is installed, else the file's own of the same name: the file says what it does.
+        yield from ((name, f".{name}" if name in own else meaning) for name, meaning in inside)
+        yield from ((name, f".{name}") for name in bound_names(statement) if name not in dict(inside))
+    else:
+        yield from ((name, f".{name}") for name in bound_names(statement))
+
+
+def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
+    """The statements of the module's scope, for an `if`, `try` or loop those inside it."""
+    for node in nodes:
+        if isinstance(node, ast.If | ast.Try | ast.For | ast.While | ast.With | ast.ExceptHandler):
+            yield from _leaves([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)])
+        elif isinstance(node, ast.stmt):
+            yield node

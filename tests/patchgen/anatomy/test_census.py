@@ -1,0 +1,90 @@
+"""The census of a file: what lies on the way to the loss is in a pass, or named with a reason."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from generation_cases import edited, load
+from typer.testing import CliRunner
+
+from patchgen import pipeline
+from patchgen.anatomy.census import summary
+from patchgen.cli import app
+
+
+def census_of(model: str, *edits: tuple[str, str], config=None) -> dict[str, str]:
+    origin = edited(load(model), *edits) if edits else load(model)
+    return json.loads(pipeline.generate(origin, config).provenance)["census"]
+
+
+def test_every_part_of_a_model_is_in_a_pass_or_has_a_reason():
+    found = census_of("qwen3_moe")
+    assert found["Qwen3MoeExperts"] == "passes: stacked_experts, fused_experts"
+    assert found["load_balancing_loss_func"] == "passes: router_loss"
+    assert found["Qwen3MoeAttention"] == "attention: calls transformers' attention interface"
+    assert found["Qwen3MoeTopKRouter"] == "a router"
+    assert found["Qwen3MoeDecoderLayer"] == "runs what is listed here"
+    assert all(found.values())
+
+
+def test_a_class_behind_a_table_is_on_the_way():
+    assert census_of("falcon")["FalconAttention"] == "attention: calls torch's scaled_dot_product_attention itself"
+
+
+IMPORT = "from ...activations import ACT2FN"
+NORM = "self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)"
+NORMED = "hidden_states = self.norm(hidden_states)"
+MIXING = "class Mixing(nn.Module):\n    def forward(self, x):\n        return x.cumsum(1)\n\n\nclass LlamaMLP("
+OUTSIDE = "another file's, which no pass reads"
+
+
+@pytest.mark.parametrize(
+    ("edits", "name", "reason"),
+    [
+        (
+            ((IMPORT, f"{IMPORT}\nfrom .parts import OtherNorm"), (NORM, "self.norm = OtherNorm(config)")),
+            "transformers.models.llama.parts.OtherNorm",
+            OUTSIDE,
+        ),
+        (
+            (
+                (IMPORT, f"{IMPORT}\nfrom elsewhere import soften"),
+                (NORMED, f"{NORMED[:-1]}.float())\n        soften()"),
+            ),
+            "elsewhere.soften",
+            OUTSIDE,
+        ),
+        (((NORM, "self.norm = config.make_norm"),), "LlamaModel.norm", "not read: config.make_norm"),
+        ((("class LlamaMLP(", MIXING), (NORM, "self.norm = Mixing()")), "Mixing", "not read: x.cumsum(1)"),
+    ],
+)
+def test_what_no_pass_sees_is_named(edits, name, reason):
+    config = replace(pipeline.config_for("llama"), expect={})
+    assert census_of("llama", *edits, config=config)[name] == reason
+
+
+def test_it_is_one_line_and_printed():
+    line = summary(census_of("llama"))
+    assert line.startswith("5 of 9 classes and functions on the way to the loss in passes; ")
+    assert "attention: LlamaAttention" in line
+    printed = CliRunner().invoke(app, ["generate", "llama", "--dry-run"]).output
+    assert "census 5 of 9" in " ".join(printed.split())
+
+
+def test_attention_by_torchs_own_function_is_named():
+    """No setting of the model chooses it: neither packed documents nor the ranks of a sequence reach it."""
+    interface = "attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
+    origin = load("llama")
+    start = origin.text.index(interface)
+    end = origin.text.index("attn_output = attn_output.reshape", start)
+    call = "torch.nn.functional.scaled_dot_product_attention(query_states, key_states, value_states, is_causal=True)"
+    own = f"attn_output = {call}.transpose(1, 2)\n        attn_weights = None\n        "
+    generated = pipeline.generate(replace(origin, text=origin.text[:start] + own + origin.text[end:]))
+    facts = json.loads(generated.provenance)
+    assert facts["census"]["LlamaAttention"].endswith("calls torch's scaled_dot_product_attention itself")
+    notes = [note for step in generated.steps for note in step.outcome.notes]
+    assert any(n.startswith("LlamaAttention: line ") and "scaled_dot_product_attention itself" in n for n in notes), (
+        notes
+    )
