@@ -31,7 +31,7 @@ REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 PER_PROCESS = 100
 PER_POOL = 60
 SECONDS = 60.0  # a changed loop may have no end: then upstream's own step has none, and the mutant does not run
-ON_RANKS = 12  # of so many mutants that are equal, one is compared on two ranks
+ON_RANKS = 20  # of so many mutants that are equal, one is compared on two ranks
 PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
 JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
 
