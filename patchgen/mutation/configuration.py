@@ -26,7 +26,7 @@ class Configuration:
     @classmethod
     def of(cls, origin: Upstream) -> Configuration | None:
         """None where upstream's file stands alone."""
-        path = PurePosixPath(origin.path)
+        path = PurePosixPath(origin.path.removeprefix("transformers/"))
         name = path.name.replace("modeling_", "configuration_", 1)
         text = origin.release.read(str(path.with_name(name))) if origin.release is not None else None
         return cls(name.removesuffix(".py"), text) if text else None

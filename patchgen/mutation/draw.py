@@ -48,6 +48,7 @@ def draw(
         waiting[configurations.NAME] = iter(changes)
     seen = {Mutant("", "", "", text, True).digest}
     names = list(waiting)
+    generator.shuffle(names)  # a short round has another part of the operators with each seed
     while names:
         for name in list(names):
             mutant = next((m for m in (make() for make in waiting[name]) if m.digest not in seen), None)
