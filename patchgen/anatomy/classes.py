@@ -161,6 +161,28 @@ def reads_name(node: ast.AST, name: str) -> bool:
     return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
 
 
+def is_setter(method: FunctionNode) -> bool:
+    """Whether a method is transformers' `set_output_embeddings(new)` and the like: what callers hand in is not upstream's."""
+    return method.name.startswith("set_") and "forward" not in called_names(method)
+
+
+def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
+    """Every value that a method of the class assigns to `self.<attribute>`; of `a if c else b` both; of an assignment
+    that is no plain one, the statement. Setters count for nothing.
+    """
+    found: list[ast.expr | ast.stmt] = []
+    for method in info.methods.values():
+        for statement in ast.walk(method):
+            if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
+                continue
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            stored = any(own_attribute(node) == attribute for target in targets for node in ast.walk(target))
+            if stored and not is_setter(method):
+                direct = next((value for name, value in _self_assignments(statement) if name == attribute), statement)
+                found += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
+    return found
+
+
 def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
     if isinstance(statement, ast.Assign):
         targets, value = statement.targets, statement.value

@@ -1,18 +1,21 @@
-"""Reads what a stack of experts computes from the loop over experts in its forward.
+"""What routed experts compute, read from the loop over experts in their code: stacks of weights, or a list of modules.
 
-The loop is executed symbolically, statement by statement, so the options of the fused call (activation, biases,
-layout) come from the code itself and not from flags beside it.
+The options of the fused call (activation, biases, layout) come from the code itself and not from flags beside it.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import FunctionNode, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.interpreter import Interpreter, Term, Unreadable
+from patchgen.anatomy.roles import is_gated_mlp, stack_shape
+from patchgen.anatomy.tokenwise import loaded_names, mixing_member, stored_names
 
-RESHAPES = ("to", "type", "type_as", "view", "reshape", "contiguous")  # leave every number as it is
+NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 
 
 @dataclass(frozen=True)
@@ -22,8 +25,9 @@ class ExpertsFormula:
     hidden_states: str  # the three parameters of forward
     top_k_index: str
     top_k_weights: str
-    up_weight: str = ""
-    down_weight: str = ""
+    num_experts: str  # attribute
+    up_weight: str
+    down_weight: str
     up_bias: str | None = None
     down_bias: str | None = None
     is_transposed: bool = False  # `x @ W[e]` instead of `linear(x, W[e])`
@@ -34,315 +38,370 @@ class ExpertsFormula:
 
 
 @dataclass(frozen=True)
+class ExpertList:
+    """`self.<attribute> = nn.ModuleList([<expert> for _ in range(<num_experts>)])` and the parts of one expert."""
+
+    attribute: str
+    position: int  # of the statement in __init__
+    expert: str  # source of the call that builds one expert
+    expert_class: str
+    num_experts: str  # source
+    gate: str  # the four attributes of an expert: down(activation(gate(x)) * up(x))
+    up: str
+    down: str
+    activation: str
+    bias: str  # NO_BIAS, BIAS or CONFIGURED_BIAS
+
+
+@dataclass(frozen=True)
+class ExpertLoop:
+    """The loop over a list of experts, by the names it reads and writes."""
+
+    method: str
+    position: int  # of the loop in the method
+    accumulator: str
+    hidden_states: str  # [T, H]
+    top_k_index: str  # [T, K]
+    top_k_weights: str  # [T, K]
+    dtype: str | None  # source of the accumulator's dtype; None for that of the hidden states
+    superseded: tuple[int, ...]  # positions of the statements that only the loop needed
+
+
+@dataclass(frozen=True)
 class Unread:
-    """Why the loop could not be read, with the code that was in the way."""
+    """Why the code could not be read, with the part that was in the way."""
 
     expected: str
     found: str
 
 
-@dataclass(frozen=True)
-class _Term:
-    """A symbolic value: what it is, with the attributes that made it so far."""
-
-    kind: str  # token, projected, gate, up, activated, gated, output, weighted
-    weight: str = ""
-    bias: str | None = None
-    transposed: bool = False
-    function: str | None = None  # activation or apply_gate
-    norm: str | None = None
-    up: _Term | None = None  # for everything after the gate: the first projection
+# ------------------------------------------------------------------------------------------------- stacks of weights
 
 
-class Unreadable(Exception):
-    """What was expected, and the code that stands there."""
-
-    def __init__(self, expected: str, node: ast.AST | str) -> None:
-        super().__init__(expected)
-        self.expected, self.found = expected, node if isinstance(node, str) else ast.unparse(node)
-
-
-def read_experts(forward: FunctionNode) -> ExpertsFormula | Unread:
-    """Reads the forward of a stacked experts module."""
-    names = parameter_names(forward)[:3]
-    if len(names) < 3:
-        return Unread("a forward of (hidden states, top-k index, top-k weights)", f"parameters {names}")
+def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula | Unread:
+    """Reads the forward of a stacked experts module: it must compute the sum over the experts, and nothing else."""
+    forward = anatomy.classes[owner].methods["forward"]
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
     if loop is None:
         return Unread("a loop over the experts that were hit", ast.unparse(forward)[:400])
+    values = {name: ("value", name) for name in parameter_names(forward)}
+    counts = frozenset(c for shape in _stacks(anatomy, owner).values() for c in _counts(anatomy, owner, shape[0]))
+    interpreter = Interpreter(anatomy, owner, forward, values, counts)
+    position = forward.body.index(loop)
     try:
-        setup = _Setup(names)
-        for statement in _flat(forward.body[: forward.body.index(loop)]):
-            setup.read(statement)
-        result = _Reader(names, setup).read(loop)
-        _check_below(forward, loop, setup)
+        if interpreter.run(forward.body[:position]) is not None:
+            raise Unreadable("a loop over the experts that were hit", forward.body[position - 1])
+        accumulator, added = interpreter.loop(loop)
+        interpreter.values[accumulator], interpreter.sum = ("sum",), None
+        result = interpreter.run(forward.body[position + 1 :])
+        if result not in (("sum",), ("cast", ("sum",))):
+            raise Unreadable("the sum over the experts returned as it is, below the loop", forward.body[-1])
+        return _formula(anatomy, owner, added, sorted(counts))
     except Unreadable as error:
         return Unread(error.expected, error.found)
-    if result is None:
-        return Unread("an index_add_ of the weighted expert output", ast.unparse(loop)[:600])
-    gated = result.up
+
+
+def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
+    match added:
+        case ("mul", output, ("routing", ("value", weights), ("value", index))):
+            pass
+        case _:
+            raise Unreadable("the expert output times its routing weight", _told(added))
+    norm = None
+    if output[0] == "call":
+        _, norm, output = output
+        _check_rows(anatomy, owner, norm, "a norm of each row of the output", fixed=False)
+    match output:
+        case ("linear", inner, down, down_bias, transposed):
+            pass
+        case _:
+            raise Unreadable("a projection of the gated values", _told(output))
+    match inner:
+        case ("mul", ("call", function, ("half", first, 0)), ("half", other, 1)) if first == other:
+            is_gated, is_own = True, False
+        case ("call", function, first):
+            is_gated = is_own = _is_halved(anatomy, owner, first, down, transposed)
+        case _:
+            raise Unreadable("activation(gate) * up, or a gate of the whole projection", _told(inner))
+    match first:
+        case ("linear", ("rows", ("value", hidden), _), up, up_bias, layout) if layout == transposed:
+            pass
+        case _:
+            raise Unreadable("a projection of the tokens, in the same layout as the second one", _told(first))
+    _check_rows(
+        anatomy, owner, function, "an activation or a gate of each row by itself, without learned values", fixed=True
+    )
+    for name in filter(None, (up, down, up_bias, down_bias)):
+        held = anatomy.held(owner, name)
+        if (
+            len(held) != 1
+            or not isinstance(held[0], ast.Call)
+            or anatomy.names.resolve(held[0].func) != "torch.nn.Parameter"
+        ):
+            raise Unreadable(f"self.{name} = nn.Parameter(...) in __init__", f"{owner}.{name}")
+    own_counts = [count for count in counts if not count.startswith("self.config.")]
+    if not own_counts:
+        raise Unreadable("the number of experts set in __init__, for example self.num_experts", owner)
     return ExpertsFormula(
-        *names,
-        up_weight=gated.up.weight,
-        up_bias=gated.up.bias,
-        down_weight=result.weight,
-        down_bias=result.bias,
-        is_transposed=result.transposed,
-        is_gated=gated.kind in ("gated", "applied"),
-        activation=gated.function if gated.kind != "applied" else None,
-        apply_gate=gated.function if gated.kind == "applied" else None,
-        post_norm=result.norm,
+        hidden_states=hidden,
+        top_k_index=index,
+        top_k_weights=weights,
+        num_experts=own_counts[0],
+        up_weight=up,
+        down_weight=down,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        is_transposed=transposed,
+        is_gated=is_gated,
+        activation=None if is_own else function,
+        apply_gate=function if is_own else None,
+        post_norm=norm,
     )
 
 
-def _check_below(forward: FunctionNode, loop: ast.For, setup: _Setup) -> None:
-    """Nothing but the loop may compute: the seam replaces all of the forward."""
-    *between, last = forward.body[forward.body.index(loop) + 1 :] or [loop]
-    value = last.value if isinstance(last, ast.Return) else None
-    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in RESHAPES:
-        value = value.func.value
-    if between or not isinstance(value, ast.Name) or value.id != setup.accumulator:
-        raise Unreadable("the sum over the experts returned as it is, below the loop", last)
-
-
-def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements, those under `with torch.no_grad():` too."""
-    for statement in body:
-        if isinstance(statement, ast.With) and ast.unparse(statement.items[0]) == "torch.no_grad()":
-            yield from _flat(statement.body)
-        else:
-            yield statement
-
-
-class _Setup:
-    """What stands above the loop: a sum that begins with zeros, the mask of the selection, the experts that were hit.
-
-    Of the dtype of the sum nothing is asked: it may be fp32 for bf16 tokens, and the fused call adds up in fp32 too.
-    """
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-        self.hidden, self.index, _ = names
-        self.accumulator = ""
-        self.one_hot = self.mask = self.hits = ""  # names; `mask` is [E, K, T], the one-hot [T, K, E]
-
-    def read(self, statement: ast.stmt) -> None:
-        simple = isinstance(statement, ast.Assign) and len(statement.targets) == 1
-        target = statement.targets[0] if simple else None
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            return  # a docstring
-        if not isinstance(target, ast.Name) or target.id in self.names or not self._assign(target.id, statement.value):
-            raise Unreadable("zeros, mask and list of experts, and nothing else, above the loop over them", statement)
-
-    def _assign(self, name: str, value: ast.expr) -> bool:
-        if isinstance(value, ast.Call) and dotted(value.func) == "torch.zeros_like" and not self.accumulator:
-            self.accumulator = name
-            return [ast.unparse(arg) for arg in value.args] == [self.hidden]
-        if self._is_mask(value):
-            self.mask = name
-        elif self._is_one_hot(value):
-            self.one_hot = name
-        elif self.is_hits(value):
-            self.hits = name
-        else:
-            return ast.unparse(value) == f"{self.hidden}.dtype"
+def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed: bool) -> bool:
+    """Whether a gate makes `[rows, I]` of `[rows, 2I]`, as the shapes of the two weights say."""
+    shapes = _stacks(anatomy, owner)
+    up = first[2] if first[0] == "linear" else ""
+    if up not in shapes or down not in shapes:
+        raise Unreadable("two stacks of weights", _told(first))
+    wide, narrow = shapes[up][2 if transposed else 1], shapes[down][1 if transposed else 2]
+    if wide == narrow:
+        return False
+    if wide in (f"2 * {narrow}", f"{narrow} * 2"):
         return True
-
-    def _is_one_hot(self, node: ast.expr) -> bool:
-        if not (isinstance(node, ast.Call) and dotted(node.func).endswith("one_hot") and node.args):
-            return False
-        classes = [*node.args[1:], *(keyword.value for keyword in node.keywords)]
-        known = ("self.num_experts", "self.num_experts + 1")  # one more: the expert of tokens that have none
-        return ast.unparse(node.args[0]) == self.index and [ast.unparse(c) in known for c in classes] == [True]
-
-    def _is_mask(self, node: ast.expr) -> bool:
-        """A one-hot, `.permute(2, 1, 0)`."""
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "permute"):
-            return False
-        source = node.func.value
-        made = self._is_one_hot(source) or (isinstance(source, ast.Name) and source.id == self.one_hot)
-        return made and [ast.unparse(arg) for arg in node.args] == ["2", "1", "0"]
-
-    def is_hits(self, node: ast.expr) -> bool:
-        """`torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero()`, with or without the comparison, or its name."""
-        if isinstance(node, ast.Name):
-            return node.id == self.hits
-        count = f"{self.mask}.sum(dim=(-1, -2))"
-        forms = (f"torch.greater({count}, 0).nonzero()", f"{count}.nonzero()")
-        return bool(self.mask) and ast.unparse(node).removesuffix(".squeeze(-1)") in forms
+    raise Unreadable("a gate that makes one value of two", f"{up}: {wide}, {down}: {narrow}")
 
 
-class _Reader:
-    def __init__(self, names: list[str], setup: _Setup) -> None:
-        self.hidden, self.index, self.weights = names
-        self.setup = setup
-        self.expert = self.slot = self.token = ""  # names in the loop
-        self.values: dict[str, _Term] = {}
+def _check_rows(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
+    mixed = mixing_member(anatomy, owner, attribute, fixed=fixed)
+    if mixed is not None:
+        raise Unreadable(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
 
-    def read(self, loop: ast.For) -> _Term | None:
-        is_range = ast.unparse(loop.iter) == "range(self.num_experts)"
-        if not isinstance(loop.target, ast.Name) or loop.orelse or not (is_range or self.setup.is_hits(loop.iter)):
-            raise Unreadable(
-                "a loop over all experts that were hit", f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+
+def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
+    """The shape of every stack of matrices that the class holds, as source."""
+    attributes = {name: value for info in anatomy.lineage(owner) for name, value in info.attributes.items()}
+    shapes = {name: [ast.unparse(size) for size in stack_shape(value)] for name, value in attributes.items()}
+    return {name: shape for name, shape in shapes.items() if len(shape) == 3}
+
+
+def _counts(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
+    """The expressions that stand for the number of experts: `source`, and the attributes that hold the same."""
+    known = {source}
+    attributes = [name for info in anatomy.lineage(owner) for name in info.attributes]
+    for _ in range(2):
+        for name in attributes:
+            held = [ast.unparse(value) for value in anatomy.held(owner, name)]
+            if f"self.{name}" in known:
+                known |= set(held[:1]) if len(held) == 1 else set()
+            elif len(held) == 1 and held[0] in known:
+                known.add(f"self.{name}")
+    known |= {f"self.{count}" for count in known if count.startswith("config.") and "config" in attributes}
+    return {count for count in known if count.startswith("self.")} | ({f"len(self.{experts})"} if experts else set())
+
+
+def _told(term: Term) -> str:
+    """A term for a message: `mul(call(act_fn, half(...)), ...)`."""
+    inner = ", ".join(_told(part) if isinstance(part, tuple) else str(part) for part in term[1:] if part is not None)
+    return f"{term[0]}({inner})" if inner else str(term[0])
+
+
+# ------------------------------------------------------------------------------------------------- lists of modules
+
+
+def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, ExpertLoop] | Unread:
+    """Reads the list of experts that a class builds, and the loop of its method that runs them."""
+    try:
+        experts = _read_list(anatomy, info)
+        return experts, _read_loop(anatomy, info, experts)
+    except Unreadable as error:
+        return Unread(error.expected, error.found)
+
+
+def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
+    init = info.methods["__init__"]
+    lists = {b.attribute for b in info.builds if b.in_list and b.attribute and is_gated_mlp(anatomy, b.target)}
+    if len(lists) != 1:
+        raise Unreadable("one list of experts in the class", f"lists {sorted(lists)}")
+    attribute = lists.pop()
+    assigned = [s for s in ast.walk(init) if isinstance(s, ast.Assign) and own_attribute(s.targets[0]) == attribute]
+    if len(assigned) != 1 or assigned[0] not in init.body:
+        raise Unreadable(
+            f"one assignment to self.{attribute}, outside of any condition", "\n".join(map(ast.unparse, assigned))
+        )
+    match statement := assigned[0]:
+        case ast.Assign(
+            value=ast.Call(
+                func=kind,
+                args=[
+                    ast.ListComp(elt=ast.Call() as built, generators=[loop])
+                    | ast.GeneratorExp(elt=ast.Call() as built, generators=[loop])
+                ],
             )
-        self.expert = loop.target.id
-        result = None
-        for statement in _flat(loop.body):
-            call = statement.value if isinstance(statement, ast.Expr) else None
-            if result is not None:
-                raise Unreadable("nothing below the index_add_ in the loop", statement)
-            if isinstance(call, ast.Call) and dotted(call.func).endswith("index_add_"):
-                result = self._sum(call)
-            elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-                self._assign(statement.targets[0], statement.value)
-            elif not self._is_guard(statement):
-                raise Unreadable("plain assignments from one value to the next, then one index_add_", statement)
-        return result
+        ) if anatomy.names.resolve(kind) == "torch.nn.ModuleList":
+            pass
+        case _:
+            raise Unreadable(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
+    if loop.ifs or not isinstance(loop.target, ast.Name) or not _is_range(loop.iter):
+        raise Unreadable(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
+    if reads_name(built, loop.target.id):
+        raise Unreadable("experts that are built alike, whatever their number", statement)
+    expert_class = (anatomy.names.resolve(built.func) or "").removeprefix(".")
+    gate, up, down, activation = _read_expert(anatomy, expert_class)
+    return ExpertList(
+        attribute=attribute,
+        position=init.body.index(statement),
+        expert=ast.unparse(built),
+        expert_class=expert_class,
+        num_experts=ast.unparse(loop.iter.args[0]),
+        gate=gate,
+        up=up,
+        down=down,
+        activation=activation,
+        bias=_bias(anatomy, expert_class, (gate, up, down)),
+    )
 
-    def _is_guard(self, statement: ast.stmt) -> bool:
-        """`continue` for the expert of tokens that have none, or where there are no tokens."""
-        if not isinstance(statement, ast.If) or statement.orelse or len(statement.body) != 1:
-            return False
-        known = (f"{self.expert} == self.num_experts", f"{self.token}.numel() == 0")
-        return isinstance(statement.body[0], ast.Continue) and ast.unparse(statement.test) in known
 
-    def _sum(self, call: ast.Call) -> _Term:
-        """`ACC.index_add_(0, token, weighted)`, cast to the dtype of the sum, which index_add_ demands."""
-        target = ast.unparse(call.func.value)
-        places = [ast.unparse(arg) for arg in call.args[:2]]
-        if len(call.args) != 3 or call.keywords or target != self.setup.accumulator or places != ["0", self.token]:
-            raise Unreadable("<zeros>.index_add_(0, <rows>, <weighted output>)", call)
-        weighted = call.args[2]
-        if isinstance(weighted, ast.Call) and isinstance(weighted.func, ast.Attribute) and weighted.func.attr == "to":
-            dtypes = (f"{target}.dtype", f"{self.hidden}.dtype")
-            if [ast.unparse(arg) in dtypes for arg in weighted.args] == [True]:
-                weighted = weighted.func.value
-        return self._weighted(weighted)
+def _is_range(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1
 
-    def _weighted(self, node: ast.expr) -> _Term:
-        term = self._value(node)
-        if term is None or term.kind != "weighted":
-            raise Unreadable("the expert output times its routing weight", node)
-        return term.up
 
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Tuple):
-            self._assign_two(target, value)
-            return
-        if not isinstance(target, ast.Name) or target.id in (*self.setup.names, self.setup.accumulator):
-            raise Unreadable("a value on the way, by a name of its own", target)
-        if target.id == self.expert and ast.unparse(value) in (f"{self.expert}[0]", f"{self.expert}.item()"):
-            return
-        term = self._value(value)
-        if term is None:
-            raise Unreadable("a statement of the usual loop over experts", value)
-        self.values[target.id] = term
+def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
+    """gate, up, down and activation of a forward that computes `down(activation(gate(x)) * up(x))`, no more."""
+    found = anatomy.method(name, "forward")
+    form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
+    if found is None or len(parameter_names(found[1])) != 1:
+        raise Unreadable(form, name)
+    x = ("value", parameter_names(found[1])[0])
+    match Interpreter(anatomy, name, found[1], {x[1]: x}).run(found[1].body):
+        case ("call", down, ("mul", ("call", act, ("call", gate, one)), ("call", up, two))) if one == two == x:
+            pass
+        case ("call", down, ("mul", ("call", up, one), ("call", act, ("call", gate, two)))) if one == two == x:
+            pass
+        case _:
+            raise Unreadable(form, found[1])
+    _check_rows(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
+    return gate, up, down, act
 
-    def _assign_two(self, target: ast.Tuple, value: ast.expr) -> None:
-        names = [element.id for element in target.elts if isinstance(element, ast.Name)]
-        if len(names) == 2 and ast.unparse(value) == f"torch.where({self.setup.mask}[{self.expert}])":
-            self.slot, self.token = names
-            return
-        halves = self._chunk(value)
-        if halves is None or len(names) != 2:
-            raise Unreadable("slots and tokens of an expert, or gate and up", value)
-        self.values |= dict(zip(names, halves, strict=True))
 
-    def _chunk(self, node: ast.expr) -> tuple[_Term, _Term] | None:
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "chunk"):
-            return None
-        source = self._value(node.func.value)
-        if source is None or source.kind != "projected":
-            raise Unreadable("a chunk of the first projection into gate and up", node)
-        if [ast.unparse(arg) for arg in (*node.args, *(k.value for k in node.keywords))] != ["2", "-1"]:
-            raise Unreadable("a chunk into two halves of the last dimension", node)
-        return _Term("gate", up=source), _Term("up", up=source)
+def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
+    """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
+    found = set()
+    for projection in projections:
+        held = anatomy.held(name, projection)
+        built = held[0] if len(held) == 1 and isinstance(held[0], ast.Call) else None
+        if built is None or anatomy.names.resolve(built.func) != "torch.nn.Linear":
+            raise Unreadable(
+                f"{name}.{projection} = nn.Linear(...)", " or ".join(map(ast.unparse, held)) or f"no self.{projection}"
+            )
+        given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
+        constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
+        found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
+    if len(found) > 1:
+        raise Unreadable("a bias in all three projections of an expert or in none", f"{name}: {sorted(found)}")
+    return found.pop()
 
-    def _value(self, node: ast.expr) -> _Term | None:
-        if isinstance(node, ast.Name):
-            return self.values.get(node.id)
-        if isinstance(node, ast.Subscript) and ast.unparse(node) == f"{self.hidden}[{self.token}]":
-            return _Term("token")
-        if isinstance(node, ast.BinOp):
-            return self._operator(node)
-        if isinstance(node, ast.Call):
-            return self._call(node)
-        return None
 
-    def _operator(self, node: ast.BinOp) -> _Term | None:
-        left = self._value(node.left)
-        if isinstance(node.op, ast.MatMult) and left is not None:
-            weight = self._expert_slice(node.right)
-            if weight is None:
-                raise Unreadable("a product with one expert's weight, self.<weight>[expert]", node)
-            return self._project(left, weight, transposed=True, node=node)
-        if isinstance(node.op, ast.Add) and left is not None:
-            bias = self._expert_slice(node.right)
-            if bias is None or left.kind not in ("projected", "output"):
-                raise Unreadable("a bias added to a projection, self.<bias>[expert]", node)
-            return _Term(**{**left.__dict__, "bias": bias})
-        if isinstance(node.op, ast.Mult):
-            right = self._value(node.right)
-            if left is not None and left.kind == "output" and self._is_routing(node.right):
-                return _Term("weighted", up=left)
-            if left is not None and right is not None and {left.kind, right.kind} == {"activated", "up"}:
-                activated = left if left.kind == "activated" else right
-                return _Term("gated", function=activated.function, up=left.up)
-            if left is not None or right is not None:
-                raise Unreadable("activation(gate) * up, or the output times its routing weight", node)
-        return None
+def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> ExpertLoop:
+    """The one loop of the class over its list of experts."""
+    attribute = experts.attribute
+    users = [m for m in info.methods.values() if m.name != "__init__" and _uses(m, attribute)]
+    if len(users) != 1:
+        raise Unreadable(f"one method that runs self.{attribute}", f"methods {[user.name for user in users]}")
+    method = users[0]
+    loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and _uses(s, attribute)]
+    if len(loops) != 1:
+        raise Unreadable(
+            f"one loop over self.{attribute} in {info.name}.{method.name}, outside of any condition", method
+        )
+    position, loop = loops[0], method.body[loops[0]]
+    counts = frozenset(_counts(anatomy, info.name, experts.num_experts, attribute))
+    values = {name: ("value", name, -1) for name in parameter_names(method)}
+    interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute)
+    made = _run_above(interpreter, method.body[:position])
+    above = dict(interpreter.values)
+    accumulator, added = interpreter.loop(loop)
+    match added:
+        case ("mul", ("expert", ("rows", hidden, _)), ("routing", weights, selection)):
+            pass
+        case _:
+            raise Unreadable("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", _told(added))
+    names = [_name_of(term, above, loop) for term in (hidden, selection, weights)]
+    born = max(i for i, made_names in made.items() if accumulator in made_names)
+    _check_around(method, position, born, accumulator)
+    dtype = _dtype(method.body[born].value, names[0])
+    unread = {i: own for i, own in made.items() if all(above[name][0] != "zeros" for name in own)}
+    superseded = _superseded(method.body, (position, born), unread)
+    return ExpertLoop(method.name, position, accumulator, *names, dtype, superseded)
 
-    def _call(self, node: ast.Call) -> _Term | None:
-        name = dotted(node.func)
-        method = name.rpartition(".")[2]
-        if isinstance(node.func, ast.Attribute) and self._value(node.func.value) is not None:
-            if method == "contiguous":
-                return self._value(node.func.value)
-            raise Unreadable("no cast or other change of a value on the way", node)
-        if method == "linear" and len(node.args) >= 2:
-            inner, weight = self._value(node.args[0]), self._expert_slice(node.args[1])
-            if inner is None or weight is None:
-                raise Unreadable("linear(rows, self.<weight>[expert])", node)
-            term = self._project(inner, weight, transposed=False, node=node)
-            given = [*node.args[2:], *(keyword.value for keyword in node.keywords)]
-            bias = self._expert_slice(given[0]) if given else None
-            if len(given) > 1 or (given and bias is None):
-                raise Unreadable("linear(rows, self.<weight>[expert], self.<bias>[expert])", node)
-            return _Term(**{**term.__dict__, "bias": bias})
-        if name.startswith("self.") and len(node.args) == 1:
-            return self._own_call(name.removeprefix("self."), self._value(node.args[0]), node)
-        return None
 
-    def _own_call(self, attribute: str, inner: _Term | None, node: ast.Call) -> _Term | None:
-        if inner is None:
-            return None
-        if inner.kind == "gate":
-            return _Term("activated", function=attribute, up=inner.up)
-        if inner.kind == "projected":
-            kind = "applied" if "gate" in attribute else "ungated"
-            return _Term(kind, function=attribute, up=inner)
-        if inner.kind == "output" and inner.norm is None:
-            return _Term(**{**inner.__dict__, "norm": attribute})
-        raise Unreadable("an activation, a gate or a norm of the output", node)
+def _run_above(interpreter: Interpreter, body: Sequence[ast.stmt]) -> dict[int, set[str]]:
+    """Runs what stands above the loop. What is not understood gives its names new values that stand for themselves.
 
-    def _project(self, inner: _Term, weight: str, *, transposed: bool, node: ast.AST) -> _Term:
-        if inner.kind == "token":
-            return _Term("projected", weight=weight, transposed=transposed)
-        if inner.kind in ("gated", "applied", "ungated"):
-            if inner.up.transposed != transposed:
-                raise Unreadable("both weights in the same layout", node)
-            return _Term("output", weight=weight, transposed=transposed, up=inner)
-        raise Unreadable("a projection of the tokens or of the gated values", node)
+    Returns:
+        position -> names, of the statements that made masks, lists of experts that were hit, and zeros.
+    """
+    made: dict[int, set[str]] = {}
+    for position, statement in enumerate(body):
+        before, stored = dict(interpreter.values), stored_names(statement)
+        try:
+            interpreter.statement(statement)
+        except Unreadable:
+            interpreter.values = before | {name: ("value", name, position) for name in stored}
+        interpreter.sum = None
+        if stored and all(interpreter.values[n][0] in ("mask", "hits", "count_of", "hit", "zeros") for n in stored):
+            made[position] = stored
+    return made
 
-    def _expert_slice(self, node: ast.expr) -> str | None:
-        """`gate_up_proj` for `self.gate_up_proj[expert]`, as it is: a cast of a weight is another result."""
-        if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
-            owner = node.value.value
-            if isinstance(owner, ast.Name) and owner.id == "self" and ast.unparse(node.slice) == self.expert:
-                return node.value.attr
-        return None
 
-    def _is_routing(self, node: ast.expr) -> bool:
-        """`weights[token, slot, None]`, or with another way to add the dimension."""
-        pair = f"{self.weights}[{self.token}, {self.slot}"
-        return ast.unparse(node) in (f"{pair}, None]", f"{pair}].unsqueeze(-1)", f"{pair}].unsqueeze(1)")
+def _name_of(term: Term, values: dict[str, Term], loop: ast.For) -> str:
+    """A name that still holds the value where the loop begins."""
+    names = [name for name, value in values.items() if value == term]
+    used = loaded_names(loop)
+    if not names:
+        raise Unreadable(f"no new value of {term[1]} between its use above the loop and the loop", loop)
+    return next((name for name in names if name in used), names[0])
+
+
+def _check_around(method: FunctionNode, position: int, born: int, accumulator: str) -> None:
+    """The sum is read below the loop alone, and the loop's own names are not."""
+    for statement in method.body[born + 1 : position]:
+        if reads_name(statement, accumulator):
+            raise Unreadable(f"no use of {accumulator} before the loop", statement)
+    written = set(_stored(method.body[position])) - {accumulator}
+    for statement in method.body[position + 1 :]:
+        later = loaded_names(statement) & written
+        if later:
+            raise Unreadable(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
+
+
+def _dtype(zeros: ast.Call, hidden: str) -> str | None:
+    """The source of the dtype of `torch.zeros(...)` or `torch.zeros_like(x)`; None for that of the hidden states."""
+    given = next((ast.unparse(k.value) for k in zeros.keywords if k.arg == "dtype"), None)
+    if given is None:
+        is_like = isinstance(zeros.func, ast.Attribute) and zeros.func.attr == "zeros_like"
+        given = f"{ast.unparse(zeros.args[0])}.dtype" if is_like else "torch.get_default_dtype()"
+    return None if given == f"{hidden}.dtype" else given
+
+
+def _superseded(body: Sequence[ast.stmt], replaced: tuple[int, int], made: dict[int, set[str]]) -> tuple[int, ...]:
+    """The zeros, and the statements that made masks and hit list, less those whose result something else reads.
+
+    `replaced` are the positions of the loop and of the zeros.
+    """
+    gone = dict(made)
+    while True:
+        rest = [statement for i, statement in enumerate(body) if i not in gone and i not in replaced]
+        needed = {i for i, names in gone.items() if any(reads_name(s, name) for s in rest for name in names)}
+        if not needed:
+            return tuple(sorted({*gone, replaced[1]}))
+        gone = {i: names for i, names in gone.items() if i not in needed}
+
+
+def _stored(statement: ast.stmt) -> Iterator[str]:
+    return (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+
+
+def _uses(node: ast.AST, attribute: str) -> bool:
+    return any(own_attribute(child) == attribute for child in ast.walk(node))

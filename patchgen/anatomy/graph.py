@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -13,13 +14,18 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     auto_builds,
+    calls,
     describe,
     dotted,
     imported_names,
+    is_setter,
+    own_attribute,
+    parameter_names,
     reads_name,
+    stores_of,
 )
 from patchgen.anatomy.names import Names
-from patchgen.source import Module
+from patchgen.source import Module, bound_names
 from patchgen.upstream import SubConfig, Upstream
 
 
@@ -82,6 +88,59 @@ class Anatomy:
     def attribute(self, name: str, attribute: str) -> ast.expr | None:
         """What __init__ assigns to `self.<attribute>`, ancestors included."""
         return next((info.attributes[attribute] for info in self.lineage(name) if attribute in info.attributes), None)
+
+    def held(self, owner: str, attribute: str) -> tuple[ast.expr | ast.stmt, ...]:
+        """All that `self.<attribute>` may be in an instance of the class: its method, or the values assigned to it.
+
+        Subclasses count: their instances run the class's code too. Empty where the source does not tell: nothing of
+        that name, a method and a value, or an assignment from outside the class.
+        """
+        family = [
+            *self.lineage(owner),
+            *(i for n, i in self.classes.items() if n != owner and self._is_below(n, owner)),
+        ]
+        methods = [info.methods[attribute] for info in family if attribute in info.methods]
+        values = [value for info in family for value in stores_of(info, attribute)]
+        if attribute in self._stored_outside or (methods and values):
+            return ()
+        return tuple(methods or values)
+
+    def handed(self, owner: str, value: ast.expr) -> tuple[ast.expr | ast.stmt, ...]:
+        """What `value`, an attribute of a parameter of the class's `__init__`, is where the file builds the class."""
+        init = self.method(owner, "__init__")
+        names = parameter_names(init[1]) if init else []
+        if not (isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name) and value.value.id in names):
+            return ()
+        found: list[ast.expr | ast.stmt] = []
+        built = [call for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
+        for call in (c for c in built if self.names.resolve(c.func) == f".{owner}"):
+            given = dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+            module = given.get(value.value.id)
+            if not isinstance(module, ast.Call):
+                return ()
+            found += self.held((self.names.resolve(module.func) or "").removeprefix("."), value.attr)
+        return tuple(found)
+
+    def _is_below(self, name: str, owner: str) -> bool:
+        return any(info.name == owner for info in self.lineage(name))
+
+    @functools.cached_property
+    def _stored_outside(self) -> frozenset[str]:
+        """The attributes that any code of the file assigns to another object than its own self, or to a class."""
+        found = set()
+        methods = [method for info in self.classes.values() for method in info.methods.values()]
+        for node in (*methods, *self.functions.values()):
+            for child in ast.walk(node) if not is_setter(node) else ():
+                if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and not own_attribute(child):
+                    found.add(child.attr)
+        for info in self.classes.values():
+            found |= {
+                name
+                for statement in info.node.body
+                if isinstance(statement, ast.Assign)
+                for name in bound_names(statement)
+            }
+        return frozenset(found)
 
     def builds(self, name: str) -> list[Build]:
         """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""

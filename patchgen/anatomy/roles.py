@@ -160,10 +160,10 @@ def gated_product(forward: ast.AST) -> ast.BinOp | None:
 
 def _stacked_parameters(info: ClassInfo) -> list[str]:
     """The attributes that are `nn.Parameter(torch.empty(E, ..., ...))`: stacks of matrices."""
-    return [name for name, value in info.attributes.items() if len(_stack_shape(value)) == EXPERT_DIMS]
+    return [name for name, value in info.attributes.items() if len(stack_shape(value)) == EXPERT_DIMS]
 
 
-def _stack_shape(value: ast.expr) -> list[ast.expr]:
+def stack_shape(value: ast.expr) -> list[ast.expr]:
     """The dimensions of `nn.Parameter(torch.empty(...))`."""
     if not (isinstance(value, ast.Call) and dotted(value.func).endswith("Parameter") and value.args):
         return []
@@ -181,7 +181,7 @@ def _experts(anatomy: Anatomy, info: ClassInfo) -> str | None:
     if len(stacks) < 2 or "forward" not in info.methods:
         return None
     forward = info.methods["forward"]
-    first = [ast.unparse(_stack_shape(info.attributes[name])[0]) for name in stacks]
+    first = [ast.unparse(stack_shape(info.attributes[name])[0]) for name in stacks]
     selected = {
         node.value.attr
         for node in ast.walk(forward)
@@ -351,7 +351,7 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
     for info in anatomy.classes.values():
         if found & set(info.roles):
             continue
-        counts = {name: ast.unparse(_stack_shape(info.attributes[name])[0]) for name in _stacked_parameters(info)}
+        counts = {name: ast.unparse(stack_shape(info.attributes[name])[0]) for name in _stacked_parameters(info)}
         stacks = [name for name, count in counts.items() if "expert" in count and "shared" not in count]
         if len(stacks) > 1:
             signs.append(

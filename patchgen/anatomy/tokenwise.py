@@ -1,7 +1,9 @@
-"""Whether code that turns hidden states into logits treats the tokens one by one.
+"""Whether code treats the rows of a tensor (the tokens) one by one.
 
-A loss that is computed in chunks of tokens calls the head on one chunk after the other. Code that is not known to
-treat each token by itself is named, so that it can be refused: a list of what is known, not of what is wrong.
+A loss that is computed in chunks of tokens calls the head on one chunk after the other, and fused experts call an
+activation, a gate or a norm on rows in another order. Code that is not known to treat each row by itself is named, so
+that it can be refused: a list of what is known, not of what is wrong. Names are resolved, never taken for what they
+look like.
 """
 
 from __future__ import annotations
@@ -9,56 +11,33 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import dotted, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
 
-POINTWISE = frozenset(
-    [
-        "float",
-        "half",
-        "bfloat16",
-        "to",
-        "type",
-        "type_as",
-        "contiguous",
-        "clone",
-        "detach",
-        "tanh",
-        "sigmoid",
-        "exp",
-        "log",
-        "abs",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "square",
-        "mul",
-        "div",
-        "add",
-        "sub",
-        "neg",
-        "clamp",
-        "where",
-        "masked_fill",
-        "full_like",
-        "zeros_like",
-        "ones_like",
-        "nan_to_num",
-        "gelu",
-        "relu",
-        "silu",
-        "softplus",
-        "layer_norm",
-        "soft_cap",  # imported; one of this file is read
-        "isinstance",
-    ]
-)
+CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
+# fmt: off
+POINTWISE = CASTS | {
+    "tanh", "sigmoid", "exp", "log", "abs", "sqrt", "rsqrt", "pow", "square", "mul", "div", "add", "sub", "neg", "clamp",
+    "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
+    "softplus", "layer_norm", "minimum", "maximum",
+}
 OVER_LAST = frozenset(
     ["mean", "sum", "softmax", "log_softmax", "norm", "normalize", "amax", "amin", "logsumexp", "var", "std", "size"]
 )
 PRODUCTS = frozenset({"linear", "matmul"})
-# Modules that mix tokens, or (dropout) that give another result each time a chunk is computed.
-REFUSED_MODULES = ("Conv", "Dropout", "LSTM", "GRU", "RNN", "Attention", "BatchNorm", "InstanceNorm", "Pool")
+PARTS = frozenset({"chunk", "split", "cat"})  # of the last dimension
+LIBRARIES = ("torch", "torch.nn.functional", "torch.special")
+ACTIVATIONS = frozenset({
+    "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
+    "Hardsigmoid",
+})
+# fmt: on
+# torch's modules that act on the last dimension, row by row.
+ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
+TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
+GETTERS = ("transformers.activations.get_activation",)
+CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's own chunks of tokens
 
 
 def stored_names(node: ast.AST) -> set[str]:
@@ -89,12 +68,33 @@ def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Ana
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
     """
-    return next(_Reader(anatomy, owner, frozenset()).statements(body, tensors), None)
+    bound = ast.parse("def head(self): pass").body[0]
+    bound.body = list(body)
+    reader = _Reader(anatomy, owner, local_names(bound) | tensors)
+    return next(reader.statements(body, tensors), None)
+
+
+def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) -> ast.AST | str | None:
+    """The first piece of what `self.<attribute>(rows)` runs that is not known to treat each row by itself.
+
+    Args:
+        anatomy: of the file.
+        owner: the class of `self`.
+        attribute: a method, or an attribute that holds a module or function.
+        fixed: whether learned values count too: what is called must be a function of the rows alone.
+    """
+    call = ast.parse(f"self.{attribute}(rows)", mode="eval").body
+    reader = _Reader(anatomy, owner, {"self", "rows"}, fixed=fixed)
+    found = next(reader.own(attribute, call), None)
+    return reader.reason if found is call else found
 
 
 class _Reader:
-    def __init__(self, anatomy: Anatomy, owner: str, seen: frozenset[tuple[str, str]]) -> None:
-        self._anatomy, self._owner, self._seen = anatomy, owner, seen
+    def __init__(
+        self, anatomy: Anatomy, owner: str, local: set[str], seen: frozenset = frozenset(), *, fixed: bool = False
+    ) -> None:
+        self._anatomy, self._owner, self._local, self._seen, self._fixed = anatomy, owner, local, seen, fixed
+        self.reason: ast.AST | str = ""  # the innermost code that was in the way
 
     def statements(self, body: Sequence[ast.stmt], tensors: set[str]) -> Iterator[ast.AST]:
         tensors = tensors | {name for statement in body for name in stored_names(statement)} - {"self"}
@@ -110,7 +110,7 @@ class _Reader:
                 yield from self._expression(statement, tensors)
             elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 continue  # a docstring
-            elif isinstance(statement, ast.Expr) and dotted(statement.value).endswith("_"):
+            elif isinstance(statement, ast.Expr) and _is_in_place(getattr(statement.value, "func", statement.value)):
                 yield from self._expression(statement, tensors)
             else:
                 yield statement
@@ -125,12 +125,12 @@ class _Reader:
                 target, call = statement.targets[0], statement.value
                 same = isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == ast.unparse(target)
                 if same and not any(self._mentions(arg, tensors) for arg in call.args[1:]):
-                    yield from self._called(call, tensors)
-                    continue
+                    continue  # upstream itself divides the tokens here
             if any(self._mentions(node, tensors - stored_names(statement)) for node in ast.walk(statement)):
                 yield statement
 
     def _expression(self, node: ast.AST, tensors: set[str]) -> Iterator[ast.AST]:
+        called = {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
         for child in ast.walk(node):
             if isinstance(child, ast.Call) and self._mentions(child, tensors):
                 yield from self._called(child, tensors)
@@ -145,53 +145,112 @@ class _Reader:
                     yield child
             elif isinstance(child, ast.comprehension | ast.Lambda | ast.Yield | ast.Await | ast.Starred):
                 yield child
+            if self._fixed and id(child) not in called and own_attribute(child) and not self._is_number(child.attr):
+                yield child
         shapes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "shape"]
         last = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Subscript) and _is_last(n.slice)}
         yield from (shape for shape in shapes if self._mentions(shape.value, tensors) and id(shape) not in last)
 
     def _called(self, call: ast.Call, tensors: set[str]) -> Iterator[ast.AST]:
-        attribute = own_attribute(call.func)
-        name = dotted(call.func).rpartition(".")[2].rstrip("_")
-        if name == "apply_chunking_to_forward" and own_attribute(call.args[0]):  # upstream's own chunks of tokens
-            attribute = own_attribute(call.args[0])
+        resolved = self._anatomy.names.resolve(call.func, self._local)
+        attribute = own_attribute(call.func) or (own_attribute(call.args[0]) if resolved == CHUNKED else None)
         if attribute is not None:
-            yield from self._own(attribute, call)
-        elif isinstance(call.func, ast.Name) and call.func.id in self._anatomy.functions:
-            yield from self._body(call.func.id, self._anatomy.functions[call.func.id], self._owner, call)
-        elif name in PRODUCTS:
+            yield from self.own(attribute, call)
+        elif resolved is not None and resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
+            yield from self._body("", self._anatomy.names.functions[resolved[1:]], call)
+        elif resolved in ("builtins.isinstance", "torch.finfo"):
+            return
+        elif resolved is None and isinstance(call.func, ast.Attribute) and self._mentions(call.func.value, tensors):
+            yield from self._operation(call.func.attr.rstrip("_"), call, tensors)
+        else:
+            library, _, name = (resolved or "").rpartition(".")
+            yield from self._operation(name, call, tensors) if library in LIBRARIES else (call,)
+
+    def _operation(self, name: str, call: ast.Call, tensors: set[str]) -> Iterator[ast.AST]:
+        """A function of torch, or a method of a tensor."""
+        if name in PRODUCTS:
             if any(self._mentions(arg, tensors) for arg in call.args[1:]):
                 yield call
-        elif name in OVER_LAST:
+        elif name in OVER_LAST | PARTS:
             given = [*call.args, *(k.value for k in call.keywords if k.arg in ("dim", "axis"))]
             if not any(_is_last(value) for value in given):
                 yield call
         elif name not in POINTWISE:
             yield call
 
-    def _own(self, attribute: str, call: ast.Call) -> Iterator[ast.AST]:
-        """A call of a method or of a module: of this file, it is read too."""
-        method = self._anatomy.method(self._owner, attribute)
-        if method is not None:
-            yield from self._body(attribute, method[1], self._owner, call)
-            return
-        value = self._anatomy.attribute(self._owner, attribute)
-        if value is not None and any(kind in dotted(value).rpartition(".")[2] for kind in REFUSED_MODULES):
+    def own(self, attribute: str, call: ast.Call) -> Iterator[ast.AST]:
+        """A call of a method, or of the module or function that an attribute holds."""
+        held = self._anatomy.held(self._owner, attribute)
+        if not held or not all(self._is_known(value, call) for value in held):
+            self.reason = (
+                self.reason
+                or (
+                    f"self.{attribute}, which is {' or '.join(map(ast.unparse, held)) or 'not said in the class'}"[
+                        :400
+                    ]
+                )
+            )
             yield call
-        for build in self._anatomy.builds(self._owner):
-            found = self._anatomy.method(build.target, "forward") if build.attribute == attribute else None
-            if found is not None:
-                yield from self._body(build.target, found[1], build.target, call)
 
-    def _body(self, name: str, function: ast.FunctionDef, owner: str, call: ast.Call) -> Iterator[ast.AST]:
-        if (owner, name) in self._seen:
+    def _is_known(self, value: ast.expr | ast.stmt, call: ast.Call) -> bool:
+        """Whether calling the value, or the method, treats every row by itself."""
+        if isinstance(value, FunctionNode):
+            return not list(self._body(self._owner, value, call))
+        handed = self._anatomy.handed(self._owner, value)
+        if handed:
+            return all(self._is_known(part, call) for part in handed)
+        if _is_number(value):
+            return True  # None, or a function that a caller put into the config for an activation
+        resolve = self._anatomy.names.resolve
+        function = value.func if isinstance(value, ast.Call) else value
+        resolved = resolve(function.value if isinstance(function, ast.Subscript) else function) or ""
+        library, _, name = resolved.rpartition(".")
+        if isinstance(function, ast.Subscript):
+            return resolved in TABLES
+        if isinstance(value, ast.Call):
+            if library == "torch.nn":
+                return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed)
+            found = self._anatomy.method(name, "forward") if not library else None
+            return resolved in GETTERS or (found is not None and not list(self._body(name, found[1], call)))
+        if not library and name in self._anatomy.names.functions:
+            return not list(self._body("", self._anatomy.names.functions[name], call))
+        return library in LIBRARIES and name in POINTWISE
+
+    def _body(self, owner: str, function: FunctionNode, call: ast.Call) -> Iterator[ast.AST]:
+        """`call`, if the code that it runs is not known to treat every row by itself. `owner` is the class of self."""
+        if (owner, function.name) in self._seen:
             return
-        reader = _Reader(self._anatomy, owner, self._seen | {(owner, name)})
-        if next(reader.statements(function.body, set(parameter_names(function))), None) is not None:
+        reader = _Reader(
+            self._anatomy,
+            owner,
+            local_names(function),
+            self._seen | {(owner, function.name)},
+            fixed=self._fixed,
+        )
+        wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
+        if wrong is not None:
+            self.reason = reader.reason or wrong
             yield call
+
+    def _is_number(self, attribute: str) -> bool:
+        """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
+        held = self._anatomy.held(self._owner, attribute)
+        return bool(held) and all(_is_number(value) for value in held)
 
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:
         return bool(loaded_names(node) & tensors)
+
+
+def _is_number(value: ast.AST) -> bool:
+    """A constant, something of a config, or what arithmetic makes of them."""
+    if isinstance(value, ast.BinOp):
+        return _is_number(value.left) and _is_number(value.right)
+    if isinstance(value, ast.UnaryOp):
+        return _is_number(value.operand)
+    if isinstance(value, ast.Attribute):
+        return ast.unparse(value.value) in ("config", "self.config")
+    return isinstance(value, ast.Constant | ast.Name)
 
 
 def _is_in_place(function: ast.expr) -> bool:

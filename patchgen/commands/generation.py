@@ -257,6 +257,9 @@ def upgrade(models: list[str], version: str | None) -> int:
             hits = len(step.outcome.hits)
             if hits != old_hits.get(step.name, 0) and step.name not in ("prune", "absolute_imports"):
                 console.print(f"  hits    {step.name}: {old_hits.get(step.name, 0)} -> {hits}")
+        for symbol, reason in facts["census"].items():
+            if reason != (before := record.get("census", {}).get(symbol, reason)):
+                console.print(f"  census  {symbol}: {before} -> {reason}")
         if not (changed or gone or added):
             console.print("  no class or function changed")
     return 1 if failed else 0

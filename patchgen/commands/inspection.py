@@ -129,18 +129,11 @@ def inspect(subject: str, version: str | None) -> None:
     for step in steps:
         console.print(f"  {step.name:20}{emit.summary(step.outcome)}")
     console.rule("draft config", align="left")
-    console.print(
-        Syntax(_draft(origin.model, default_roots(module, anatomy), steps), "python", background_color="default")
-    )
+    console.print(Syntax(_draft(origin.model, default_roots(module, anatomy)), "python", background_color="default"))
 
 
-def _draft(model: str, roots: tuple[str, ...], steps: list[pipeline.Step]) -> str:
-    counted = {
-        step.name: len(step.outcome.hits)
-        for step in steps
-        if step.outcome.hits and step.name not in ("prune", "absolute_imports", "checkpoint_mapping", "hand_edits")
-    }
-    return render("model_config.jinja", model=model, roots=roots, expect=counted)
+def _draft(model: str, roots: tuple[str, ...]) -> str:
+    return render("model_config.jinja", model=model, roots=roots)
 
 
 def new(model: str, version: str | None, path: Path | None, *, force: bool) -> None:
@@ -154,5 +147,5 @@ def new(model: str, version: str | None, path: Path | None, *, force: bool) -> N
     heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
     original = source.parse(generated.upstream.text, generated.upstream.path)
     roots = default_roots(original, generated.anatomy)
-    target.write_text(_draft(model, roots, list(generated.steps)), encoding="utf-8")
+    target.write_text(_draft(model, roots), encoding="utf-8")
     console.print(f"wrote patchgen/model_configs/{model}.py. Heads of the file: {', '.join(heads)}.")

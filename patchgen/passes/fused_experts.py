@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 
 import libcst as cst
@@ -28,6 +27,13 @@ class FusedExperts(SitePass):
         Example(
             "gated experts; upstream's dispatching decorator asks our register",
             before=(
+                "import torch\n"
+                "import torch.nn.functional as F\n"
+                "from torch import nn\n"
+                "from transformers.activations import ACT2FN\n"
+                "from transformers.integrations import use_experts_implementation\n"
+                "\n"
+                "\n"
                 "@use_experts_implementation\n"
                 "class ExampleExperts(nn.Module):\n"
                 "    def __init__(self, config):\n"
@@ -51,6 +57,13 @@ class FusedExperts(SitePass):
                 "        return final_hidden_states\n"
             ),
             after=(
+                "import torch\n"
+                "import torch.nn.functional as F\n"
+                "from torch import nn\n"
+                "from transformers.activations import ACT2FN\n"
+                "from transformers.integrations import use_experts_implementation\n"
+                "\n"
+                "\n"
                 "@use_experts_implementation(experts_interface=ops.experts_interface)\n"
                 "class ExampleExperts(nn.Module):\n"
                 "    def __init__(self, config):\n"
@@ -97,14 +110,9 @@ class FusedExperts(SitePass):
         return [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        info = anatomy.classes[site.block]
-        formula = read_experts(_current_forward(block))
+        formula = read_experts(anatomy, site.block)
         if isinstance(formula, Unread):
             return Missed(formula.expected, formula.found)
-        absent = [name for name in _attributes(formula) if name not in info.attributes and name not in info.methods]
-        if absent or "num_experts" not in info.attributes:
-            missing = ", ".join([*absent, *(["num_experts"] if "num_experts" not in info.attributes else [])])
-            return Missed(f"self.{missing} set in __init__", ast.unparse(info.methods["__init__"]))
         seam = statements(fused_call(formula), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
         block = _with_our_register(block)
@@ -114,7 +122,7 @@ class FusedExperts(SitePass):
 def fused_call(formula: ExpertsFormula) -> str:
     """The seam's source."""
     options = {
-        "num_experts": "self.num_experts",
+        "num_experts": formula.num_experts,
         "activation": formula.activation and f"self.{formula.activation}",
         "apply_gate": formula.apply_gate and f"self.{formula.apply_gate}",
         "gate_up_bias": formula.up_bias and f"self.{formula.up_bias}",
@@ -132,15 +140,6 @@ def fused_call(formula: ExpertsFormula) -> str:
         *(f"{name}={value}" for name, value in options.items() if value),
     ]
     return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
-
-
-def _attributes(formula: ExpertsFormula) -> list[str]:
-    optional = (formula.up_bias, formula.down_bias, formula.activation, formula.apply_gate, formula.post_norm)
-    return [formula.up_weight, formula.down_weight, *(name for name in optional if name)]
-
-
-def _current_forward(block: Block) -> ast.FunctionDef:
-    return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
 def _with_our_register(block: Block) -> Block | Missed:

@@ -36,6 +36,18 @@ LOCAL_TERMS = "local_loss_terms"
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
+_CLASS = """\
+import torch
+from torch import nn
+
+
+class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+    def __init__(self, config):
+        super().__init__(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, input_ids, labels=None, **kwargs):
+"""
 
 
 class FusedLoss(SitePass):
@@ -48,9 +60,7 @@ class FusedLoss(SitePass):
         Example(
             "a plain head",
             before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        hidden_states = self.model(input_ids)\n"
+                _CLASS + "        hidden_states = self.model(input_ids)\n"
                 "        logits = self.lm_head(hidden_states)\n"
                 "\n"
                 "        loss = None\n"
@@ -60,9 +70,7 @@ class FusedLoss(SitePass):
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
             ),
             after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        hidden_states = self.model(input_ids)\n"
+                _CLASS + "        hidden_states = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        logits, loss = ops.causal_lm_loss(\n"
                 "            self.lm_head,\n"
@@ -80,9 +88,7 @@ class FusedLoss(SitePass):
         Example(
             "logits that are capped",
             before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        outputs = self.model(input_ids)\n"
+                _CLASS + "        outputs = self.model(input_ids)\n"
                 "        logits = self.lm_head(outputs[0]).float()\n"
                 "        if self.config.softcap is not None:\n"
                 "            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
@@ -92,9 +98,7 @@ class FusedLoss(SitePass):
                 "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
             ),
             after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None, **kwargs):\n"
-                "        outputs = self.model(input_ids)\n"
+                _CLASS + "        outputs = self.model(input_ids)\n"
                 "        # patchgen: fused_loss\n"
                 "        def head(hidden_states):\n"
                 "            logits = self.lm_head(hidden_states).float()\n"

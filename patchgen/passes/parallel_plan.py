@@ -53,7 +53,7 @@ class ParallelPlan(SitePass):
         for info in anatomy.with_role(Role.EXPERTS):
             if info.name not in below:
                 continue
-            formula = read_experts(info.methods["forward"])
+            formula = read_experts(anatomy, info.name)
             if isinstance(formula, Unread):
                 return Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]

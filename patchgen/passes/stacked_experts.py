@@ -10,8 +10,7 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import own_attribute
-from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
-from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, Unread, read_expert_list, read_experts
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
@@ -41,7 +40,9 @@ class StackedExperts(SitePass):
             "a list of modules becomes two stacks, its loop one call",
             before=(
                 "import torch\n"
+                "import torch.nn.functional as F\n"
                 "from torch import nn\n"
+                "from transformers.activations import ACT2FN\n"
                 "\n"
                 "\n"
                 "class ExampleMLP(nn.Module):\n"
@@ -82,7 +83,9 @@ class StackedExperts(SitePass):
             ),
             after=(
                 "import torch\n"
+                "import torch.nn.functional as F\n"
                 "from torch import nn\n"
+                "from transformers.activations import ACT2FN\n"
                 "\n"
                 "\n"
                 "class ExampleMLP(nn.Module):\n"
@@ -175,7 +178,7 @@ class StackedExperts(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
-            formula = read_experts(info.methods["forward"])
+            formula = read_experts(anatomy, info.name)
             if isinstance(formula, Unread):
                 return Missed(formula.expected, formula.found)
             if formula.is_transposed:

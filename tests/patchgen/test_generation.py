@@ -155,15 +155,15 @@ def test_output_is_the_same_in_every_process_and_needs_no_torch():
 
 
 @pytest.mark.parametrize("model", COMMITTED)
-def test_committed_models_are_pinned_in_a_short_config(model: str):
-    """`expect` holds the hits that were reviewed; generation with the config is what checks them."""
+def test_committed_models_have_a_short_config(model: str):
+    """Hits and census stand in provenance, which `check` compares; a config counts nothing again."""
     config = config_for(model)
     path = Path(model_configs.__file__).parent / f"{model}.py"
-    assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 40
+    assert len([line for line in path.read_text().splitlines() if line.strip()]) <= 20
     assert config.roots
-    assert config.expect["fused_loss"] == config.expect["language_sp"] == config.expect["parallel_plan"] == 1
+    assert not config.expect
     hits = hits_of(pipeline.generate(load(model)))
-    assert {name: hits[name][0] for name in config.expect} == dict(config.expect)
+    assert hits["fused_loss"][0] and hits["language_sp"][0] and hits["parallel_plan"][0]
 
 
 def test_one_hit_less_than_pinned_is_an_error_that_lists_what_was_hit():

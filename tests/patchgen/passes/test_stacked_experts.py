@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 
 import pytest
 
 from patchgen.anatomy import Role, study
-from patchgen.anatomy.expert_lists import read_expert_list
-from patchgen.anatomy.experts import Unread
+from patchgen.anatomy.experts import Unread, read_expert_list
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Outcome
 from patchgen.passes.fused_experts import FusedExperts
@@ -109,7 +109,7 @@ SKIPPING_LOOP = """
         mask = F.one_hot(selected, num_classes=self.num_experts).permute(2, 1, 0)
         for number in range(self.num_experts):
             slot, token = torch.where(mask[number])
-            if not token.any():
+            if not mask[number].any():
                 continue
             result = self.experts[number](hidden_states[token]) * weights[token, slot].unsqueeze(-1)
             total = total.index_add(0, token, result)
@@ -207,8 +207,8 @@ def test_biases_are_stacked_too():
 
 
 def test_a_file_that_imports_torch_otherwise_gets_what_the_new_class_is_written_with():
-    text = EXPERT.replace("from torch import nn\n", "import torch.nn as tnn\n").replace("nn.", "tnn.")
-    text += (HIT_LOOP + ROUTE + MODEL).replace("nn.", "tnn.")
+    text = EXPERT.replace("from torch import nn\n", "import torch.nn as tnn\n") + HIT_LOOP + ROUTE + MODEL
+    text = re.sub(r"\bnn\.(?=[A-Z])", "tnn.", text)
     assert "\nfrom torch import nn\n" in stack(text).module.text
 
 
@@ -258,6 +258,10 @@ REFUSED = {
     "the weight goes into the expert": ("expert(state) * weights[token, slot, None]", "expert(state, weights[token])"),
     "slot and token are swapped": ("slot, token = torch.where(mask", "token, slot = torch.where(mask"),
     "the expert's output is clamped": ("total.index_add_", "state = state.clamp(-1, 1)\n            total.index_add_"),
+    "the first token alone left out": (
+        "state = hidden",
+        "if not token.any():\n                continue\n            state = hidden",
+    ),
     "a capacity": ("state = hidden", "if token.numel() > 64:\n                continue\n            state = hidden"),
     "another choice in the loop": ("for number in hit:", "for number in self.favourites:"),
     "not a sum over experts": ("total.index_add_(0, token", "total.index_copy_(0, token"),

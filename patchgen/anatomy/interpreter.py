@@ -1,0 +1,358 @@
+"""Runs straight-line tensor code on symbols: what a name holds, as a term of a small set of operations.
+
+A term is a tuple of the operation and its operands. Code that is not understood raises `Unreadable`: half an
+understanding would be a wrong model. Names are resolved (`names`), arguments are bound as Python binds them, functions
+and methods of the file are run in place.
+
+    value     name, version                     a tensor that came from elsewhere
+    chosen    selection, order                  where `selection [T, K]` is this expert: `t` tokens, `k` slots, `e` experts
+    tokens, slots  selection                    the indices of what is chosen
+    rows, routing  tensor, selection            `tensor[tokens]`, `tensor[tokens, slots, None]`
+    linear    x, weight, bias, transposed       one expert's projection
+    half      x, 0 or 1                         of the last dimension
+    call      attribute, x                      `self.<attribute>(x)`
+    expert    x                                 the module of this expert, from a list
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Sequence
+
+from patchgen.anatomy.classes import FunctionNode, own_attribute
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.operations import FUNCTIONS, METHODS, Operations, Term
+
+MAX_DEPTH = 4  # of functions run in place
+
+
+class Unreadable(Exception):
+    """What was expected, and the code that stands there."""
+
+    def __init__(self, expected: str, node: ast.AST | str) -> None:
+        super().__init__(expected)
+        self.expected, self.found = expected, node if isinstance(node, str) else ast.unparse(node)
+
+
+class Interpreter:
+    """Runs the code of one function.
+
+    Args:
+        anatomy: of the file.
+        owner: the class of `self`.
+        function: whose scope the code is.
+        values: what its parameters hold.
+        counts: the sources that stand for the number of experts.
+        experts: the attribute that holds a list of expert modules, if there is one.
+    """
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        owner: str,
+        function: FunctionNode,
+        values: dict[str, Term],
+        counts: frozenset[str] = frozenset(),
+        experts: str = "",
+        depth: int = 0,
+    ) -> None:
+        self._anatomy, self._owner, self._counts, self._experts = anatomy, owner, counts, experts
+        self._local, self._depth = local_names(function), depth
+        self.values = dict(values)
+        self.sum: tuple[str, Term] | None = None  # the name that a loop adds to, and the term added
+        self._seen_from: Term | None = None
+
+    def run(self, body: Sequence[ast.stmt]) -> Term | None:
+        """Runs statements; what they return, or None."""
+        for position, statement in enumerate(body):
+            if isinstance(statement, ast.Return) and statement.value is not None:
+                if position < len(body) - 1:
+                    raise Unreadable("no code below a return", statement)
+                return self.value(statement.value)
+            self.statement(statement, is_last=position == len(body) - 1)
+        return None
+
+    def statement(self, statement: ast.stmt, *, is_last: bool = False) -> None:
+        if self.sum is not None:
+            raise Unreadable("nothing below the sum in the loop over experts", statement)
+        if isinstance(statement, ast.With):
+            self._without_gradient(statement)
+        elif isinstance(statement, ast.If):
+            self._guard(statement, is_last)
+        elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
+            if not isinstance(statement.target, ast.Subscript):
+                raise Unreadable("no change of a value in place", statement)
+            self._add(statement.target.value, self.value(statement.target.slice), statement.value, statement)
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            self._assign(statement.targets[0], statement.value)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            self._assign(statement.target, statement.value)
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            if not self._is_sum(statement.value):
+                raise Unreadable("plain assignments from one value to the next, then one index_add_", statement)
+        elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+            raise Unreadable("plain assignments from one value to the next", statement)
+
+    def _without_gradient(self, statement: ast.With) -> None:
+        """`with torch.no_grad():` around indices and masks, which have no gradient."""
+        manager = statement.items[0].context_expr
+        function = manager.func if isinstance(manager, ast.Call) and not manager.args else manager
+        before = dict(self.values)
+        if len(statement.items) > 1 or self._resolve(function) != "torch.no_grad":
+            raise Unreadable("no context but torch.no_grad()", statement)
+        for inner in statement.body:
+            self.statement(inner)
+        changed = [term for name, term in self.values.items() if before.get(name) != term]
+        if self.sum or any(
+            term[0] not in ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots") for term in changed
+        ):
+            raise Unreadable("nothing that has a gradient under torch.no_grad()", statement)
+
+    def _guard(self, statement: ast.If, is_last: bool) -> None:
+        """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
+        test = self.value(statement.test)
+        skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
+        if statement.orelse or not (
+            (skips and test in (("nobody",), ("empty",))) or (is_last and test == ("occupied",))
+        ):
+            raise Unreadable("a condition that only leaves out experts without tokens", statement)
+        for inner in statement.body if not skips else ():
+            self.statement(inner)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name) and isinstance(value, ast.Call) and self._is_sum(value, target.id):
+            return
+        term = self.value(value)
+        names = target.elts if isinstance(target, ast.Tuple) else [target]
+        terms = term[1] if isinstance(target, ast.Tuple) and term[0] == "tuple" else (term,)
+        if len(names) != len(terms) or not all(isinstance(name, ast.Name) and name.id != "self" for name in names):
+            raise Unreadable("a value on the way, by a name of its own", target)
+        self.values |= {name.id: part for name, part in zip(names, terms, strict=True)}
+
+    def _is_sum(self, call: ast.Call, target: str = "") -> bool:
+        """`ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`."""
+        function = call.func
+        if (
+            not isinstance(function, ast.Attribute)
+            or function.attr not in ("index_add_", "index_add")[: 1 + bool(target)]
+        ):
+            return False
+        if not isinstance(function.value, ast.Name) or (target and function.value.id != target):
+            return False
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        dim, index, source = _bound(lambda dim, index, source: (dim, index, source), call.args, given, call)
+        if self.value(dim) != ("const", 0):
+            raise Unreadable("<zeros>.index_add_(0, <rows>, <weighted output>)", call)
+        self._add(function.value, self.value(index), source, call)
+        return True
+
+    def _add(self, accumulator: ast.expr, index: Term, source: ast.expr, node: ast.AST) -> None:
+        zeros = self.value(accumulator)
+        added = self.value(source)
+        if added[0] == "cast":  # to the dtype of the sum, which index_add_ demands anyway
+            added = added[1]
+        if zeros[0] != "zeros" or index[0] != "tokens" or not isinstance(accumulator, ast.Name):
+            raise Unreadable("<zeros>.index_add_(0, <rows>, <weighted output>)", node)
+        self.sum = (accumulator.id, added)
+        self._selection(index[1], node)
+
+    def _selection(self, selection: Term, node: ast.AST) -> None:
+        """All of a loop is about one selection."""
+        if self._seen_from not in (None, selection):
+            raise Unreadable("one selection of experts in a loop", node)
+        self._seen_from = selection
+
+    def loop(self, loop: ast.For) -> tuple[str, Term]:
+        """Runs the body of a loop over experts for one of them; the name that it adds to, and what."""
+        header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+        target, experts = loop.target, ("number",)
+        if isinstance(target, ast.Tuple) and len(target.elts) == 2 and self._is_enumerated(loop.iter):
+            target, module = target.elts
+            self.values[module.id] = ("module",)
+        else:
+            experts = self.value(loop.iter)
+        if loop.orelse or not isinstance(target, ast.Name) or experts[0] not in ("hits", "range", "number"):
+            raise Unreadable("a loop over the experts that were hit, or over all of them", header)
+        if experts[0] == "hits":
+            self._selection(experts[1], loop)
+        stored = {
+            n.id for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+        }
+        carried = stored & set(self.values) - {target.id}
+        self.values[target.id] = ("number",)
+        self.run(loop.body)
+        if self.sum is None:
+            raise Unreadable("an index_add_ of the weighted expert output", loop)
+        if carried - {self.sum[0]}:
+            raise Unreadable(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
+        return self.sum
+
+    def _is_enumerated(self, node: ast.expr) -> bool:
+        return (
+            isinstance(node, ast.Call)
+            and self._resolve(node.func) == "builtins.enumerate"
+            and bool(self._experts)
+            and [own_attribute(arg) for arg in node.args] == [self._experts]
+        )
+
+    def _resolve(self, node: ast.expr) -> str:
+        return self._anatomy.names.resolve(node, self._local) or ""
+
+    # ---------------------------------------------------------------------------------------- expressions
+
+    def value(self, node: ast.expr) -> Term:
+        """What an expression computes.
+
+        Raises:
+            Unreadable: it is none of the operations above.
+        """
+        if ast.unparse(node) in self._counts:
+            return ("experts",)
+        kind = type(node).__name__
+        reader = getattr(self, f"_{kind.lower()}", None)
+        term = reader(node) if reader is not None else None
+        if term is None:
+            raise Unreadable("a statement of the usual loop over experts", node)
+        return term
+
+    def _name(self, node: ast.Name) -> Term | None:
+        return self.values.get(node.id)
+
+    def _constant(self, node: ast.Constant) -> Term:
+        return ("const", node.value)
+
+    def _tuple(self, node: ast.Tuple) -> Term:
+        return ("tuple", tuple(map(self.value, node.elts)))
+
+    def _slice(self, node: ast.Slice) -> Term | None:
+        return ("all",) if node.lower is node.upper is node.step is None else None
+
+    def _unaryop(self, node: ast.UnaryOp) -> Term | None:
+        operand = self.value(node.operand)
+        if isinstance(node.op, ast.USub) and operand[0] == "const":
+            return ("const", -operand[1])
+        return ("empty",) if isinstance(node.op, ast.Not) and operand == ("occupied",) else None
+
+    def _attribute(self, node: ast.Attribute) -> Term | None:
+        if self._resolve(node).startswith("torch."):
+            return ("library", self._resolve(node))
+        if own_attribute(node):
+            return ("self", node.attr)
+        owner = self.value(node.value)
+        return (node.attr, owner) if node.attr in ("dtype", "device", "shape") else None
+
+    def _subscript(self, node: ast.Subscript) -> Term | None:
+        owner, index = self.value(node.value), self.value(node.slice)
+        parts = index[1] if index[0] == "tuple" else (index,)
+        match owner, tuple(part[0] for part in parts):
+            case ("self", name), ("number",):
+                return ("module",) if name == self._experts else ("weight", name)
+            case ("mask", selection, order), ("number",) if order.startswith("e"):
+                self._selection(selection, node)
+                return ("chosen", selection, order[1:])
+            case ("number",), ("const",) if parts[0][1] == 0:
+                return owner
+            case ("shape", ("tokens", _)), ("const",) if parts[0][1] == 0:
+                return ("number of tokens",)
+            case ("shape", _), ("const",):
+                return ("size", owner[1], parts[0][1])
+            case ("value", *_), (("tokens",) | ("const", "tokens")) if parts[0] in (parts[-1], ("const", None)):
+                return ("rows", owner, parts[-1][1])
+            case ("value", *_), (("tokens", "slots") | ("tokens", "slots", "const")) if parts[0][1] == parts[1][1]:
+                is_column = len(parts) == 3 and parts[2] == ("const", None)
+                return (
+                    ("routing", owner, parts[0][1])
+                    if is_column
+                    else ("weights", owner, parts[0][1])
+                    if len(parts) == 2
+                    else None
+                )
+            case ("weights", weights, selection), ("all", "const") if parts[1] == ("const", None):
+                return ("routing", weights, selection)
+        return None
+
+    def _compare(self, node: ast.Compare) -> Term | None:
+        if len(node.ops) != 1:
+            return None
+        left, right, operator = self.value(node.left), self.value(node.comparators[0]), type(node.ops[0])
+        match left, right:
+            case ("number",), ("experts",) if operator is ast.Eq:
+                return ("nobody",)
+            case ("value", *_), ("number",) if operator is ast.Eq:
+                self._selection(left, node)
+                return ("chosen", left, "tk")
+            case ("count_of", selection), ("const", 0) if operator is ast.Gt:
+                return ("hit", selection)
+            case ("number of tokens",), ("const", 0):
+                return {ast.Eq: ("empty",), ast.Gt: ("occupied",)}.get(operator)
+        return None
+
+    def _binop(self, node: ast.BinOp) -> Term | None:
+        left, right = self.value(node.left), self.value(node.right)
+        match node.op:
+            case ast.MatMult():
+                return Operations.matmul(left, right)
+            case ast.Mult():
+                return Operations.mul(left, right)
+            case ast.Add():
+                return Operations.add(left, right)
+        return None
+
+    def _call(self, node: ast.Call) -> Term | None:
+        resolved, attribute = self._resolve(node.func), own_attribute(node.func)
+        if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
+            return self._in_place(self._anatomy.names.functions[resolved[1:]], "", node)
+        if attribute:
+            return self._own(attribute, node)
+        callee = self.values.get(node.func.id) if isinstance(node.func, ast.Name) else None
+        if isinstance(node.func, ast.Subscript) or callee is not None:
+            rows = [self.value(arg) for arg in node.args]
+            is_expert = self.value(node.func) == ("module",) and len(rows) == 1 and not node.keywords
+            return ("expert", rows[0]) if is_expert else None
+        operands, operation = [self.value(arg) for arg in node.args], FUNCTIONS.get(resolved)
+        if not resolved and isinstance(node.func, ast.Attribute):  # a method of a tensor
+            operands, operation = [self.value(node.func.value), *operands], METHODS.get(node.func.attr)
+        named = {keyword.arg or "**": self.value(keyword.value) for keyword in node.keywords}
+        return _bound(operation, operands, named, node) if operation is not None else None
+
+    def _own(self, attribute: str, node: ast.Call) -> Term | None:
+        """`self.<attribute>(...)`: of one value that is on its way, the call; else the method, run in place."""
+        held = self._anatomy.held(self._owner, attribute)
+        methods = [value for value in held if isinstance(value, FunctionNode)]
+        given = [self.value(arg) for arg in (*node.args, *(k.value for k in node.keywords))]
+        if len(methods) == 1 and (len(given) != 1 or given[0][0] not in ("linear", "half")):
+            return self._in_place(methods[0], self._owner, node)
+        return ("call", attribute, given[0]) if len(given) == 1 and attribute != self._experts else None
+
+    def _in_place(self, function: FunctionNode, owner: str, node: ast.Call) -> Term | None:
+        args = function.args
+        is_plain = not (args.vararg or args.kwarg or args.defaults or args.kw_defaults or function.decorator_list)
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs) if arg.arg != "self"]
+        given = dict(zip(names, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
+        if not is_plain or self._depth >= MAX_DEPTH or len(node.args) > len(names) or set(given) != set(names):
+            return None
+        values = {name: self.value(argument) for name, argument in given.items()}
+        inner = Interpreter(
+            self._anatomy,
+            owner,
+            function,
+            values,
+            self._counts if owner else frozenset(),
+            self._experts,
+            self._depth + 1,
+        )
+        inner._seen_from = self._seen_from
+        result = inner.run(function.body)
+        self._seen_from = inner._seen_from
+        return result if inner.sum is None else None
+
+
+def _bound(function: Callable, operands: Sequence, named: dict, node: ast.AST):
+    """The function's result for a call's arguments, bound by position and name as Python does."""
+    try:
+        bound = inspect.signature(function).bind(*operands, **named)
+    except TypeError:
+        raise Unreadable("arguments that the operation is known to take", node) from None
+    return function(*bound.args, **bound.kwargs)

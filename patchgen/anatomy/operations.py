@@ -1,0 +1,148 @@
+"""torch's operations on the terms of `interpreter`, with torch's parameters: None for what is not understood."""
+
+from __future__ import annotations
+
+Term = tuple
+
+
+class Operations:
+    """Functions of torch and methods of tensors, by their names there; a method's tensor is the first parameter."""
+
+    @staticmethod
+    def mul(input: Term, other: Term) -> Term:
+        return ("mul", *sorted((input, other), key=repr))
+
+    @staticmethod
+    def add(input: Term, other: Term) -> Term | None:
+        match input, other:
+            case ("linear", x, weight, None, transposed), ("weight", bias):
+                return ("linear", x, weight, bias, transposed)
+            case ("experts",), ("const", 1):
+                return ("experts + 1",)
+        return None
+
+    @staticmethod
+    def matmul(input: Term, other: Term) -> Term | None:
+        return ("linear", input, other[1], None, True) if other[0] == "weight" else None
+
+    @staticmethod
+    def linear(input: Term, weight: Term, bias: Term | None = None) -> Term | None:
+        bias = None if bias == ("const", None) else bias
+        if weight[0] != "weight" or (bias is not None and bias[0] != "weight"):
+            return None
+        return ("linear", input, weight[1], bias and bias[1], False)
+
+    @staticmethod
+    def chunk(input: Term, chunks: Term, dim: Term = ("const", 0)) -> Term | None:
+        if input[0] != "linear" or (chunks, dim) != (("const", 2), ("const", -1)):
+            return None
+        return ("tuple", (("half", input, 0), ("half", input, 1)))
+
+    @staticmethod
+    def one_hot(tensor: Term, num_classes: Term = ("const", -1)) -> Term | None:
+        is_known = num_classes in (("experts",), ("experts + 1",))  # one more: the expert of tokens that have none
+        return ("mask", tensor, "tke") if is_known and tensor[0] == "value" else None
+
+    @staticmethod
+    def permute(input: Term, *dims: Term) -> Term | None:
+        dims = dims[0][1] if len(dims) == 1 and dims[0][0] == "tuple" else dims
+        order = [d[1] for d in dims if d[0] == "const" and isinstance(d[1], int)]
+        if input[0] != "mask" or sorted(d % 3 for d in order) != [0, 1, 2]:
+            return None
+        return ("mask", input[1], "".join(input[2][d] for d in order))
+
+    @staticmethod
+    def sum_over(input: Term, dim: Term) -> Term | None:
+        """Over all dimensions but the experts'."""
+        dims = {d[1] % 3 for d in dim[1]} if dim[0] == "tuple" and all(type(d[1]) is int for d in dim[1]) else set()
+        is_count = input[0] == "mask" and {input[2][d] for d in dims} == {"t", "k"}
+        return ("count_of", input[1]) if is_count else None
+
+    @staticmethod
+    def greater(input: Term, other: Term) -> Term | None:
+        return ("hit", input[1]) if input[0] == "count_of" and other == ("const", 0) else None
+
+    @staticmethod
+    def nonzero(input: Term, as_tuple: Term = ("const", False)) -> Term | None:
+        if as_tuple == ("const", True):
+            return Operations.where(input)
+        return ("hits", input[1]) if input[0] in ("count_of", "hit") else None
+
+    @staticmethod
+    def where(condition: Term) -> Term | None:
+        if condition[0] != "chosen":
+            return None
+        kinds = {"t": "tokens", "k": "slots"}
+        return ("tuple", tuple((kinds[dimension], condition[1]) for dimension in condition[2]))
+
+    @staticmethod
+    def any(input: Term) -> Term | None:
+        return ("occupied",) if input[0] == "chosen" else None
+
+    @staticmethod
+    def numel(input: Term) -> Term | None:
+        return ("number of tokens",) if input[0] == "tokens" else None
+
+    @staticmethod
+    def size(input: Term, dim: Term) -> Term | None:
+        return ("number of tokens",) if input[0] == "tokens" and dim == ("const", 0) else ("size", input, dim)
+
+    @staticmethod
+    def item(input: Term) -> Term | None:
+        return input if input == ("number",) else None
+
+    @staticmethod
+    def range(stop: Term) -> Term | None:
+        return ("range",) if stop == ("experts",) else None
+
+    @staticmethod
+    def squeeze(input: Term, dim: Term = ("const", None)) -> Term | None:
+        """Of a dimension of one expert, or of the experts that were hit, `[n, 1]`."""
+        is_single = (input[0] == "chosen" and dim == ("const", 0)) or (
+            input[0] == "hits" and dim in (("const", -1), ("const", 1))
+        )
+        return input if is_single else None
+
+    @staticmethod
+    def unsqueeze(input: Term, dim: Term) -> Term | None:
+        is_column = input[0] == "weights" and dim in (("const", -1), ("const", 1))
+        return ("routing", *input[1:]) if is_column else None
+
+    @staticmethod
+    def reshape(input: Term, *shape: Term) -> Term | None:
+        """Of rows into rows: `reshape(-1, hidden_dim)`; any other width would not go into the next product."""
+        if input[0] == "weights" and shape == (("const", -1), ("const", 1)):
+            return ("routing", *input[1:])
+        is_rows = len(shape) == 2 and shape[0] == ("const", -1) and shape[1][0] != "const"
+        return input if is_rows and input[0] == "rows" else None
+
+    @staticmethod
+    def contiguous(input: Term) -> Term:
+        return input
+
+    @staticmethod
+    def to(input: Term, dtype: Term) -> Term | None:
+        """A cast of what is added up, which stands next to the sum."""
+        if input[0] not in ("mul", "sum") or dtype[0] not in ("dtype", "library", "value", "zeros"):
+            return None
+        return ("cast", input)
+
+    @staticmethod
+    def zeros_like(input: Term, *, dtype: Term | None = None, device: Term | None = None) -> Term:
+        return ("zeros", dtype or ("dtype", input))
+
+    @staticmethod
+    def zeros(*size: Term, dtype: Term | None = None, device: Term | None = None) -> Term:
+        return ("zeros", dtype)
+
+
+METHODS = {name: getattr(Operations, name) for name in vars(Operations) if not name.startswith("_")}
+METHODS |= {"sum": Operations.sum_over, "view": Operations.reshape, "type": Operations.to, "type_as": Operations.to}
+METHODS |= {"gt": Operations.greater, "multiply": Operations.mul, "mm": Operations.matmul}
+FUNCTIONS = {f"torch.{name}": operation for name, operation in METHODS.items()}
+FUNCTIONS |= {f"torch.nn.functional.{name}": METHODS.pop(name) for name in ("linear", "one_hot")}
+FUNCTIONS |= {"builtins.range": METHODS.pop("range"), "builtins.int": Operations.item}
+for name in ("where", "zeros", "zeros_like"):  # functions alone
+    del METHODS[name]
+for name in ("to", "view", "type", "type_as", "reshape", "item", "size", "contiguous"):
+    FUNCTIONS.pop(f"torch.{name}")
