@@ -6,6 +6,8 @@ tried again once the code is another.
 
 from __future__ import annotations
 
+import ast
+import collections
 import contextlib
 import json
 import multiprocessing
@@ -157,7 +159,7 @@ def try_mutants(
             return
         if mutant.digest in known:
             continue
-        with _limited(SECONDS):
+        with _limited(SECONDS), _quick_walk():
             verdict = judge.verdict(mutant)
         num_run += verdict.kind != NOT_RUN
         num_equal += verdict.kind == EQUAL
@@ -181,6 +183,29 @@ def _limited(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def _quick_walk() -> Iterator[None]:
+    """`ast.walk` without two generators for every node, in the same order: half of the time of generating is spent in it."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        waiting = collections.deque([node])
+        while waiting:
+            node = waiting.popleft()
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    waiting.extend([one for one in value if isinstance(one, ast.AST)])
+                elif isinstance(value, ast.AST):
+                    waiting.append(value)
+            yield node
+
+    before, ast.walk = ast.walk, walk
+    try:
+        yield
+    finally:
+        ast.walk = before
 
 
 def _row(model: str, seed: int, mutant: Mutant) -> dict:
