@@ -66,7 +66,7 @@ def run(
         judge = stack.enter_context(_RankJudge()) if ranks else None
         queue = stack.enter_context(context.Manager()).Queue()
         pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1))
-        running = {}
+        running, failed = {}, []
         while waiting or running:
             while waiting and len(running) < jobs:
                 model = waiting.pop(0)
@@ -74,8 +74,10 @@ def run(
                 running[model] = pool.submit(_part, model, seed, size, frozenset(progress[model].known), ranks, queue)
             message = queue.get()
             if isinstance(message, str):
-                is_exhausted = running.pop(message).result()
-                if not is_exhausted and progress[message].num_run < count:
+                ended = running.pop(message)
+                if ended.exception() is not None:
+                    failed.append(ended.exception())  # of one model: the others go on
+                elif not ended.result() and progress[message].num_run < count:
                     waiting.append(message)
                 continue
             row = message | {"code": key}
@@ -87,6 +89,8 @@ def run(
                 with records.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
             yield row
+    if failed:
+        raise ExceptionGroup("Mutants of some models could not be tried.", failed)
 
 
 @dataclass
