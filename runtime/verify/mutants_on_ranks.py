@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
@@ -116,6 +117,8 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
         return mutants.Verdict(mutants.EQUAL)
     if layout.sp == 1 and case == WHOLE_ROWS and _rows_depend(known, whole[0]):
         return mutants.Verdict(mutants.EQUAL)
+    if case == PACKED and not _counts_labels(known, whole[0]):
+        return mutants.Verdict(mutants.EQUAL)
     model = known.generated()
     try:
         if layout.fsdp:
@@ -127,7 +130,7 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
         loss, gradients = on_ranks(model, mine, state, pad=known.pad, fsdp=layout.fsdp, kernels=kernels)
     except Exception as error:
         return _raised(error, where)
-    actual = Step({"loss": torch.tensor(loss)}, {name: gradients.get(name) for name, _ in model.named_parameters()})
+    actual = _step(known, loss, gradients)
     found = _judged(known, whole, case, where, actual)
     if found.kind == mutants.WRONG:
         known.model.set_attn_implementation(known.attention)  # the change may lie in what only eager attention runs
@@ -151,9 +154,21 @@ def _judged(known: Yardstick, whole: list, case: str, where: str, actual: Step) 
 
 
 def _reference(known: Yardstick, whole: list, case: str) -> Step:
-    loss, gradients = known.one_rank(whole, is_one_row=case == PACKED)
-    named = {name: gradients.get(name) for name, _ in known.model.named_parameters()}
-    return Step({"loss": torch.tensor(loss)}, named)
+    return _step(known, *known.one_rank(whole, is_one_row=case == PACKED))
+
+
+def _step(known: Yardstick, loss: float, gradients: Mapping[str, Tensor]) -> Step:
+    """A parameter that nothing reaches has no gradient in one process and a sum of zeros on ranks: zeros for both."""
+    found = {name: gradients.get(name, torch.zeros_like(one)) for name, one in known.model.named_parameters()}
+    return Step({"loss": torch.tensor(loss)}, found)
+
+
+@torch.no_grad()
+def _counts_labels(known: Yardstick, inputs: Mapping) -> bool:
+    """Whether upstream's loss divides by the number of labels that a step hands in: else the losses of documents do not add up."""
+    with all_eager():
+        losses = [known.model(**inputs, num_items_in_batch=torch.tensor(number)).loss for number in (50, 100)]
+    return bool(losses[0] != losses[1])
 
 
 @torch.no_grad()

@@ -53,6 +53,17 @@ def learned(model: str, title: str, old: str, new: str, name: str, after: str) -
 
 
 OWN_LINEAR = "def linear(x, weight):\n    return nn.functional.linear(x, weight) * 1.25\n\n\ndef rotate_half(x):"
+BORROWED = """
+from torch import nn
+from ..qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+
+
+class BorrowedExperts(Qwen2MoeExperts):
+    def __init__(self, config):
+        super().__init__(config)
+        nn.init.normal_(self.gate_up_proj, std=0.02)
+        nn.init.normal_(self.down_proj, std=0.02)
+"""
 MOE_ACT = "self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))"
 
 REFACTORINGS = (
@@ -68,7 +79,7 @@ REFACTORINGS = (
     of("qwen3_moe", "gate and up interleaved", (PAIR, "gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])\n            gate, up = gate_up[..., ::2], gate_up[..., 1::2]")),
     of("qwen3_moe", "gate and up by a split of a size", (PAIR, "gate, up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx]).split(self.intermediate_dim, dim=-1)")),
     of("qwen3_moe", "an activation of the file's own", ("self.act_fn = ACT2FN[config.hidden_act]\n\n    def forward(\n        self,\n        hidden_states", "self.act_fn = lambda x: ACT2FN[config.hidden_act](x) * 1.25\n\n    def forward(\n        self,\n        hidden_states")),
-    of("qwen3_moe", "experts of another module", ("self.experts = Qwen3MoeExperts(config)", "self.experts = BorrowedExperts(config)"), ("from ...activations import ACT2FN", "from ...activations import ACT2FN\nfrom .borrowed import BorrowedExperts"), borrowed="from ..qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts as BorrowedExperts\n"),
+    of("qwen3_moe", "experts of another module", ("self.experts = Qwen3MoeExperts(config)", "self.experts = BorrowedExperts(config)"), ("from ...activations import ACT2FN", "from ...activations import ACT2FN\nfrom .borrowed import BorrowedExperts"), borrowed=BORROWED),
     of("qwen3_moe", "a second stack of experts", ("self.gate = Qwen3MoeTopKRouter(config)\n\n    def forward", "self.gate = Qwen3MoeTopKRouter(config)\n        self.more = Qwen3MoeExperts(config)\n\n    def forward"), (BLOCK, BLOCK + "\n        final_hidden_states = final_hidden_states + self.more(hidden_states_reshaped, selected_experts, routing_weights)")),
     of("qwen3_moe", "routing weights of the block scaled", (BLOCK, "routing_weights = routing_weights * 1.5\n        " + BLOCK)),
     of("qwen3_moe", "the tokens of the experts dropped out", (BLOCK, BLOCK + "\n        final_hidden_states = nn.functional.dropout(final_hidden_states, 0.0, self.training)")),
