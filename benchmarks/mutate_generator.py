@@ -3,9 +3,10 @@
     PYTHONPATH=. python benchmarks/mutate_generator.py --count 400            # results_mutate_generator.csv
     PYTHONPATH=. python benchmarks/mutate_generator.py --only passes/prune.py --show
 
-A changed module is caught if one of the tests below that execute the changed function fails. Each mutant has a process of its
-own, forked from one that has imported what the tests import besides patchgen. The quickest tests come first, as many as fit
-into BUDGET seconds: what they let through has survived.
+A changed module is caught if a committed model's files are others (`patchgen check`, which a test runs), or if a test of the
+files below fails: those of the module's own folder, its examples, and the table of changed sources. Each mutant has a process of
+its own, forked from one that has imported what the tests import besides patchgen, and SECONDS of it: what nothing told from the
+original in that time has survived. Rows are kept as they come; a run that was broken off goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -14,13 +15,11 @@ import argparse
 import contextlib
 import csv
 import importlib.util
-import json
 import os
 import random
 import resource
 import sys
-import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,49 +34,14 @@ import typer
 WARM = (black, hypothesis, jinja2, libcst, rich.console, typer)  # imported once, for all that are forked
 ROOT = Path(__file__).parents[1]
 PARTS = ("anatomy", "passes")
-TESTS = (
-    "test_examples.py",
-    "test_mutations.py",
-    "test_media_passes.py",
-    "test_generation.py",
-    "test_towers.py",
-    "test_source.py",
-    "test_hand_edits.py",
-    "test_sequence_notes.py",
-    "passes",
-    "anatomy",
-)
-BUDGET = 12.0
-MEMORY = 4 << 30
+# The shortest files first; together every kind of model.
+MODELS = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next", "gemma3", "qwen3_vl", "qwen2_5_omni")
+SECONDS = 60.0
+MEMORY = 6 << 30
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
+COLUMNS = ("module", "where", "operator", "change", "verdict")
 OPERATORS = ("constant", "operator", "argument dropped", "arguments swapped", "statement dropped", "another argument")
-
-
-class Recorder:
-    """A plugin of pytest: which functions of which of our modules each test executes, and how long it takes."""
-
-    def __init__(self) -> None:
-        self.functions: dict[str, set[tuple[str, int]]] = defaultdict(set)
-        self.seconds: dict[str, float] = {}
-        self._roots = tuple(f"{ROOT}/patchgen/{part}/" for part in PARTS)
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_protocol(self, item: pytest.Item):
-        found = self.functions[item.nodeid]
-
-        def on_call(frame, event, _):
-            if frame.f_code.co_filename.startswith(self._roots):
-                found.add((frame.f_code.co_filename, frame.f_code.co_firstlineno))
-
-        started = time.process_time()
-        sys.settrace(on_call)
-        yield
-        sys.settrace(None)
-        self.seconds[item.nodeid] = time.process_time() - started
-
-    def pytest_sessionfinish(self) -> None:
-        rows = {name: [self.seconds[name], sorted(self.functions[name])] for name in self.seconds}
-        Path(os.environ["RECORD"]).write_text(json.dumps(rows))
+CAUGHT, SURVIVED = "caught", "survived"
 
 
 class ChangedModule:
@@ -98,13 +62,14 @@ class ChangedModule:
         exec(compile(self._text, str(file), "exec"), vars(module))
 
 
-def forked(arguments: list[str], changed: ChangedModule | None, seconds: float, plugins: tuple = ()) -> int:
-    """The exit status of pytest in a process of its own; of one that does not end, the signal that ended it."""
+def verdict_on(path: Path, changed: ChangedModule | None) -> str:
+    """What becomes of one changed module, in a process of its own; of none, whether all passes as it stands."""
     child = os.fork()
     if child:
-        return os.waitpid(child, 0)[1]
+        return CAUGHT if os.waitpid(child, 0)[1] else SURVIVED
+    status = 1  # an import that fails, a time or a memory that does not suffice: seen by whoever runs the tests
     with contextlib.suppress(BaseException):
-        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(SECONDS), int(SECONDS) + 1))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         os.chdir(ROOT)
         nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -112,43 +77,41 @@ def forked(arguments: list[str], changed: ChangedModule | None, seconds: float, 
         os.dup2(nowhere, 2)
         if changed is not None:
             sys.meta_path.insert(0, changed)
-        status = pytest.main(
-            ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments], plugins=list(plugins)
-        )
-        os._exit(int(status))
-    os._exit(1)
+        status = int(not committed_models_are_current() or tests_fail(path))
+    os._exit(status)
 
 
-def recorded() -> dict[str, tuple[float, frozenset[tuple[str, int]]]]:
-    """Test -> its seconds, and the functions `(file, first line)` that it executes."""
-    os.environ["RECORD"] = record = f"/tmp/tests_of_the_generator_{os.getpid()}.json"
-    folder = "tests/patchgen"
-    paths = [f"{folder}/{name}" for name in TESTS if (ROOT / folder / name).exists()]
-    forked([*paths, "-m", "not slow"], None, 3000, (Recorder(),))
-    rows = json.loads(Path(record).read_text())
-    Path(record).unlink()
-    return {name: (seconds, frozenset(map(tuple, functions))) for name, (seconds, functions) in rows.items()}
+def committed_models_are_current() -> bool:
+    from patchgen import pipeline, upstream
+
+    for model in MODELS:
+        for name, text in pipeline.generate(upstream.load(model)).files.items():
+            if (ROOT / "generated_models" / model / name).read_text(encoding="utf-8") != text:
+                return False
+    return True
+
+
+def tests_fail(path: Path) -> bool:
+    """The tests of a module: examples and changed sources of a pass by its name, all of them for the anatomy."""
+    folder, is_pass = ROOT / "tests" / "patchgen", path.parent.name == "passes"
+    named = ["-k", f"{path.stem}:"] if is_pass else []
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+    runs = [
+        [str(folder / "test_examples.py"), *named],
+        [str(one) for one in sorted((folder / path.parent.name).glob("test_*.py"))],
+        [str(folder / name) for name in ("test_towers.py", "test_sequence_notes.py", "test_media_passes.py")],
+        [str(folder / "test_mutations.py"), *named],
+        [str(folder / name) for name in ("test_hand_edits.py", "test_source.py", "test_generation.py")],
+    ]
+    # 5: nothing was collected
+    return any(pytest.main([*options, *one]) not in (0, 5) for one in runs)
 
 
 def mutants(path: Path, seed: int) -> Iterator:
-    """Changes of one of our modules, by the operators that change upstream's files."""
+    """Changes of one of our modules, by the operators that change upstream's files; messages of errors stay."""
     from patchgen.mutation.draw import draw
 
     yield from (one for one in draw(path.read_text(), seed, operators=OPERATORS) if "raise " not in one.change)
-
-
-def tests_of(path: Path, line: int, known: dict) -> tuple[list[str], float]:
-    """The tests that execute the function around a line, the quickest first, as many as fit into the budget."""
-    lines = sorted({first for _, functions in known.values() for file, first in functions if file == str(path)})
-    around = max((first for first in lines if first <= line), default=0)
-    found = [(s, name) for name, (s, functions) in known.items() if (str(path), around) in functions]
-    chosen, total = [], 0.0
-    for seconds, name in sorted(found):
-        if chosen and total + seconds > BUDGET:
-            break
-        chosen.append(name)
-        total += seconds
-    return chosen, total
 
 
 def main() -> None:
@@ -156,44 +119,50 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=())
-    parser.add_argument("--show", action="store_true", help="print the survivors, write nothing")
+    parser.add_argument("--show", action="store_true", help="write nothing")
     options = parser.parse_args()
     modules = [
         path for part in PARTS for path in sorted((ROOT / "patchgen" / part).glob("*.py")) if path.stem != "__init__"
     ]
-    modules = [path for path in modules if not options.only or f"{path.parent.name}/{path.name}" in options.only]
-    known = recorded()
-    print(f"{len(known)} tests, {sum(seconds for seconds, _ in known.values()):.0f} s", flush=True)
     sizes = {path: len(path.read_text().splitlines()) for path in modules}
-    rows = []
+    rows = [] if options.show or not RESULTS.exists() else list(csv.DictReader(RESULTS.open(encoding="utf-8")))
     for path in modules:
+        name = f"{path.parent.name}/{path.name}"
+        if options.only and name not in options.only:
+            continue
+        if verdict_on(path, None) == CAUGHT:
+            raise SystemExit(f"The tests of {name} fail as it stands, or take longer than {SECONDS:.0f} s.")
         share = max(1, round(options.count * sizes[path] / sum(sizes.values())))
-        rows += tried(path, share, options.seed, known, options.show)
-    caught = sum(row["verdict"] != "survived" for row in rows)
-    print(f"{caught} of {len(rows)} caught: {100 * caught / len(rows):.1f} %")
-    if not options.show:
-        with RESULTS.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        for row in tried(
+            path, name, share, options.seed, {(row["module"], row["where"], row["change"]) for row in rows}
+        ):
+            rows.append(row)
+            if not options.show:
+                write(rows)
+        print(f"{name}: {dict(Counter(row['verdict'] for row in rows if row['module'] == name))}", flush=True)
+    caught = sum(row["verdict"] == CAUGHT for row in rows)
+    print(f"{caught} of {len(rows)} caught: {100 * caught / max(1, len(rows)):.1f} %")
 
 
-def tried(path: Path, count: int, seed: int, known: dict, show: bool) -> list[dict]:
-    """The rows of `count` mutants of one module; prints their number, and the survivors."""
+def tried(path: Path, name: str, count: int, seed: int, known: set[tuple[str, str, str]]) -> Iterator[dict]:
+    """The rows of `count` mutants of one module but for those that are known; prints the survivors."""
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    name, rows = f"{path.parent.name}/{path.name}", []
     drawn = list(zip(range(count), mutants(path, random.Random(f"{seed}{name}").random()), strict=False))
     for _, mutant in drawn:
-        line = int(mutant.where.rpartition(" ")[2])
-        tests, seconds = tests_of(path, line, known)
-        status = forked(tests, ChangedModule(module, mutant.text), 3 * seconds + 10) if tests else 0
-        verdict = "caught" if status else "survived"
-        row = {"module": name, "where": mutant.where, "operator": mutant.operator, "change": mutant.change[:160]}
-        rows.append(row | {"tests": len(tests), "verdict": verdict})
-        if verdict == "survived":
-            print(f"  survived ({len(tests)} tests): {name} {mutant.where}: {mutant.change[:200]}", flush=True)
-    print(f"{name}: {dict(Counter(row['verdict'] for row in rows))}", flush=True)
-    return rows
+        change = " ".join(mutant.change.split())[:160]
+        if (name, mutant.where, change) in known:
+            continue
+        verdict = verdict_on(path, ChangedModule(module, mutant.text))
+        if verdict == SURVIVED:
+            print(f"  survived: {name} {mutant.where}: {change}", flush=True)
+        yield dict(zip(COLUMNS, (name, mutant.where, mutant.operator, change, verdict), strict=True))
+
+
+def write(rows: list[dict]) -> None:
+    with RESULTS.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":
