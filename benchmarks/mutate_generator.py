@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/mutate_generator.py --only passes/prune.py --show
 
 A changed module is caught if a committed model's files are others (`patchgen check`, which a test runs), or if a test of the
-files below fails: those of the module's own folder, its examples, and the table of changed sources. Each mutant has a process of
+files below fails: the examples, the tests of its folder, and the changed sources of a pass. Each mutant has a process of
 its own, forked from one that has imported what the tests import besides patchgen, and SECONDS of it: what nothing told from the
 original in that time has survived. Rows are kept as they come; a run that was broken off goes on where it stopped.
 """
@@ -97,13 +97,9 @@ def tests_fail(path: Path, deselected: Sequence[str] = ()) -> bool:
     named = ["-k", f"{path.stem}:"] if is_pass else []
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
     options += [f"--deselect={name}" for name in deselected]
-    runs = [
-        [str(folder / "test_examples.py"), *named],
-        [str(one) for one in sorted((folder / path.parent.name).glob("test_*.py"))],
-        [str(folder / name) for name in ("test_towers.py", "test_sequence_notes.py", "test_media_passes.py")],
-        [str(folder / "test_mutations.py"), *named],
-        [str(folder / name) for name in ("test_hand_edits.py", "test_source.py", "test_generation.py")],
-    ]
+    folders = [str(one) for one in sorted((folder / path.parent.name).glob("test_*.py"))]
+    runs = [[str(folder / "test_examples.py"), *named], folders]
+    runs.append([str(folder / "test_mutations.py"), *named] if is_pass else [str(folder / "test_media_passes.py")])
     # 5: nothing was collected
     return any(pytest.main([*options, *one]) not in (0, 5) for one in runs)
 
