@@ -75,6 +75,8 @@ def verdict_on(path: Path, changed: ChangedModule | None, deselected: Sequence[s
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         os.dup2(nowhere, 2)
+        for name in [name for name in sys.modules if name.partition(".")[0] == "patchgen"]:
+            del sys.modules[name]  # the operators that make mutants import some of what they change
         if changed is not None:
             sys.meta_path.insert(0, changed)
         status = int(not committed_models_are_current() or tests_fail(path, deselected))
