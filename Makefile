@@ -13,7 +13,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
-	test test-slow test-poisoned test-refusals test-parallel \
+	test test-slow test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -96,6 +96,19 @@ test-poisoned: $(VENV)/.setup-test  ## the tests with NaN in all memory that nob
 
 test-refusals: $(VENV)/.setup-test  ## every type that the record does not call proven is refused by train (minutes)
 	@$(BIN)/python -m pytest tests/patchgen/test_refusals.py -n 2 $(ARGS)
+
+# Dense, experts, shared experts, linear attention, state spaces, images, audio, all of them at once.
+MUTATED := llama olmo2 gemma2 qwen3_moe mixtral gpt_oss granitemoe deepseek_v3 qwen2_moe qwen3_next lfm2 mamba2 minimax smolvlm \
+	gemma3 qwen2_vl qwen3_asr
+MUTATED_LONG := qwen2_5_omni
+MUTANTS ?= mutants.jsonl
+
+mutate: $(VENV)/.setup-test  ## hold the generator to 5,000 changed upstream sources, into docs/mutations.md (hours; goes on where it stopped)
+	@$(PATCHGEN) mutate $(MUTATED) --count 300 --ranks --jobs 2 --records $(MUTANTS) $(ARGS)
+	@$(PATCHGEN) mutate $(MUTATED_LONG) --count 60 --ranks --jobs 2 --records $(MUTANTS) --output docs/mutations.json $(ARGS)
+
+mutate-generator: $(VENV)/.setup-test  ## change the generator's own modules and ask the tests (an hour)
+	@PYTHONPATH=. $(BIN)/python benchmarks/mutate_generator.py $(ARGS)
 
 lint: $(VENV)/.setup-test  ## ruff, format included
 	@$(BIN)/ruff check .

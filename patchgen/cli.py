@@ -118,7 +118,11 @@ def mutate(
     count: Annotated[int, typer.Option("--count", help="mutants that run, of each model")] = 100,
     seed: Annotated[int, typer.Option("--seed", help="which ones: the same seed gives the same")] = 0,
     jobs: Annotated[int, typer.Option("--jobs", help="processes")] = 2,
-    output: Annotated[Path | None, typer.Option("--output", help="writes the table there, as JSON")] = None,
+    ranks: Annotated[bool, typer.Option("--ranks", help="compares a share of them on two ranks as well")] = False,
+    records: Annotated[
+        Path | None, typer.Option("--records", help="keeps a line for each there; goes on where it stopped")
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", help="writes the table there: .json, and .md")] = None,
 ) -> None:
     """Change upstream sources and hold the generator to each: refused, or equal; exit 1 if one is neither.
 
@@ -126,7 +130,7 @@ def mutate(
     """
     from patchgen.commands import mutating
 
-    raise typer.Exit(mutating.mutate(models or [], count, seed, jobs, output))
+    raise typer.Exit(mutating.mutate(models or [], count, seed, jobs, ranks=ranks, records=records, output=output))
 
 
 @app.command(name="list")

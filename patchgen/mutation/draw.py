@@ -3,41 +3,59 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 
+from patchgen.mutation import configuration as configurations
 from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import EXPRESSION_OPERATORS
 from patchgen.mutation.statements import STATEMENT_OPERATORS
 from patchgen.mutation.whole_file import FILE_OPERATORS
 
 OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS)
+NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
+"""Every operator, and whether it keeps the meaning."""
 
 
-def draw(text: str, seed: int, executed: Callable[[int, int], bool] = lambda first, last: True) -> Iterator[Mutant]:
+def draw(
+    text: str,
+    seed: int,
+    executed: Callable[[int, int], bool] = lambda first, last: True,
+    configuration: configurations.Configuration | None = None,
+    operators: Container[str] = NAMES,
+) -> Iterator[Mutant]:
     """Mutants of a source without end, or until every one was given; none twice.
 
     Args:
         text: the source.
         seed: the same one gives the same mutants.
         executed: whether the statement of those lines runs in training; others are left as they are.
+        configuration: the configuration file beside it, if there is one.
+        operators: the names of those that change it.
     """
     generator = random.Random(seed)
     source = Source(text)
     places = list(source.places(executed))
     waiting = {}
     for operator in OPERATORS:
+        if operator.name not in operators:
+            continue
         shuffled = list(places)
         generator.shuffle(shuffled)
         waiting[operator.name] = _from_places(operator, shuffled, generator)
-    seen = {text}
-    names = [operator.name for operator in OPERATORS]
+    if configuration is not None:
+        changes = list(configuration.mutants(text))
+        generator.shuffle(changes)
+        waiting[configurations.NAME] = iter(changes)
+    seen = {Mutant("", "", "", text, True).digest}
+    names = list(waiting)
+    generator.shuffle(names)  # a short round has another part of the operators with each seed
     while names:
         for name in list(names):
-            mutant = next((m for m in (make() for make in waiting[name]) if m.text not in seen), None)
+            mutant = next((m for m in (make() for make in waiting[name]) if m.digest not in seen), None)
             if mutant is None:
                 names.remove(name)
                 continue
-            seen.add(mutant.text)
+            seen.add(mutant.digest)
             yield mutant
 
 

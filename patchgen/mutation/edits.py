@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import hashlib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,11 @@ class Mutant:
     text: str
     keeps_meaning: bool
     modules: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """What tells it from the others of its model."""
+        return hashlib.sha256("\0".join([self.text, *self.modules.values()]).encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,25 @@ def swapped_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
             yield changed
 
 
+def other_arguments(node: ast.expr, place: Place) -> Iterator[ast.expr]:
+    """A name that is handed over is another of the function's: one that was assigned above, or a parameter."""
+    if not isinstance(node, ast.Call):
+        return
+    names = parameter_names(place.function) + [
+        target.id
+        for statement in place.body[: place.index]
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
+    for i, argument in enumerate(node.args):
+        for other in dict.fromkeys(names):
+            if isinstance(argument, ast.Name) and argument.id in names and other not in ("self", argument.id):
+                changed = copy.deepcopy(node)
+                changed.args[i] = ast.Name(other, ast.Load())
+                yield changed
+
+
 # What is known of functions and modules that are not of this file.
 SIGNATURES = {
     "nn.functional.linear": ("input", "weight", "bias"),
@@ -184,10 +203,14 @@ EXPRESSION_OPERATORS = (
     ExpressionOperator("operator", operators),
     ExpressionOperator("argument dropped", dropped_arguments),
     ExpressionOperator("arguments swapped", swapped_arguments),
+    ExpressionOperator("another argument", other_arguments),
     ExpressionOperator("clamped", _called("X.clamp(-0.01, 0.02)"), of_values=True),
     ExpressionOperator("scaled", _called("X * 1.25"), of_values=True),
     ExpressionOperator("detached", _called("X.detach()"), of_values=True),
     ExpressionOperator("flipped", _called("X.flip(-1)"), of_values=True),
+    ExpressionOperator("soft cap", _called("5.0 * torch.tanh(X / 5.0)"), of_values=True),
+    ExpressionOperator("in another dtype", _called("X.double().float()"), keeps_meaning=True, of_values=True),
+    ExpressionOperator("mean removed", _called("X - X.mean(-1, keepdim=True)"), of_values=True),
     ExpressionOperator("rolled along the tokens", _called("X.roll(1, -2)"), of_values=True),
     ExpressionOperator("positional to keyword", as_keywords, keeps_meaning=True),
     ExpressionOperator("keyword to positional", as_positions, keeps_meaning=True),

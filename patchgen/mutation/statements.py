@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from patchgen.anatomy.classes import dotted
 from patchgen.mutation.edits import Mutant, Place
 
 Change = tuple[list[ast.stmt], int]  # the new statements, and how many they stand for
@@ -50,6 +51,15 @@ def moved(place: Place) -> Iterator[Change]:
         yield [place.body[place.index + 1], place.statement], 2
 
 
+def moved_down(place: Place) -> Iterator[Change]:
+    """The statement runs behind all that follow it in its block, but for a return."""
+    following = place.body[place.index + 1 :]
+    while following and isinstance(following[-1], ast.Return | ast.Raise | ast.Continue):
+        following = following[:-1]
+    if len(following) > 1 and isinstance(place.statement, ast.Assign | ast.AugAssign | ast.Expr):
+        yield [*following, place.statement], len(following) + 1
+
+
 def _assigned(place: Place) -> str | None:
     statement = place.statement
     if (
@@ -86,6 +96,46 @@ def in_place(place: Place) -> Iterator[Change]:
     name = _assigned(place)
     if name is not None:
         yield [place.statement, *_parsed(f"{name} *= 1.25")], 1
+
+
+def residual(place: Place) -> Iterator[Change]:
+    """What is assigned from a name of the same function gets that name added, scaled: a residual."""
+    name, statement = _assigned(place), place.statement
+    if name is not None and isinstance(statement.value, ast.Call):
+        for argument in statement.value.args[:1]:
+            if isinstance(argument, ast.Name):
+                yield [statement, *_parsed(f"{name} = {name} + 0.5 * {argument.id}")], 1
+
+
+def layer_skipped(place: Place) -> Iterator[Change]:
+    """A loop over layers passes one by."""
+    loop = place.statement
+    if isinstance(loop, ast.For) and "layers" in ast.unparse(loop.iter):
+        changed = copy.deepcopy(loop)
+        test = ast.parse("self.training and num_layers_seen == 2", mode="eval").body
+        changed.body = [*_parsed("num_layers_seen += 1"), ast.If(test, [ast.Continue()], []), *changed.body]
+        yield [*_parsed("num_layers_seen = 0"), changed], 1
+
+
+def second_loss(place: Place) -> Iterator[Change]:
+    """The loss of a second head: on what the head read, through a part of its weight."""
+    name = _assigned(place)
+    if (
+        name == "loss"
+        and isinstance(place.statement.value, ast.Call)
+        and "loss_function" in dotted(place.statement.value)
+    ):
+        call = copy.deepcopy(place.statement.value)
+        again = ast.Assign([ast.Name("second_loss", ast.Store())], _scaled_logits(call), lineno=0)
+        yield [place.statement, again, *_parsed("loss = loss + 0.3 * second_loss")], 1
+
+
+def _scaled_logits(call: ast.Call) -> ast.Call:
+    class Scale(ast.NodeTransformer):
+        def visit_Name(self, node: ast.Name) -> ast.expr:
+            return ast.parse("logits * 0.5", mode="eval").body if node.id == "logits" else node
+
+    return Scale().visit(call)
 
 
 def loss_term(place: Place) -> Iterator[Change]:
@@ -133,6 +183,10 @@ STATEMENT_OPERATORS = (
     StatementOperator("statement dropped", dropped),
     StatementOperator("statement repeated", repeated),
     StatementOperator("statements swapped", moved),
+    StatementOperator("statement moved down", moved_down),
+    StatementOperator("residual", residual),
+    StatementOperator("layer skipped", layer_skipped),
+    StatementOperator("loss of a second head", second_loss),
     StatementOperator("branch by shape", branched),
     StatementOperator("branch in training", in_training),
     StatementOperator("early return", early_return),

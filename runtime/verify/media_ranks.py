@@ -68,10 +68,16 @@ def compare(
     model: str | Path, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
 ) -> dict[str, Any]:
     """One batch on this layout against one rank; runs on every rank, with the same answer on all."""
+    return compare_with(yardstick(model, head), name, sp=sp, fsdp=fsdp, ep=ep, training=training)
+
+
+def compare_with(
+    known: Yardstick, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+) -> dict[str, Any]:
+    """`compare`, of models that are built."""
     started = time.perf_counter()
-    known = yardstick(model, head)
     state = state_of(sp, ep)
-    whole, mine = _inputs(known, name, state)
+    whole, mine = inputs_of(known, name, state)
     expected_loss, expected = known.one_rank(whole, is_one_row=name == PACKED, training=training)
     generated = known.generated()
     if fsdp:
@@ -200,7 +206,7 @@ def on_ranks(
     return float(total), gradients
 
 
-def _inputs(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def inputs_of(known: Yardstick, name: str, state: ParallelState) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """What one rank is given, and the samples of it that the ranks of this SP group hold, with their positions.
 
     One rank takes the batch as a whole; with sounds, the batches of the ranks one after the other. Upstream pads the

@@ -32,16 +32,22 @@ def build_pair(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> ModelPair:
     """Builds both models in fp32 with eager attention and experts; both hold upstream's perturbed weights."""
-    pair = ModelPair(build_model(upstream_class, config), build_model(generated_class, config))
-    pair.problems += _class_problems(pair.generated, upstream_class)
+    upstream = build_model(upstream_class, config)
+    perturb(upstream)
+    return paired(upstream, generated_class, config)
+
+
+def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPair:
+    """The generated class, built as `upstream` was and with its weights."""
+    pair = ModelPair(upstream, build_model(generated_class, config))
+    pair.problems += _class_problems(pair.generated, type(upstream))
     pair.problems += _tensor_problems(
         "parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters()
     )
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
-    pair.foreign = _foreign_classes(pair.generated, upstream_class)
+    pair.foreign = _foreign_classes(pair.generated, type(upstream))
     if pair.problems:
         return pair
-    perturb(pair.upstream)
     pair.generated.load_state_dict(pair.upstream.state_dict(), strict=True)
     pair.problems += _buffer_value_problems(pair)
     return pair

@@ -5,25 +5,24 @@
     judge = mutants.Judge(upstream.load("qwen3_moe"))
     judge.verdict(mutant)              # refused (by which pass), equal, wrong (what differs), or not_run
 
-The changed file is imported as a module of upstream's own package, so its relative imports hold. Compared are loss,
-logits and every gradient in fp32: eager bit for bit; with the fused experts, the chunked loss and the formulas of norm
-and rotary within 1e-4.
+The changed file is imported as a module of upstream's own package, so its relative imports hold. Compared are loss, logits
+and every gradient in fp32:
+
+    eager    bit for bit
+    seams    fused experts, the loss in chunks, the formulas of norm and rotary: within 1e-4, or what rounding moves
+    run      the attention and kernels that a run takes, with the batch as the trainer hands it over: the same
+
+`mutants_on_ranks.py` compares on two ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
-import importlib.util
 import json
-import linecache
-import sys
-import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,20 +32,23 @@ from patchgen.errors import PatchgenError
 from patchgen.kernels import elementwise
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime import registry, seams
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.verify.changed_modules import importable, lines_run
 from patchgen.runtime.verify.comparison import Step, compare_gradients, compare_outputs, train_step
+from patchgen.runtime.verify.conditioning import SHAKES, is_rounding, shaken_step
 from patchgen.runtime.verify.inputs import Case, text_cases
-from patchgen.runtime.verify.model_pair import ModelPair, build_model, build_pair, perturb
+from patchgen.runtime.verify.model_pair import build_model, paired, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.yardstick import choices
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
 TOLERANCE = 1e-4
-NUM_ROUNDINGS = 10  # how many times upstream's own rounding error a difference may be
 FORMULA = "formula"  # seams by their formula, without a compiler
 KERNELS = {"fused_moe": "torch", "causal_lm_loss": "chunked", "rms_norm": FORMULA, "rotary": FORMULA}
 
@@ -59,10 +61,40 @@ class Verdict:
     detail: str = ""
     by: str = ""
     """Of a refusal: the pass."""
+    files: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Of an equal one: what was generated, by the names of files."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the generated class with the changed one.
+
+    Attributes:
+        way: "eager", "seams" or "run".
+        case: what the generated class is given.
+        expected: the name of the case that says what comes out.
+        attention: of the generated class.
+        kernels: implementations of seams; the others are eager.
+    """
+
+    way: str
+    case: Case
+    expected: str
+    attention: str = "eager"
+    kernels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.case.name}, {self.way}"
 
 
 class Judge:
-    """Holds the generator to its promise on changed sources of one model."""
+    """Holds the generator to its promise on changed sources of one model.
+
+    Attributes:
+        head: the class that is compared.
+        left_out: comparisons in which the unchanged file is unequal already, and what differs there.
+    """
 
     def __init__(self, origin: Upstream, head: str | None = None) -> None:
         self.origin = origin
@@ -70,100 +102,159 @@ class Judge:
         # What a config pins is a second net; here the passes themselves are tried.
         self._config = replace(own, expect={k: v for k, v in own.expect.items() if not isinstance(v, int)})
         baseline = pipeline.generate(origin, self._config)
-        facts = provenance_of(baseline)
-        self.head = head or _head(facts, origin)
+        self.head = head or _head(json.loads(baseline.provenance)["heads"], origin)
         upstream_class = getattr(importlib.import_module(origin.module), self.head)
-        self._small = small_config(upstream_class.config_class).config
+        self._small = _config_of(upstream_class)
         self._cases = _cases(upstream_class, self._small)
-        self._number = 0
         seams.register("rms_norm", FORMULA)(elementwise.rms_norm)
         seams.register("rotary", FORMULA)(elementwise.rotary)
+        self._checks, self.left_out = self._what_holds(upstream_class, baseline)
 
     def executed(self) -> set[int]:
         """The lines of upstream's file that a training step runs."""
         module = importlib.import_module(self.origin.module)
-        model = build_model(getattr(module, self.head), self._small)
-        with _lines_run(module.__file__) as lines:
+        with lines_run(module.__file__) as lines:
+            model = build_model(getattr(module, self.head), self._small)
             for case in self._cases:
                 train_step(model, case)
         return lines
 
     def verdict(self, mutant: Mutant) -> Verdict:
         """Generates from the changed source, and compares the result with the changed source itself."""
-        self._number += 1
-        with tempfile.TemporaryDirectory() as folder, _modules(self.origin, mutant, folder, self._number) as name:
+        with importable(self.origin.module, mutant.text, mutant.modules) as module:
             try:
-                changed = getattr(importlib.import_module(name), self.head)
-                upstream = build_model(changed, self._small)
+                changed = getattr(module.load(), self.head)
+                config = self._small if changed.config_class is type(self._small) else _config_of(changed)
+                upstream = build_model(changed, config)
                 perturb(upstream)
-                expected = [_finite_step(upstream, case) for case in self._cases]
+                expected = {case.name: _finite_step(upstream, case) for case in self._cases}
             except Exception as error:  # whatever changed code may raise
                 return Verdict(NOT_RUN, _one_line(error))
             try:
                 generated = pipeline.generate(replace(self.origin, text=mutant.text), self._config)
             except PatchgenError as error:
                 return Verdict(REFUSED, _one_line(error), _refusing_pass(str(error)))
-            return self._compared(changed, expected, generated, Path(folder) / "generated")
+            provenance.write(generated, module.folder / "generated", force=True)
+            different = self._different(upstream, config, module.folder / "generated", expected)
+        return Verdict(WRONG, different) if different else Verdict(EQUAL, files=generated.files)
 
-    def _compared(
-        self, changed: type[PreTrainedModel], steps: list[Step], generated: pipeline.Generated, folder: Path
-    ) -> Verdict:
-        provenance.write(generated, folder, force=True)
+    def _different(
+        self, upstream: PreTrainedModel, config: PreTrainedConfig, folder: Path, expected: Mapping[str, Step]
+    ) -> str:
+        """What the generated class in `folder` computes otherwise; empty where nothing."""
         try:
-            ours = getattr(registry.read_model(folder).load(), self.head)
-            pair = build_pair(changed, ours, self._small)
+            pair = paired(upstream, getattr(registry.read_model(folder).load(), self.head), config)
         except Exception as error:  # whatever upstream's code can raise, it did not raise there
-            return Verdict(WRONG, f"cannot be built: {_one_line(error)}")
+            return f"cannot be built: {_one_line(error)}"
         if pair.problems:
-            return Verdict(WRONG, pair.problems[0])
-        for case, expected in zip(self._cases, steps, strict=True):
-            for kernels in ({}, KERNELS):
-                with all_eager(), seams.using(**kernels):
-                    try:
-                        actual = train_step(pair.generated, case)
-                    except Exception as error:
-                        return Verdict(WRONG, f"{case.name}, {_name(kernels)}: {_one_line(error)}")
-                different = _difference(actual, expected, TOLERANCE if kernels else 0.0)
-                if different and kernels:
-                    different = _beyond_rounding(pair, case, actual, expected, different)
+            return pair.problems[0]
+        for check in self._checks:
+            if different := _found(check, pair.generated, upstream, expected[check.expected], self._cases):
+                return f"{check.name}: {different}"
+        return ""
+
+    def _what_holds(
+        self, upstream_class: type[PreTrainedModel], baseline: pipeline.Generated
+    ) -> tuple[tuple[Check, ...], dict[str, str]]:
+        """The comparisons in which the unchanged file is equal, and what differs in the others."""
+        with importable(self.origin.module, self.origin.text, {}) as module:
+            provenance.write(baseline, module.folder / "generated", force=True)
+            ours = getattr(registry.read_model(module.folder / "generated").load(), self.head)
+            attention, kernels = choices(upstream_class, ours, self._small)
+            upstream = build_model(upstream_class, self._small)
+            perturb(upstream)
+            pair = paired(upstream, ours, self._small)
+            if pair.problems:
+                raise ValueError(f"{self.head} cannot be compared: {pair.problems[0]}")
+            expected = {case.name: train_step(upstream, case) for case in self._cases}
+            holds, others = [], {}
+            for check in _checks(self._cases, attention, KERNELS | kernels):
+                different = _found(check, pair.generated, upstream, expected[check.expected], self._cases)
                 if different:
-                    return Verdict(WRONG, f"{case.name}, {_name(kernels)}: {different}")
-        return Verdict(EQUAL)
+                    others[check.name] = different
+                else:
+                    holds.append(check)
+        return tuple(holds), others
 
 
-def _name(kernels: dict[str, str]) -> str:
-    return "seams" if kernels else "eager"
+def _checks(cases: tuple[Case, ...], attention: str, kernels: Mapping[str, str]) -> Iterator[Check]:
+    """Every case eager, and each with kernels once: a step costs as much as the reading of a file."""
+    for case in cases:
+        yield Check("eager", case, case.name)
+    for case in (cases[0], cases[-1]):
+        yield Check("seams", case, case.name, kernels=KERNELS)
+    for case in cases[1:]:
+        mask = case.batch.get("attention_mask")
+        if mask is not None and not mask.all():
+            continue  # what padding computes is nobody's, and tokens that are mixed would see it
+        is_text = case.batch.keys() <= {"input_ids", "labels", "position_ids", "num_items_in_batch"}
+        handed = replace(case, batch=slice_batch(dict(case.batch), sp=1, sp_rank=0)) if is_text else case
+        yield Check("run", handed, case.name, attention, kernels)
 
 
-def _difference(actual, expected, tolerance: float) -> str:
+def _found(
+    check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, expected: Step, cases: tuple[Case, ...]
+) -> str:
+    """What differs in one comparison; empty where nothing."""
+    generated.set_attn_implementation(check.attention)
+    try:
+        with all_eager(), seams.using(**check.kernels):
+            actual = train_step(generated, check.case)
+    except Exception as error:
+        return _one_line(error)
+    beyond = _beyond(actual, expected, TOLERANCE if check.kernels else 0.0)
+    if not beyond or not check.kernels:
+        return _worst(beyond)
+    given = next(case for case in cases if case.name == check.expected)
+
+    def reference(model: torch.nn.Module) -> Step:
+        with all_eager():
+            return train_step(model, given)
+
+    beyond = _beyond_rounding(beyond, actual, expected, upstream, reference)
+    if beyond and check.attention != "eager":
+        # The change may lie in what only upstream's own attention function runs: both under the attention of a run.
+        given = check.case
+        upstream.set_attn_implementation(check.attention)
+        with contextlib.suppress(ValueError):  # upstream may not take a packed row with its lengths
+            expected = reference(upstream)
+            # A scale below zero, say, has no square root: where upstream has no number there, ours need not.
+            finite = expected.outputs["loss"].isfinite()
+            beyond = _beyond(actual, expected, TOLERANCE) if finite else {}
+            beyond = _beyond_rounding(beyond, actual, expected, upstream, reference)
+        upstream.set_attn_implementation("eager")
+    return _worst(beyond)
+
+
+def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, float]:
+    """What differs by more than `tolerance`, with its relative difference; of the outputs the loss, and all where it is 0."""
     outputs = {k: v for k, v in compare_outputs(actual, expected).items() if not tolerance or k == "loss"}
     found = {**outputs, **{f"gradient of {k}": v for k, v in compare_gradients(actual, expected).items()}}
-    worst = max(found.items(), key=lambda item: item[1].relative, default=None)
-    if worst is None or worst[1].is_equal or worst[1].relative <= tolerance:
+    return {name: one.relative for name, one in found.items() if not (one.is_equal or one.relative <= tolerance)}
+
+
+def _worst(beyond: Mapping[str, float]) -> str:
+    if not beyond:
         return ""
-    return f"{worst[0]} differs by {worst[1].relative:.1e}"
+    name = max(beyond, key=beyond.get)
+    return f"{name} differs by {beyond[name]:.1e}"
 
 
-def _beyond_rounding(pair: ModelPair, case: Case, actual: Step, expected: Step, different: str) -> str:
-    """`different`, unless upstream's own step in fp32 is as far from its step in fp64 as ours is: a sum that cancels."""
-    upstream = copy.deepcopy(pair.upstream).double()
-    with all_eager():
-        exact = train_step(upstream, case)
-    bar, own = _distances(expected, exact), _distances(actual, exact)
-    worse = [name for name, distance in own.items() if distance > TOLERANCE + NUM_ROUNDINGS * bar[name]]
-    return different if worse else ""
+def _beyond_rounding(
+    beyond: Mapping[str, float],
+    actual: Step,
+    expected: Step,
+    upstream: PreTrainedModel,
+    reference: Callable[[torch.nn.Module], Step],
+) -> dict[str, float]:
+    """`beyond` without what upstream's own result moves by when its weights move by their last bit."""
+    if not beyond:
+        return {}
+    shaken = [shaken_step(upstream, reference, seed) for seed in range(SHAKES)]
+    return {name: one for name, one in beyond.items() if not is_rounding(name, actual, expected, shaken)}
 
 
-def _distances(step: Step, exact: Step) -> dict[str, float]:
-    """Relative distances of the loss and of every gradient from a step in fp64."""
-    wide = {k: v.double() for k, v in step.outputs.items()}
-    gradients = {k: v.double() if v is not None else None for k, v in step.gradients.items()}
-    found = compare_gradients(replace(step, gradients=gradients), exact)
-    found["loss"] = compare_outputs(replace(step, outputs=wide), exact)["loss"]
-    return {name: difference.relative for name, difference in found.items()}
-
-
-def _finite_step(model: torch.nn.Module, case: Case):
+def _finite_step(model: torch.nn.Module, case: Case) -> Step:
     with all_eager():
         step = train_step(model, case)
     if not all(tensor.isfinite().all() for tensor in step.outputs.values()):
@@ -173,23 +264,34 @@ def _finite_step(model: torch.nn.Module, case: Case):
     return step
 
 
-def _cases(model_class: type, config) -> tuple[Case, ...]:
-    cases = text_cases(config, model_class)
+def _config_of(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
+    """A small config, with the router loss where there is one."""
+    config = small_config(model_class.config_class).config
+    for one in (config, config.get_text_config(decoder=True)):
+        if hasattr(one, "output_router_logits"):
+            one.output_router_logits = True
+    return config
+
+
+def _cases(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Case, ...]:
+    """The last one as upstream's trainer hands it in: a loss that drops the number of labels is another loss."""
+    known = {case.name: case for case in text_cases(config, model_class)}
+    step = known.pop("step", None)
     if takes_media(model_class):
-        return (
-            *(c for c in cases if c.name in ("plain", "step")),
-            *media_cases(build_model(model_class, config)).cases,
-        )
-    return cases
+        media = media_cases(build_model(model_class, config)).cases
+        return (known["plain"], *media, *([step] if step is not None else []))
+    if step is None:
+        return tuple(known.values())
+    if "packed" in known:
+        # A run counts positions itself: those that a model would count otherwise are what its proof says, not this.
+        ids = step.batch["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        step = replace(step, batch={**step.batch, "position_ids": positions})
+    return (*known.values(), step)
 
 
-def provenance_of(generated: pipeline.Generated) -> dict:
-    return json.loads(generated.provenance)
-
-
-def _head(facts: dict, origin: Upstream) -> str:
+def _head(heads: list[str], origin: Upstream) -> str:
     module = importlib.import_module(origin.module)
-    heads = facts["heads"]
     return next((head for head in heads if takes_media(getattr(module, head))), heads[0])
 
 
@@ -201,54 +303,3 @@ def _refusing_pass(message: str) -> str:
 def _one_line(error: object) -> str:
     kind = "" if isinstance(error, PatchgenError) else f"{type(error).__name__}: "
     return f"{kind}{' '.join(str(error).split())}"[:240]
-
-
-@contextlib.contextmanager
-def _modules(origin: Upstream, mutant: Mutant, folder: str, number: int) -> Iterator[str]:
-    """The changed source, and the modules that it imports, as modules of upstream's package; yields its name."""
-    name = f"{origin.module}_changed_{number}"
-    sources = {name: mutant.text} | {f"{origin.package}.{k}": text for k, text in mutant.modules.items()}
-    importlib.import_module(origin.package)
-    for module, text in sources.items():
-        file = Path(folder) / f"{module.rpartition('.')[2]}.py"
-        file.write_text(text, encoding="utf-8")
-    sys.meta_path.insert(0, finder := _Finder(dict.fromkeys(sources), Path(folder)))
-    try:
-        yield name
-    finally:
-        sys.meta_path.remove(finder)
-        for module in sources:
-            sys.modules.pop(module, None)
-        linecache.checkcache()
-
-
-class _Finder:
-    """Finds modules of given names in a folder."""
-
-    def __init__(self, names: dict[str, None], folder: Path) -> None:
-        self._names, self._folder = names, folder
-
-    def find_spec(self, name: str, path: object = None, target: ModuleType | None = None):
-        if name not in self._names:
-            return None
-        return importlib.util.spec_from_file_location(name, self._folder / f"{name.rpartition('.')[2]}.py")
-
-
-@contextlib.contextmanager
-def _lines_run(file: str) -> Iterator[set[int]]:
-    """Collects the lines of a file that run inside the block."""
-    lines: set[int] = set()
-
-    def on_line(frame: FrameType, event: str, _: object):
-        if event == "line":
-            lines.add(frame.f_lineno)
-        return on_line
-
-    def on_call(frame: FrameType, event: str, _: object):
-        return on_line if frame.f_code.co_filename == file else None
-
-    sys.settrace(on_call)
-    try:
-        yield lines
-    finally:
-        sys.settrace(None)

@@ -86,11 +86,16 @@ def router_functions(directory: Path) -> tuple[str, ...]:
 
 
 class Yardstick:
-    """Upstream's class, built small, and the batches that it takes."""
+    """Upstream's class, built small, and the batches that it takes.
 
-    def __init__(self, model: str | Path, head: str) -> None:
-        generated = find(model)
-        self.upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    Args:
+        generated: the generated model.
+        head: the class of it that is compared.
+        upstream_module: the import path of upstream's file; default: what the generated file was made from.
+    """
+
+    def __init__(self, generated: registry.GeneratedModel, head: str, upstream_module: str | None = None) -> None:
+        self.upstream_class = getattr(importlib.import_module(upstream_module or generated.upstream_module), head)
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
@@ -176,5 +181,5 @@ def yardstick(model: str | Path, head: str) -> Yardstick:
     """One per process: building models costs more than most batches."""
     if (model, head) not in _YARDSTICKS:
         attention.register()
-        _YARDSTICKS[model, head] = Yardstick(model, head)
+        _YARDSTICKS[model, head] = Yardstick(find(model), head)
     return _YARDSTICKS[model, head]

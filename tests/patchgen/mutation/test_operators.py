@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from patchgen import upstream
+from patchgen.mutation.configuration import NAME, Configuration
 from patchgen.mutation.draw import OPERATORS, draw
 from patchgen.mutation.edits import Source
 from patchgen.mutation.whole_file import ELSEWHERE
@@ -105,6 +106,22 @@ def test_every_mutant_of_a_model_parses_and_differs(model: str):
 def test_moved_code_brings_what_it_needs():
     moved = next(m for m in draw(SOURCE, seed=0) if m.operator == "class in another module")
     assert f"from .{ELSEWHERE} import" in moved.text and "def scaled" in moved.modules[ELSEWHERE]
+
+
+def test_a_default_of_the_configuration_is_changed_in_a_copy_of_it():
+    origin = upstream.load("llama")
+    configuration = Configuration.of(origin)
+    changed = [make() for make in configuration.mutants(origin.text)]
+    assert {mutant.change.split(":")[0] for mutant in changed} >= {"hidden_act", "rms_norm_eps", "attention_bias"}
+    assert len({mutant.digest for mutant in changed}) == len(changed)
+    for mutant in changed:
+        (name,) = mutant.modules
+        assert f"from .{name} import LlamaConfig" in mutant.text
+        assert configuration.text != mutant.modules[name]
+        ast.parse(mutant.modules[name])
+    assert not list(configuration.mutants(SOURCE))
+    drawn = draw(origin.text, 0, configuration=configuration)
+    assert any(mutant.operator == NAME for _, mutant in zip(range(60), drawn, strict=False))
 
 
 def test_only_statements_that_run_are_changed():

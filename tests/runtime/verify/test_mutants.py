@@ -7,18 +7,29 @@ from dataclasses import replace
 import pytest
 
 from patchgen import pipeline, upstream
-from patchgen.commands.mutating import EQUAL, NOT_RUN, REFUSED, WRONG, summarise, try_mutants
 from patchgen.mutation.draw import draw
+from patchgen.mutation.edits import Mutant
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, try_mutants
+from patchgen.mutation.table import summarise
 from patchgen.runtime.verify.mutants import Judge
 
+# Dense, experts, shared experts, a convolution for a mixer, sinks, images: files that are read in a moment.
+MODELS = ("llama", "olmo2", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "lfm2", "smolvlm")
+EACH = 25
 
-@pytest.mark.parametrize("model", ["llama", "qwen3_moe"])
+
+@pytest.mark.parametrize("model", MODELS)
 def test_drawn_mutants_are_refused_or_equal(model: str):
-    rows = list(try_mutants(model, seed=0, count=12))
+    rows = list(try_mutants(model, seed=MODELS.index(model), count=EACH))
     summary = summarise(rows)
     assert summary["wrong"] == []
-    assert summary["verdicts"].get(EQUAL, 0) + summary["verdicts"].get(REFUSED, 0) == 12
-    assert sum(row["verdict"] != NOT_RUN for row in rows) == 12
+    assert summary["verdicts"].get(EQUAL, 0) + summary["verdicts"].get(REFUSED, 0) == EACH
+    assert sum(row["verdict"] != NOT_RUN for row in rows) == EACH
+
+
+def edited(text: str, old: str, new: str) -> Mutant:
+    assert old in text
+    return Mutant("edited", "", f"{old} -> {new}", text.replace(old, new), False)
 
 
 def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
@@ -34,3 +45,45 @@ def test_a_generator_that_reads_another_source_is_wrong(monkeypatch):
     verdicts = [judge.verdict(mutant) for _, mutant in zip(range(4), scaled, strict=False)]
     assert WRONG in {verdict.kind for verdict in verdicts}, verdicts
     assert any("differs by" in verdict.detail for verdict in verdicts)
+
+
+def test_what_only_the_seams_or_the_number_of_labels_show_is_wrong(monkeypatch):
+    """Eager on plain rows these are equal: the kernels' weight of a norm, and the labels of a step, are not."""
+    origin = upstream.load("llama")
+    judge = Judge(origin)
+    generate = pipeline.generate
+
+    def with_(old: str, new: str) -> str:
+        def changed(source, config):
+            made = generate(source, config)
+            assert old in made.text
+            return replace(made, text=made.text.replace(old, new))
+
+        monkeypatch.setattr(pipeline, "generate", changed)
+        return judge.verdict(Mutant("none", "", "", origin.text + "\n", True)).detail
+
+    norm, loss = (
+        "ops.rms_norm(hidden_states, self.weight, ",
+        "            vocab_size=self.config.vocab_size,\n            **kwargs,",
+    )
+    assert ", seams: " in with_(norm, norm.replace("self", "2 * self"))
+    assert "step, eager: " in with_(loss, loss.replace("            **kwargs,", ""))
+
+
+def test_the_parts_of_a_composed_model_are_the_changed_ones():
+    """`AutoModel` builds the text model: of the changed file, or the change would reach the generated one alone."""
+    judge = Judge(upstream.load("gemma3"))
+    scaled = edited(
+        judge.origin.text, "hidden_states = self.norm(hidden_states)", "hidden_states = 2 * self.norm(hidden_states)"
+    )
+    assert judge.verdict(scaled).kind == EQUAL
+    from transformers.models import gemma3
+
+    assert gemma3.Gemma3TextModel.__module__ == judge.origin.module
+
+
+def test_what_raises_or_has_no_number_upstream_does_not_run():
+    judge = Judge(upstream.load("llama"))
+    for new in ("hidden_states = self.norm(missing)", "hidden_states = self.norm(hidden_states) * float('nan')"):
+        verdict = judge.verdict(edited(judge.origin.text, "hidden_states = self.norm(hidden_states)", new))
+        assert verdict.kind == NOT_RUN, verdict

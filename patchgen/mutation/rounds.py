@@ -1,0 +1,256 @@
+"""Many mutants of many models, in processes of their own: a row for each, appended to a file as it comes.
+
+A round that was broken off goes on where it stopped: a row names its mutant by a hash of its text. Those that were wrong are
+tried again once the code is another.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Container, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from patchgen import upstream
+from patchgen.commands import source_keys
+from patchgen.mutation.configuration import Configuration
+from patchgen.mutation.draw import draw
+from patchgen.mutation.edits import Mutant
+
+if TYPE_CHECKING:
+    from patchgen.runtime.verify.ranks import RankPool
+
+REFUSED, EQUAL, WRONG, NOT_RUN = "refused", "equal", "wrong", "not run"
+# A process keeps what it imported: after this many mutants another one goes on.
+PER_PROCESS = 100
+PER_POOL = 60
+SECONDS = 60.0  # a changed loop may have no end: then upstream's own step has none, and the mutant does not run
+ON_RANKS = 20  # of so many mutants that are equal, one is compared on two ranks
+PRELOADED = ["patchgen.runtime.verify.mutants", "transformers.modeling_utils"]
+JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on_ranks", "patchgen.mutation.draw")
+
+
+def code() -> str:
+    """What identifies the code of a round: the generator's and the judges'."""
+    judges = source_keys.closure(JUDGES, (*source_keys.RUNTIME, "patchgen.mutation")).values()
+    return f"{source_keys.generator()}-{source_keys.hash_of(judges)}"
+
+
+def run(
+    models: Iterable[str], count: int, seed: int, jobs: int, *, ranks: bool, records: Path | None
+) -> Iterator[dict]:
+    """The rows of `count` mutants that run of each model, and all rows of `records`.
+
+    Args:
+        jobs: processes, besides two more with `ranks`.
+        ranks: compare a share of the equal ones on two ranks.
+        records: where rows are kept, a line each; None: nowhere.
+    """
+    key = code()
+    kept = read(records, key)
+    yield from kept
+    progress = {model: _Progress.of(row for row in kept if row["model"] == model) for model in models}
+    waiting = [model for model in progress if progress[model].num_run < count]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
+    with contextlib.ExitStack() as stack:
+        judge = stack.enter_context(_RankJudge()) if ranks else None
+        queue = stack.enter_context(context.Manager()).Queue()
+        pool = stack.enter_context(ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=1))
+        running, failed = {}, []
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                model = waiting.pop(0)
+                size = min(PER_PROCESS, count - progress[model].num_run)
+                running[model] = pool.submit(_part, model, seed, size, frozenset(progress[model].known), ranks, queue)
+            message = queue.get()
+            if isinstance(message, str):
+                ended = running.pop(message)
+                if ended.exception() is not None:
+                    failed.append(ended.exception())  # of one model: the others go on
+                elif not ended.result() and progress[message].num_run < count:
+                    waiting.append(message)
+                continue
+            row = message | {"code": key}
+            subject = row.pop("subject", None)
+            if judge is not None and subject is not None:
+                row |= judge.verdict(subject)
+            progress[row["model"]].add(row)
+            if records is not None:
+                with records.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            yield row
+    if failed:
+        raise ExceptionGroup("Mutants of some models could not be tried.", failed)
+
+
+@dataclass
+class _Progress:
+    """Of one model: the mutants that need no verdict any more, and how many of them ran."""
+
+    known: set[str]
+    num_run: int = 0
+
+    @classmethod
+    def of(cls, rows: Iterable[dict]) -> _Progress:
+        found = cls(set())
+        for row in rows:
+            found.add(row)
+        return found
+
+    def add(self, row: dict) -> None:
+        self.known.add(row["mutant"])
+        self.num_run += row["verdict"] != NOT_RUN
+
+
+def read(records: Path | None, key: str) -> list[dict]:
+    """The rows of a file; of several for one mutant the last, and none that was wrong by other code than `key`."""
+    if records is None or not records.is_file():
+        return []
+    rows = map(json.loads, records.read_text(encoding="utf-8").splitlines())
+    last = {(row["model"], row["mutant"]): row for row in rows}
+    return [row for row in last.values() if row["verdict"] != WRONG or row["code"] == key]
+
+
+def _part(model: str, seed: int, count: int, known: frozenset[str], ranks: bool, queue) -> bool:
+    """One process: mutants until `count` of them have run; whether there are no more."""
+    num_run = 0
+    try:
+        for row in try_mutants(model, seed, count, known=known, ranks=ranks):
+            num_run += row["verdict"] != NOT_RUN
+            queue.put(row)
+    finally:
+        queue.put(model)
+    return num_run < count
+
+
+def try_mutants(
+    model: str, seed: int, count: int, *, known: Container[str] = (), ranks: bool = False
+) -> Iterator[dict]:
+    """The mutants of a model by a seed, with the verdict on each, until `count` of them have run.
+
+    Args:
+        known: hashes of those that need no verdict.
+        ranks: add to some equal ones what `mutants_on_ranks` compares, as `subject`.
+    """
+    import gc
+    import warnings
+
+    import torch
+
+    from patchgen.runtime.verify.mutants import Judge
+    from patchgen.runtime.verify.mutants_on_ranks import Subject
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    origin = upstream.load(model)
+    judge = Judge(origin)
+    lines = judge.executed()
+    gc.freeze()
+    num_run = num_equal = 0
+    runs = lambda first, last: any(first <= n <= last for n in lines)  # noqa: E731
+    for mutant in draw(origin.text, seed, runs, Configuration.of(origin)):
+        if num_run >= count:
+            return
+        if mutant.digest in known:
+            continue
+        with _limited(SECONDS), _quick_walk():
+            verdict = judge.verdict(mutant)
+        num_run += verdict.kind != NOT_RUN
+        num_equal += verdict.kind == EQUAL
+        row = _row(model, seed, mutant) | {"verdict": verdict.kind, "by": verdict.by, "detail": verdict.detail}
+        if ranks and verdict.kind == EQUAL and num_equal % ON_RANKS == 1:
+            row["subject"] = Subject(origin.module, judge.head, mutant.text, mutant.modules, dict(verdict.files))
+        yield row
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the block after so many seconds of this process: a busy machine is no reason."""
+
+    def stop(number: int, frame: object) -> None:
+        raise TimeoutError(f"no end after {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@contextlib.contextmanager
+def _quick_walk() -> Iterator[None]:
+    """`ast.walk` without two generators for every node, in the same order: half of the time of generating is spent in it."""
+
+    def walk(node: ast.AST) -> Iterator[ast.AST]:
+        waiting = collections.deque([node])
+        while waiting:
+            node = waiting.popleft()
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    waiting.extend([one for one in value if isinstance(one, ast.AST)])
+                elif isinstance(value, ast.AST):
+                    waiting.append(value)
+            yield node
+
+    before, ast.walk = ast.walk, walk
+    try:
+        yield
+    finally:
+        ast.walk = before
+
+
+def _row(model: str, seed: int, mutant: Mutant) -> dict:
+    return {
+        "model": model,
+        "seed": seed,
+        "mutant": mutant.digest,
+        "operator": mutant.operator,
+        "keeps_meaning": mutant.keeps_meaning,
+        "where": mutant.where,
+        "change": mutant.change[:400],
+    }
+
+
+class _RankJudge:
+    """Two ranks that are started once, and again after so many mutants: they keep what they imported."""
+
+    def __init__(self) -> None:
+        self._pool: RankPool | None = None
+        self._num_judged = 0
+
+    def verdict(self, subject) -> dict:
+        """What is added to the row of a mutant that is equal in one process."""
+        from patchgen.runtime.verify import mutants_on_ranks
+        from patchgen.runtime.verify.ranks import RankPool
+
+        if self._pool is None or self._num_judged % PER_POOL == 0:
+            self.close()
+            self._pool = RankPool(2)
+        self._num_judged += 1
+        found = mutants_on_ranks.verdict(self._pool, subject)
+        if found.kind == WRONG:
+            return {"verdict": WRONG, "detail": found.detail, "ranks": WRONG}
+        return {"ranks": found.kind, "ranks_by": found.by, "ranks_detail": found.detail}
+
+    def __enter__(self) -> _RankJudge:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()

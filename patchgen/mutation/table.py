@@ -1,0 +1,77 @@
+"""The table of a round: operators, verdicts, and the passes that refused; as JSON and as a page."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from patchgen.commands import source_keys
+from patchgen.mutation.draw import NAMES
+from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
+from patchgen.templates import render
+
+
+def summarise(rows: Iterable[Mapping]) -> dict:
+    """The numbers of a round, and each mutant that was wrong.
+
+    Args:
+        rows: of `rounds.run`.
+
+    Returns:
+        `verdicts`, those of `models` and of `keeping_meaning`, `operators` (name -> verdicts), `refused_by` (pass ->
+        operators), `ranks` (verdicts of those that were compared on ranks), `codes` (code -> rows) and `wrong`.
+    """
+    rows = list(rows)
+    ran = [row for row in rows if row["verdict"] != NOT_RUN]
+    refused = [row for row in ran if row["verdict"] == REFUSED]
+    return {
+        "verdicts": _verdicts(rows),
+        "keeping_meaning": _verdicts(row for row in ran if row["keeps_meaning"]),
+        "ranks": dict(collections.Counter(row["ranks"] for row in ran if "ranks" in row)),
+        "codes": dict(collections.Counter(row["code"] for row in ran if "code" in row).most_common()),
+        "models": {
+            name: _verdicts(r for r in rows if r["model"] == name) for name in sorted({r["model"] for r in rows})
+        },
+        "operators": {
+            name: counts for name in NAMES if (counts := _verdicts(row for row in rows if row["operator"] == name))
+        },
+        "refused_by": {
+            name: dict(collections.Counter(row["operator"] for row in refused if row["by"] == name).most_common())
+            for name, _ in collections.Counter(row["by"] for row in refused).most_common()
+        },
+        "wrong": [row for row in ran if row["verdict"] == WRONG],
+    }
+
+
+def _verdicts(rows: Iterable[Mapping]) -> dict[str, int]:
+    return dict(collections.Counter(row["verdict"] for row in rows))
+
+
+def write(summary: Mapping, path: Path) -> None:
+    """Writes the record of a round with the date and the releases, and its page beside it."""
+    made = {"date": datetime.date.today().isoformat(), "versions": source_keys.versions()}
+    path.write_text(json.dumps({**made, **summary}, indent=1) + "\n", encoding="utf-8")
+    path.with_suffix(".md").write_text(page({**made, **summary}), encoding="utf-8")
+
+
+def page(record: Mapping) -> str:
+    """The text of `mutations.md`. It follows from the record alone."""
+    keeping = {name for name, keeps_meaning in NAMES.items() if keeps_meaning}
+    kinds = (REFUSED, EQUAL, WRONG, NOT_RUN)
+    return render(
+        "mutations.jinja",
+        record=record,
+        kinds=kinds,
+        keeping=keeping,
+        num_run=num_run(record["verdicts"]),
+        row_of=lambda counts: " | ".join(str(counts.get(kind, "")) for kind in kinds),
+        listed=lambda counts: ", ".join(f"{name} {count}" for name, count in counts.items()),
+    )
+
+
+def num_run(verdicts: Mapping[str, int]) -> int:
+    """How many of these mutants ran."""
+    return sum(count for kind, count in verdicts.items() if kind != NOT_RUN)

@@ -1,0 +1,42 @@
+"""A mutant on two ranks: equal, refused before a step, or wrong where the generated file leaves the change out."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchgen import pipeline, upstream
+from patchgen.mutation.edits import Mutant
+from patchgen.runtime.verify import mutants, mutants_on_ranks
+from patchgen.runtime.verify.mutants_on_ranks import Subject
+
+PROJECTED = "hidden_states = self.norm(hidden_states)"
+
+
+@pytest.fixture(scope="module")
+def judge() -> mutants.Judge:
+    return mutants.Judge(upstream.load("mixtral"))
+
+
+def subject(judge: mutants.Judge, new: str, generated_from: str | None = None) -> Subject:
+    origin = judge.origin
+    assert PROJECTED in origin.text
+    text = origin.text.replace(PROJECTED, new)
+    verdict = judge.verdict(Mutant("edited", "", "", text, False))
+    assert verdict.kind == mutants.EQUAL, verdict
+    files = dict(verdict.files) if generated_from is None else pipeline.generate(origin).files
+    return Subject(origin.module, judge.head, text, {}, files)
+
+
+def test_the_same_change_on_both_sides_is_equal(two_ranks, judge):
+    scaled = subject(judge, f"{PROJECTED} * 1.25")
+    assert mutants_on_ranks.verdict(two_ranks, scaled).kind == mutants.EQUAL
+
+
+def test_a_change_that_the_generated_file_lacks_is_wrong(two_ranks, judge):
+    found = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{PROJECTED} * 1.25", generated_from="upstream"))
+    assert found.kind == mutants.WRONG and found.detail.startswith("sp, plain: "), found
+
+
+def test_tokens_that_are_mixed_without_attention_are_refused_at_the_start(two_ranks, judge):
+    rolled = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{PROJECTED}.roll(1, -2)"))
+    assert rolled.kind == mutants.REFUSED and rolled.by == "runtime/parallel/selfcheck.py", rolled
