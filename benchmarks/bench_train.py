@@ -1,7 +1,7 @@
 """A training step of Qwen3-30B-A3B at full width beside plain transformers: tokens/s, TFLOP/s, MFU, memory, one run.
 
     torchrun --nproc-per-node 4 benchmarks/bench_train.py
-    torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile
+    torchrun --nproc-per-node 4 benchmarks/bench_train.py --layers 16 --tokens 16384 --layouts FSDP EP4 --profile 16384
     torchrun --nproc-per-node 2 benchmarks/bench_train.py --device cpu --tiny          # that it runs, on gloo
 
 ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto and --kernels; several layouts
@@ -76,6 +76,7 @@ class Setting:
     steps: int
     cost: flops.ModelCost
     peak: float | None
+    traces: Path | None
 
 
 def config_of(sizes: dict):
@@ -245,7 +246,7 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
 
 
 def profile(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
-    """The kernels and the calls of the host that take most of one step, with their share of it."""
+    """The kernels and the calls of the host that take most of one step, with their share of it; and its trace."""
     step: Callable = their_step if name == THEIRS else our_step
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
@@ -257,6 +258,10 @@ def profile(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
         synchronise(setting)
         seconds = time.perf_counter() - started
     if dist.get_rank() == 0:
+        if setting.traces is not None:
+            setting.traces.mkdir(parents=True, exist_ok=True)
+            label = "".join(letter if letter.isalnum() else "_" for letter in name)
+            profiler.export_chrome_trace(str(setting.traces / f"{label}_{tokens}.json.gz"))
         events = profiler.key_averages()
         print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
         kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -294,7 +299,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     fill(model, setting.device)  # each first step starts from the same weights
                     optimizer = optimizer_of(name, model, setting)
                     row |= measure(name, model, optimizer, tokens, state, setting)
-                    if arguments.profile and tokens == arguments.tokens[len(arguments.tokens) // 2]:
+                    if tokens in arguments.profile:
                         profile(name, model, optimizer, tokens, state, setting)
                 except torch.OutOfMemoryError:
                     row["s/step"] = "out of memory"
@@ -384,7 +389,10 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--profile", type=int, nargs="+", default=[], metavar="TOKENS", help="at these sizes, one step"
+    )
+    parser.add_argument("--traces", type=Path, metavar="FOLDER", help="for the traces of --profile")
     arguments = parser.parse_args()
     if arguments.our_checkpoint_above is None:
         arguments.our_checkpoint_above = arguments.checkpoint_above
@@ -410,6 +418,7 @@ def main() -> None:
         steps=arguments.steps,
         cost=cost,
         peak=flops.peak_tflops(torch.device(device)),
+        traces=arguments.traces,
     )
     choices = {"fused_moe": "auto", "causal_lm_loss": "auto"}
     choices |= dict(choice.split("=", 1) for choice in arguments.kernels)
