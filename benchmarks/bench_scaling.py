@@ -79,10 +79,10 @@ def row_layout(row: dict) -> str:
 
 
 def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
-    """The table, and what may follow it: 32k without recomputing, other divisions of the ranks."""
+    """The table, and what may follow it: FSDP without peer memory, other divisions of the ranks."""
     whole, half = f"EP{gpus}", f"EP{gpus // 2}"
     table = ("FSDP", f"{whole}, peer memory", THEIRS, whole, f"{whole} x SP2, peer memory")
-    more = (f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
+    more = ("FSDP, collectives", f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
     middle = tokens[len(tokens) // 2]
     first = Part(tuple(name for name in table if name in LAYOUTS), tokens, middle, options)
     return first, Part(tuple(name for name in more if name in LAYOUTS), tokens, middle, options)

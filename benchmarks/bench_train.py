@@ -51,6 +51,7 @@ CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was m
 THEIRS = "transformers"
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
+    "FSDP, collectives": {"shard_exchange": "collectives"},
     THEIRS: {},
     "EP2": {"ep": 2},
     "EP4": {"ep": 4},
@@ -58,6 +59,7 @@ LAYOUTS: dict[str, dict] = {
     "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
     "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
     "SP2": {"sp": 2},
+    "EP2 x SP2": {"ep": 2, "sp": 2},
     "EP4 x SP2": {"ep": 4, "sp": 2},
     "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
     "EP4 x SP2, peer memory": {"ep": 4, "sp": 2, "expert_exchange": "peer_memory"},
@@ -108,12 +110,12 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
 # ------------------------------------------------------------------------------------------ the two models
 
 
-def ours(setting: Setting, state: ParallelState, mode: str) -> nn.Module:
+def ours(setting: Setting, state: ParallelState, mode: str, exchange: str) -> nn.Module:
     with torch.device("meta"):
         model = registry.build_model(config_of(setting.sizes), attn_implementation=setting.attention).train()
     checkpointing.apply(model, mode)
-    options = sharding.ShardingOptions(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharding.shard_model(model, state, options=options)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, shard_exchange=exchange))
     return model
 
 
@@ -288,6 +290,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
         options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
+        shard_exchange = sizes.pop("shard_exchange", "auto")
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
@@ -298,7 +301,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
             rows.start(wanted[0])  # a model that cannot be built is this case's failure
-            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode)
+            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, shard_exchange)
             for row in wanted:
                 if row is not wanted[0] and is_late(started, arguments.budget, setting):
                     break

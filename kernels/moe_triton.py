@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from patchgen.kernels import early
 from patchgen.kernels.activations import KINDS, Activation
 from patchgen.kernels.combine import combine, router_gradient
 from patchgen.kernels.grouped_gemm import grouped_gemm
@@ -237,15 +238,22 @@ def _moe_backward(
     if want_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
         grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
-    if want_down:
-        grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
-    del copied, weighted
-    if want_down_bias:
-        grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
+    tokens_first = want_x and want_weights and early.is_awaited()
+    if not tokens_first:
+        if want_down:
+            grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
+        copied = weighted = None
     if want_x:  # before the largest gradient is allocated: its rows are freed again
         rows = grouped_gemm(grad_kept, gate_up_proj, None, plan, k_is_last=is_transposed, is_padded=True)
         grad_x = combine(rows, None, plan, top_k)
         del rows
+    if tokens_first:
+        early.hand_over(grad_x, grad_weights)
+        if want_down:
+            grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
+        copied = weighted = None
+    if want_down_bias:
+        grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
     if want_gate_up:
         copied = pad_rows(hidden_states, top_k, plan) if copy_repays(kept.shape[0], num_experts, width) else None
         grad_gate_up = grouped_gemm_weights(hidden_states, copied, grad_kept, plan, top_k, tokens_first=is_transposed)

@@ -37,6 +37,7 @@ from patchgen.kernels.peer_rows import Published, Tokens
 from patchgen.runtime.parallel import watch
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
+ShardExchange = Literal["auto", "collectives", "peer_memory"]
 
 _MEASURED_RANKS = 2
 """Largest group in which peer memory was measured on GPUs, against all-to-all: "auto" chooses it up to there."""
@@ -87,13 +88,50 @@ def _try_buffers(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str | None]:
         buffers.reserve(1)
     except (RuntimeError, OSError) as refused:  # what drivers and containers allow shows when it is tried
         buffers, error = None, f"rank {dist.get_rank()} could not share memory ({refused})."
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    reason = next((one for one in errors if one is not None), None)
+    reason = next((one for one in _errors_of_all(error) if one is not None), None)
     if reason is not None:
         warnings.warn(f"Experts' tokens travel by all-to-all: {reason}", stacklevel=2)
         return None, reason
     return buffers, None
+
+
+def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
+    """Whether ranks leave their shards to collectives; every rank of all groups must call it, and gets the same answer.
+
+    Args:
+        mesh: of one dimension, over whose ranks shards are divided.
+        exchange: "auto" is peer memory between GPUs that can have it, in groups that were measured.
+
+    Raises:
+        ValueError: peer memory asked for where ranks cannot read each other's; the message says why.
+    """
+    if exchange == "auto" and (mesh.device_type != "cuda" or mesh.size() > _MEASURED_RANKS):
+        return True
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    ranks = mesh.mesh.flatten().tolist()
+    own = sorted({hosts[rank] for rank in ranks})
+    error = _reachable(mesh) if len(own) == 1 else f"ranks {ranks} share shards and run on hosts {', '.join(own)}."
+    errors = _errors_of_all(error)
+    if not any(errors):
+        device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
+        try:
+            share(_GRAIN, mesh.get_group(), torch.device(device))
+        except (RuntimeError, OSError) as refused:
+            error = f"rank {dist.get_rank()} could not share memory ({refused})."
+        errors = _errors_of_all(error)
+    reason = next((one for one in errors if one is not None), None)
+    if reason is not None and exchange != "auto":
+        raise ValueError(f"shard_exchange='peer_memory' is unavailable: {reason} Use 'collectives'.")
+    if reason is not None:
+        warnings.warn(f"Shards are gathered by collectives: {reason}", stacklevel=2)
+    return reason is not None
+
+
+def _errors_of_all(error: str | None) -> list[str | None]:
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    return errors
 
 
 def _unreachable(mesh: DeviceMesh) -> str | None:
@@ -142,7 +180,8 @@ class PeerBuffers:
         self.num_bytes = 0
         self._memory: _SymmetricMemory | _SharedFiles | None = None
         self._turns: list[Published] = []
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # Before what computes beside: others wait for it.
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._starts = functools.lru_cache(maxsize=1024)(self._count)
         self._numbers = _SharedNumbers(host_group)
 
@@ -211,14 +250,15 @@ class _SymmetricMemory:
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         self._handle = symmetric.rendezvous(own, group)
         ranks = range(dist.get_world_size(group))
-        self._parts = [self._handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]
+        self.parts = [self._handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]
 
     def published(self, offset: int, size: int) -> Published:
-        parts = tuple(part[offset : offset + size] for part in self._parts)
+        parts = tuple(part[offset : offset + size] for part in self.parts)
         return Published(parts, torch.tensor([part.data_ptr() for part in parts], device=parts[0].device))
 
-    def barrier(self) -> None:
-        self._handle.barrier()
+    def barrier(self, channel: int = 0) -> None:
+        """In the order of the current stream. Those of different channels may run beside each other."""
+        self._handle.barrier(channel=channel)
 
 
 class _SharedFiles:
@@ -228,15 +268,30 @@ class _SharedFiles:
         self, num_bytes: int, _group: dist.ProcessGroup, host_group: dist.ProcessGroup, _device: torch.device
     ) -> None:
         self._group = host_group
-        self._parts = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in _map_files(num_bytes, host_group)]
+        self.parts = [torch.frombuffer(mapped, dtype=torch.uint8) for mapped in _map_files(num_bytes, host_group)]
 
     def published(self, offset: int, size: int) -> Published:
-        parts = tuple(part[offset : offset + size] for part in self._parts)
+        parts = tuple(part[offset : offset + size] for part in self.parts)
         return Published(parts, torch.tensor([part.data_ptr() for part in parts]))
 
-    def barrier(self) -> None:
+    def barrier(self, channel: int = 0) -> None:
+        """At once, whatever the channel."""
         with watch.operation("wait for the other ranks of the host to write their tokens"):
             dist.barrier(self._group)
+
+
+Memory = _SymmetricMemory | _SharedFiles
+"""Bytes of each rank of a group, `parts`, that all of them read and write; `barrier(channel)`."""
+
+
+def share(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> Memory:
+    """So many bytes of each rank, uninitialised; every rank of the group must call it.
+
+    Args:
+        group: of GPUs of one host, or of gloo ranks.
+    """
+    make = _SymmetricMemory if device.type == "cuda" else _SharedFiles
+    return make(num_bytes, group, group, device)
 
 
 class _SharedNumbers:

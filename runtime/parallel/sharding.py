@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from patchgen.runtime.parallel import checkpointing, exchange_reduce, undivided
+from patchgen.runtime.parallel import checkpointing, exchange_reduce, peer_memory, peer_shards, undivided
 from patchgen.runtime.parallel.state import ParallelState
 
 HOST_MEMORY = "_patchgen_parameters_in_host_memory"  # an attribute of a sharded model
@@ -37,6 +37,8 @@ class ShardingOptions:
         reduce_dtype: what gradients are summed in; None: as computed.
         exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
             fewer bytes than a reduce-scatter in a wider dtype. None: where it saves and the ranks share a host.
+        shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": they read each other's memory within a
+            host (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between two GPUs of one host.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
         prefetch: layers gathered ahead of the one that runs, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -46,6 +48,7 @@ class ShardingOptions:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     exchange_gradients: bool | None = None
+    shard_exchange: peer_memory.ShardExchange = "auto"
     reshard_after_forward: bool = True
     prefetch: int = 1
     cpu_offload: bool = False
@@ -128,6 +131,7 @@ def shard_model(
     )
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
+    peer_shards.install(model, options.shard_exchange)
     set_prefetch(layers, [*experts, *kept], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model

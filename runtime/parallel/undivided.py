@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-_COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
+COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
 
 
 _steps_of_others = 0  # of optimizers that write no copies: torch's change DTensors without counting versions
@@ -60,19 +60,22 @@ class ComputeCopy:
     def is_current(self, parameter: nn.Parameter) -> bool:
         return self.written == _identity(parameter)
 
+    def before_writing(self) -> None:
+        """To be called before the tensor is written."""
+
     def written_from(self, parameter: nn.Parameter) -> None:
         """Says that the tensor holds the parameter as it is now."""
         self.written = _identity(parameter)
 
 
 def _identity(parameter: nn.Parameter) -> tuple[int, ...]:
-    local = _local(parameter)
-    return id(local), local.data_ptr(), local._version, parameter._version, _steps_of_others
+    own = local(parameter)
+    return id(own), own.data_ptr(), own._version, parameter._version, _steps_of_others
 
 
 def copy_of(parameter: nn.Parameter) -> ComputeCopy | None:
     """The copy of a parameter, for an optimizer that writes it in passing; None: there is none to write."""
-    return getattr(parameter, _COPY, None)
+    return getattr(parameter, COPY, None)
 
 
 def forget_copies(model: nn.Module) -> None:
@@ -159,11 +162,11 @@ def _provide(param: FSDPParam, *, may_be_old: bool, trusts_optimizer: bool) -> N
     if dtype == source.dtype:
         _use(param, source.view(-1))  # itself: there is nothing to cast
         return
-    copy = getattr(param, _COPY, None)
+    copy = getattr(param, COPY, None)
     if copy is None:
         copy, may_be_old = ComputeCopy(torch.empty(source.numel(), dtype=dtype, device=source.device)), False
-        setattr(param, _COPY, copy)
-    setattr(parameter, _COPY, copy)
+        setattr(param, COPY, copy)
+    setattr(parameter, COPY, copy)
     if not may_be_old and not (trusts_optimizer and copy.is_current(parameter)):
         copy.written = None
         with torch.autograd._unsafe_preserve_version_counter(copy.tensor):
@@ -174,7 +177,7 @@ def _provide(param: FSDPParam, *, may_be_old: bool, trusts_optimizer: bool) -> N
 def _use(param: FSDPParam, values: Tensor) -> None:
     """Lets FSDP2's unsharded parameter be these values, flat, which it must never free."""
     if hasattr(param, "_unsharded_param"):
-        if _local(param._unsharded_param).data_ptr() == values.data_ptr():
+        if local(param._unsharded_param).data_ptr() == values.data_ptr():
             return
         del param._unsharded_param
     param.all_gather_outputs = [values]
@@ -193,9 +196,9 @@ def _hand_over_gradient(param: FSDPParam) -> None:
         as_computed = target.grad_dtype is None
         target.grad = _laid_out(param, new if as_computed else new.to(target.dtype))
     elif target.grad.dtype == target.dtype:
-        _local(target.grad).add_(new)
+        local(target.grad).add_(new)
     else:
-        target.grad = _laid_out(param, _local(target.grad).to(target.dtype).add_(new))
+        target.grad = _laid_out(param, local(target.grad).to(target.dtype).add_(new))
     for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(target)
 
@@ -206,5 +209,6 @@ def _laid_out(param: FSDPParam, gradient: Tensor) -> DTensor:
     return DTensor(gradient, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

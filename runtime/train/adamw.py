@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from patchgen.runtime.parallel import undivided
 
@@ -66,12 +65,14 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] += 1
-        values, copy = _local(parameter), undivided.copy_of(parameter)
+        values, copy = undivided.local(parameter), undivided.copy_of(parameter)
+        if copy is not None:
+            copy.before_writing()
         adamw_(
             values,
-            _local(parameter.grad).contiguous(),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"]),
+            undivided.local(parameter.grad).contiguous(),
+            undivided.local(state["exp_avg"]),
+            undivided.local(state["exp_avg_sq"]),
             step=int(state["step"]),
             lr=float(group["lr"]),
             betas=group["betas"],
@@ -82,7 +83,3 @@ class AdamW(torch.optim.AdamW):
         )
         if copy is not None:
             copy.written_from(parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

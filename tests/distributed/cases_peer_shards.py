@@ -1,0 +1,159 @@
+"""Shards read from the memory of other ranks against FSDP2's collectives; see test_peer_shards.py."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from cases_sequence import state_of
+from torch import Tensor, nn
+
+from patchgen.runtime.parallel import gradients, peer_shards, sharding, undivided
+from patchgen.runtime.parallel.peer_shards import PeerGroup
+
+
+class Layer(nn.Module):
+    """Rows that ranks do not divide evenly, and a matrix that is not small."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    """Tied ends, two layers, the second called twice, and a layer that not every step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(19, 10), nn.Linear(10, 19, bias=False)
+        self.layers = nn.ModuleList(Layer(10) for _ in range(2))
+        self.sometimes = Layer(10)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor, all_layers: bool = True) -> Tensor:
+        x = self.embedding(ids)
+        for layer in (*self.layers, self.layers[1], *([self.sometimes] if all_layers else [])):
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).float().view(-1, 19), ids.view(-1))
+
+
+def sharded(exchange: str, freeze: str | None = None, **options) -> nn.Module:
+    torch.manual_seed(0)
+    model = Model()
+    if freeze is not None:
+        model.get_parameter(freeze).requires_grad_(False)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options = sharding.ShardingOptions(**dtypes, exchange_gradients=True, shard_exchange=exchange, **options)
+    return sharding.shard_model(model, state_of(), layer_classes=["Layer"], options=options)
+
+
+def batch(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randint(0, 19, (2, 6), generator=generator)
+
+
+class WritesCopies(torch.optim.AdamW):
+    """Leaves the copies that layers compute with as new as the parameters, as `train/adamw.py` does on GPUs."""
+
+    writes_copies = True
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                copy = undivided.copy_of(parameter)
+                if copy is not None and parameter.grad is not None:
+                    copy.before_writing()
+                    copy.tensor.copy_(undivided.local(parameter).view(-1))
+                    copy.written_from(parameter)
+
+
+def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
+    """Losses, gradients, norms and parameters of three steps of two micro-batches, evaluations between."""
+    kind = WritesCopies if writes else torch.optim.AdamW
+    optimizer = kind(sharding.optimizer_groups(model), lr=1e-2)
+    found = []
+    for step in range(3):
+        for micro in range(2):
+            sharding.reduce_gradients(model, is_last=micro == 1, keep_whole=keep_whole)
+            loss = model(batch(10 * step + micro), all_layers=step > 0)
+            loss.backward()
+            found.append(loss.detach().clone())
+        found += [undivided.local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        found.append(gradients.clip(model, 1.0, optimizer=optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model.eval()(batch(77)).clone())
+        model.train()
+    return found + [undivided.local(p).detach().clone() for p in model.parameters()]
+
+
+def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, **options) -> None:
+    peer_shards.SMALL, before = small, peer_shards.SMALL
+    try:
+        model = sharded("peer_memory", freeze, **options)
+        groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
+        assert all(type(group) is PeerGroup for group in groups)
+        found = train(model, keep_whole, writes)
+        assert [group.keeps_copies for group in groups] == [freeze is None, True, True]
+    finally:
+        peer_shards.SMALL = before
+    other = sharded("collectives", freeze, **options)
+    assert not any(type(group) is PeerGroup for group in undivided.param_groups(other))
+    expected = train(other, keep_whole, writes=False)
+    assert len(found) == len(expected)
+    for number, (one, two) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(one, two), f"value {number}: {(one - two).abs().max()}"
+
+
+def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
+    """Rank 1 has no gradient of a bias: nobody may add up what an earlier step left there."""
+    model = sharded("peer_memory")
+    model(batch(0)).backward()
+    model.zero_grad()
+    (group,) = undivided.param_groups(model.layers[0])
+    all_gradients = group._take_gradients
+    if dist.get_rank() == 1:
+        group._take_gradients = lambda: [pair for pair in all_gradients() if pair[1].ndim > 1]
+    model(batch(1)).backward()
+    own = [undivided.local(p.grad) for p in model.layers[0].parameters() if p.grad is not None]
+    return [bool(gradient.isnan().all()) for gradient in own]
+
+
+def a_change_is_seen_by_all() -> None:
+    """A parameter changed on all ranks between steps is cast and read again; what the optimizer wrote is not cast."""
+    model = sharded("peer_memory")
+    model(batch(0)).backward()
+    weight = model.layers[0].down.weight
+    copy = undivided.copy_of(weight)
+    for parameter in model.parameters():
+        written = undivided.copy_of(parameter)
+        written.before_writing()
+        written.tensor.copy_(undivided.local(parameter).detach().view(-1))
+        written.written_from(parameter)
+    copy.tensor.zero_()  # marks it
+    marked = model(batch(0)).detach()
+    model.reshard()
+    with torch.no_grad():
+        undivided.local(weight).mul_(2)
+    changed = model(batch(0)).detach()
+    model.reshard()
+    undivided.forget_copies(model)
+    assert torch.equal(changed, model(batch(0)).detach())
+    assert not torch.equal(marked, changed)
+
+
+def where_it_is_refused() -> list[str]:
+    messages = []
+    for options in ({"shard_exchange": "by post"}, {"shard_exchange": "peer_memory"}):
+        try:
+            sharding.shard_model(
+                Model(), state_of(), layer_classes=["Layer"], options=sharding.ShardingOptions(**options)
+            )
+        except ValueError as error:
+            messages.append(str(error))
+    return messages

@@ -1,0 +1,38 @@
+"""Shards that ranks read from each other's memory: FSDP2's numbers to the bit; copies that are never old."""
+
+from __future__ import annotations
+
+import cases_peer_shards as cases
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("small", [0, 300, 2**20], ids=["all large", "both", "all small"])
+@pytest.mark.parametrize("keep_whole", [False, True])
+def test_the_numbers_are_fsdps_to_the_bit(small, keep_whole, two_ranks):
+    two_ranks.run(cases.equals_fsdp, keep_whole, writes=True, freeze=None, small=small)
+
+
+@pytest.mark.parametrize("freeze", [None, "layers.0.up.weight"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "prefetch": 2}], ids=str)
+def test_optimizers_that_write_no_copies_and_frozen_units(freeze, options, four_ranks):
+    four_ranks.run(cases.equals_fsdp, False, writes=False, freeze=freeze, small=300, **options)
+
+
+def test_four_ranks_sum_in_their_order(four_ranks):
+    four_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0)
+
+
+def test_a_change_is_seen_by_all(two_ranks):
+    two_ranks.run(cases.a_change_is_seen_by_all)
+
+
+def test_ranks_that_sum_different_gradients_get_nan(two_ranks):
+    assert all(all(found) for found in two_ranks.run(cases.ranks_that_sum_different_gradients_get_nan))
+
+
+def test_what_cannot_be_read_is_refused_by_name(two_ranks):
+    for unknown, nothing in two_ranks.run(cases.where_it_is_refused):
+        assert "must be 'auto', 'collectives' or 'peer_memory', not 'by post'" in unknown
+        assert "no parameters are divided over ranks and computed with in a narrower dtype" in nothing
