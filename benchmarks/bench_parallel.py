@@ -32,8 +32,19 @@ from torch import Tensor, nn
 
 from patchgen.generated_models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from patchgen.runtime import attention, parallel, seams
-from patchgen.runtime.parallel import ParallelConfig, batch, checkpointing, experts, gradients, loss, report, sharding
+from patchgen.runtime.parallel import (
+    ParallelConfig,
+    batch,
+    checkpointing,
+    experts,
+    gradients,
+    loss,
+    peer_memory,
+    report,
+    sharding,
+)
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import optimizers
 
 RESULTS = Path(__file__).with_name("results_parallel.csv")
 COLUMNS = ("date", "versions", "gpus", "layout", "ckpt", "tokens per GPU", "s/step", "tokens/s/GPU", "peak GiB")
@@ -105,7 +116,7 @@ def train_step(model: nn.Module, inputs: dict, optimizer, state: ParallelState, 
     with parallel.using(state), loss.step(items):
         share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
         share.backward()
-    gradients.clip(model, 1.0)
+    gradients.clip(model, 1.0, optimizer=optimizer)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return share.detach()
@@ -152,8 +163,7 @@ def table(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
 
 
 def measure(model: nn.Module, state, tokens: int, sizes: dict, arguments: argparse.Namespace, setting) -> dict:
-    groups = sharding.optimizer_groups(model)
-    optimizer = torch.optim.AdamW(groups, lr=1e-5, fused=setting.device == "cuda")
+    optimizer = optimizers.adamw_for(next(model.parameters()))(sharding.optimizer_groups(model), lr=1e-5)
     inputs = make_batch(tokens, state, sizes, min(arguments.document, tokens * state.sp), 0, setting.device)
     items = loss.count_items([inputs], setting.device)
     train_step(model, inputs, optimizer, state, items)
@@ -166,7 +176,7 @@ def measure(model: nn.Module, state, tokens: int, sizes: dict, arguments: argpar
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     row = {"s/step": round(float(seconds), 4), "tokens/s/GPU": round(tokens / float(seconds))}
     if setting.device == "cuda":
-        row["peak GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        row["peak GiB"] = round((torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()) / 2**30, 1)
         row |= communication(lambda: train_step(model, inputs, optimizer, state, items), setting)
     return row
 

@@ -39,10 +39,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import attention, parallel, registry, seams
-from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, sharding
+from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, peer_memory, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, optimizers
+from patchgen.runtime.train import flops, objects, optimizers
 
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
@@ -51,6 +51,7 @@ CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was m
 THEIRS = "transformers"
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
+    "FSDP, kept gathered": {"reshard_after_forward": False},
     "FSDP, collectives": {"shard_exchange": "collectives"},
     THEIRS: {},
     "EP2": {"ep": 2},
@@ -110,12 +111,12 @@ def layers_that_fit(sizes: dict, memory: int, world: int) -> int:
 # ------------------------------------------------------------------------------------------ the two models
 
 
-def ours(setting: Setting, state: ParallelState, mode: str, exchange: str) -> nn.Module:
+def ours(setting: Setting, state: ParallelState, mode: str, **options: object) -> nn.Module:
     with torch.device("meta"):
         model = registry.build_model(config_of(setting.sizes), attn_implementation=setting.attention).train()
     checkpointing.apply(model, mode)
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, shard_exchange=exchange))
+    options |= {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    sharding.shard_model(model, state, options=sharding.ShardingOptions(**options))
     return model
 
 
@@ -233,6 +234,7 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     total = share.clone()
     dist.all_reduce(total)
     step(model, optimizer, batches[1][0], state, items[1])
+    objects.freeze_objects()  # as a training run, for both
     synchronise(setting)
     started = time.perf_counter()
     for index in range(setting.steps):
@@ -248,7 +250,10 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     if setting.peak:
         row["MFU %"] = round(100 * tflops / setting.peak, 1)
     if setting.device == "cuda":
-        peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=setting.device)
+        # What ranks share is there from the first step on, and torch's count leaves it out.
+        peak = torch.tensor(
+            (torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()) / 2**30, device=setting.device
+        )
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         row["peak GiB"] = round(float(peak), 1)
     return row
@@ -266,11 +271,11 @@ def profile(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
         step(model, optimizer, inputs, state, items)
         synchronise(setting)
         seconds = time.perf_counter() - started
+    if setting.traces is not None:
+        setting.traces.mkdir(parents=True, exist_ok=True)
+        label = "".join(letter if letter.isalnum() else "_" for letter in name)
+        profiler.export_chrome_trace(str(setting.traces / f"{label}_{tokens}_rank{dist.get_rank()}.json.gz"))
     if dist.get_rank() == 0:
-        if setting.traces is not None:
-            setting.traces.mkdir(parents=True, exist_ok=True)
-            label = "".join(letter if letter.isalnum() else "_" for letter in name)
-            profiler.export_chrome_trace(str(setting.traces / f"{label}_{tokens}.json.gz"))
         events = profiler.key_averages()
         print(f"\nprofile of {name}, {tokens} tokens per GPU, {seconds:.3f} s", flush=True)
         kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
@@ -290,7 +295,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
         options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
-        shard_exchange = sizes.pop("shard_exchange", "auto")
+        sharded = {key: sizes.pop(key) for key in ("shard_exchange", "reshard_after_forward") if key in sizes}
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
@@ -301,7 +306,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
             rows.start(wanted[0])  # a model that cannot be built is this case's failure
-            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, shard_exchange)
+            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **sharded)
             for row in wanted:
                 if row is not wanted[0] and is_late(started, arguments.budget, setting):
                     break
@@ -317,6 +322,8 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     row["s/step"] = "out of memory"
                     failed = True
                 optimizer = None
+                gc.unfreeze()
+                gc.collect()  # before the next row makes another
                 rows.add(row)
                 if rank == 0:
                     line = " | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1])
@@ -324,6 +331,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                 if failed:
                     break  # the gradients that are left may be of half a step; longer rows need more still
             del model
+            gc.unfreeze()
             gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ import socket
 import tempfile
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -239,6 +240,14 @@ class PeerBuffers:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
 
+_live: weakref.WeakSet[_SymmetricMemory] = weakref.WeakSet()
+
+
+def num_bytes_shared() -> int:
+    """Bytes of this rank's GPU that other ranks read: torch's own counts leave them out."""
+    return sum(memory.num_bytes for memory in _live)
+
+
 class _SymmetricMemory:
     """torch's symmetric memory on GPUs of one host."""
 
@@ -248,6 +257,8 @@ class _SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric
 
         own = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.num_bytes = num_bytes
+        _live.add(self)
         self._handle = symmetric.rendezvous(own, group)
         ranks = range(dist.get_world_size(group))
         self.parts = [self._handle.get_buffer(rank, (num_bytes,), torch.uint8) for rank in ranks]

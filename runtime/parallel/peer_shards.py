@@ -40,6 +40,7 @@ from patchgen.kernels.peer_sums import sum_parts
 from patchgen.runtime.parallel import peer_memory, undivided
 from patchgen.runtime.parallel.peer_memory import aligned
 
+ATTRIBUTE = "_patchgen_units_in_peer_memory"  # of a sharded model: how many
 SMALL = 2**20  # bytes of a shard: below it, tensors are copied together in one kernel
 _READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
 

@@ -131,7 +131,7 @@ def shard_model(
     )
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
-    peer_shards.install(model, options.shard_exchange)
+    setattr(model, peer_shards.ATTRIBUTE, peer_shards.install(model, options.shard_exchange))
     set_prefetch(layers, [*experts, *kept], options.prefetch)
     setattr(model, HOST_MEMORY, options.cpu_offload)
     return model

@@ -247,6 +247,7 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
         param_dtype=getattr(torch, compute) if compute else None,
         reduce_dtype=getattr(torch, section.reduce_dtype),
         exchange_gradients=section.exchange_gradients,
+        shard_exchange=section.shard_exchange,
         reshard_after_forward=section.reshard_after_forward,
         prefetch=section.prefetch,
         cpu_offload=section.cpu_offload,

@@ -79,6 +79,8 @@ class ParallelSection:
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
         exchange_gradients: sum gradients on arrival, not on the way; null: where that saves bytes within a host.
+        shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between two GPUs of one host, else
+            "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: layers gathered ahead of the one that runs.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.
@@ -96,6 +98,7 @@ class ParallelSection:
     param_dtype: DtypeName | None = None
     reduce_dtype: DtypeName = "float32"
     exchange_gradients: bool | None = None
+    shard_exchange: Literal["auto", "collectives", "peer_memory"] = "auto"
     reshard_after_forward: bool = True
     prefetch: CountOrZero = 1
     cpu_offload: bool = False

@@ -24,11 +24,11 @@ from torch import Tensor
 from patchgen.runtime import parallel
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
-from patchgen.runtime.parallel import gradients, loss, sharding, watch
+from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora, optimizers, run_log, setup
+from patchgen.runtime.train import flops, lora, objects, optimizers, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, to_dict
@@ -126,6 +126,8 @@ class Trainer:
                 norm, rate = self.update()
                 self.step, position = self.step + 1, batches.position
                 self.record(batches, share, norm, rate, time.perf_counter() - started)
+                if self.step == self.first_step + 1:
+                    objects.freeze_objects()
                 profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
@@ -175,6 +177,11 @@ class Trainer:
                 f"{self.step + 1}. {saved} Lower optim.lr, lengthen optim.warmup_steps, or look at the data of these steps."
             )
         return float(norm), rate
+
+    @staticmethod
+    def peak_memory() -> int:
+        """Bytes of this rank's GPU, what other ranks read included."""
+        return torch.cuda.max_memory_allocated() + peer_memory.num_bytes_shared()
 
     # ----------------------------------------------------------------------------------------- evaluation
 
@@ -321,7 +328,7 @@ class Trainer:
             tokens_per_second_per_device=batches.tokens / seconds / devices,
             tflops=tflops,
             mfu=tflops / self.peak_tflops if self.peak_tflops else None,
-            peak_memory_gib=torch.cuda.max_memory_allocated() / 2**30 if self.device.type == "cuda" else None,
+            peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
             expert_load=self.expert_load(),
             skipped=not math.isfinite(norm),
         )

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from cases_sequence import state_of
 from torch import Tensor, nn
 
-from patchgen.runtime.parallel import gradients, peer_shards, sharding, undivided
+from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, sharding, undivided
 from patchgen.runtime.parallel.peer_shards import PeerGroup
+from patchgen.runtime.parallel.state import ParallelState
+
+DEVICE = "cpu"
+
+
+def state_of() -> ParallelState:
+    return ParallelState.create(ParallelConfig.for_world(dist.get_world_size()), DEVICE)
 
 
 class Layer(nn.Module):
@@ -51,7 +57,7 @@ def sharded(exchange: str, freeze: str | None = None, **options) -> nn.Module:
 
 def batch(seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randint(0, 19, (2, 6), generator=generator)
+    return torch.randint(0, 19, (2, 6), generator=generator).to(DEVICE)
 
 
 class WritesCopies(torch.optim.AdamW):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import cases_peer_shards as cases
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
@@ -36,3 +41,13 @@ def test_what_cannot_be_read_is_refused_by_name(two_ranks):
     for unknown, nothing in two_ranks.run(cases.where_it_is_refused):
         assert "must be 'auto', 'collectives' or 'peer_memory', not 'by post'" in unknown
         assert "no parameters are divided over ranks and computed with in a narrower dtype" in nothing
+
+
+@pytest.mark.gpu
+def test_two_gpus_have_the_same_numbers():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("it needs two CUDA devices")
+    script = Path(__file__).with_name("peer_shards_on_gpu.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
