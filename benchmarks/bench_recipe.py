@@ -8,7 +8,7 @@ The recipe's own values but for those of `CHANGED`: fewer layers, so that a chec
 Python's standard library with a tokenizer trained on them, since nothing is downloaded; a learning rate for random weights.
 
     first run     killed with SIGKILL, all of its processes, once a checkpoint is whole and `STEPS_AFTER` steps followed it
-    second run    the same command: goes on from the checkpoint to the last step, and exports
+    second run    the same command, but that it saves at its end alone: goes on from the checkpoint to the last step, and exports
     compared      losses and norms of the steps that both runs took
     export        loaded by plain transformers, every tensor (`runtime/train/check_run.py`)
 """
@@ -185,8 +185,8 @@ def write_steps(before: list[dict], after: list[dict], path: Path) -> None:
             writer.writerow([*row, round(line["seconds"], 3)])
 
 
-def bench(arguments: argparse.Namespace) -> dict:
-    """The whole; figures by name.
+def bench(arguments: argparse.Namespace) -> None:
+    """The whole; figures are printed and written as they come.
 
     Raises:
         RecipeFailed: it did not run as described.
@@ -195,24 +195,33 @@ def bench(arguments: argparse.Namespace) -> dict:
 
     out = Path(os.environ.get("OUT", arguments.folder))
     run, log, began = arguments.folder / "run", out / "recipe.log", time.monotonic()
-    deadline = began + arguments.budget
+    deadline, figures = began + arguments.budget, Figures(out / "recipe.json")
     saved, before = run_until_killed(command_of(arguments), run, log, deadline)
-    figures: dict = {"first run, s": round(time.monotonic() - began, 1)}
+    figures.add({"first run, s": round(time.monotonic() - began, 1)})
     resumed = time.monotonic()
-    run_to_end(command_of(arguments), log, deadline)
-    figures["second run, s"] = round(time.monotonic() - resumed, 1)
+    run_to_end([*command_of(arguments), "--set", "checkpoint.every=0"], log, deadline)
+    figures.add({"second run, s": round(time.monotonic() - resumed, 1)})
     after = run_log.read(run)
     write_steps(before, after, out / STEPS_NAME)
-    figures |= compare(before, after, saved)
+    figures.add(compare(before, after, saved))
     losses = [line["loss"] for line in after if "loss" in line]
-    figures |= {"loss of the first step": losses[0], "loss of the last step": losses[-1]}
+    figures.add({"loss of the first step": losses[0], "loss of the last step": losses[-1]})
     checked = time.monotonic()
     run_to_end([sys.executable, "-m", "patchgen.runtime.train.check_run", str(run)], log, deadline)
-    figures |= {
-        "export": end_of(log).strip().splitlines()[-1],
-        "export loaded, s": round(time.monotonic() - checked, 1),
-    }
-    return figures
+    figures.add({"export": end_of(log).strip().splitlines()[-1]})
+    figures.add({"export loaded, s": round(time.monotonic() - checked, 1)})
+
+
+class Figures:
+    """Figures by name, on the terminal and in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._all = path, {}
+
+    def add(self, figures: dict) -> None:
+        self._all |= figures
+        self._path.write_text(json.dumps(self._all, indent=1) + "\n")
+        print("\n".join(f"{name}: {value}" for name, value in figures.items()), flush=True)
 
 
 def main() -> int:
@@ -237,12 +246,10 @@ def main() -> int:
             log = arguments.folder / "prepare.log"
             run_to_end(command_of(arguments, "--dry-run"), log, time.monotonic() + arguments.budget)
             return 0
-        figures = bench(arguments)
+        bench(arguments)
     except RecipeFailed as error:
         print(f"The recipe failed: {error}", flush=True)
         return 1
-    (Path(os.environ.get("OUT", arguments.folder)) / "recipe.json").write_text(json.dumps(figures, indent=1) + "\n")
-    print("\n".join(f"{name}: {value}" for name, value in figures.items()), flush=True)
     return 0
 
 

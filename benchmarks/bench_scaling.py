@@ -3,9 +3,9 @@
     python benchmarks/bench_scaling.py --gpus 4 --budget 560
     python benchmarks/bench_scaling.py --gpus 2 --budget 600 --tiny --tokens 64 128       # that it runs, on the CPU
 
-first        FSDP, EP, transformers, EP by all-to-all, EP with SP, in this order: what a table needs most comes first
+first        FSDP, EP, transformers, EP with SP, by collectives: what a table needs most comes first, a process for each
 then         the recipe: a checkpoint, a kill, a resume, an export
-what is left layouts and lengths beside the table
+what is left other divisions of the ranks
 
 A case that kills its process, or is not heard of for `SILENCE` seconds, costs itself: the process is ended, and another goes
 on with the cases that were not started. Rows are in a file as they come, the table is printed last.
@@ -61,31 +61,33 @@ class Part:
         return command + list(self.options)
 
 
-def recomputed(part: Part, rows: list[dict]) -> Part | None:
-    """Ours at the lengths at which a layout has no result without recomputing, its memory exceeded mostly: all with it."""
+def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[list[Part], list[Part]]:
+    """The table, and what may follow it: other divisions of the ranks. A process for each layout: none has another's memory."""
+    whole, half = f"EP{gpus}", f"EP{gpus // 2}"
+    table = ("FSDP", f"{whole}, peer memory", THEIRS, f"{whole} x SP2, peer memory", whole, "FSDP, collectives")
+    more = (f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
+    kept = tokens[len(tokens) // 2]
+    first, second = (
+        [Part((name,), tokens, kept, options) for name in names if name in LAYOUTS] for names in (table, more)
+    )
+    return first, second
+
+
+def recomputed(parts: list[Part], rows: list[dict]) -> list[Part]:
+    """What is to be compared, at the lengths at which one of it has no result without recomputing, with recomputing."""
     done = {(row_layout(row), row["tokens/GPU"]) for row in rows if row["ckpt"] == "none" and "loss 1" in row}
-    ours = tuple(name for name in part.layouts[:2])
     missing = {
         tokens
+        for part in parts
         for name, mode, tokens in part.all_cases()
-        if mode == "none" and name in ours and (name, tokens) not in done
+        if mode == "none" and (name, tokens) not in done
     }
-    return Part(ours, tuple(sorted(missing)), 0, part.options) if missing else None
+    return [Part(part.layouts, tuple(sorted(missing)), 0, part.options) for part in parts] if missing else []
 
 
 def row_layout(row: dict) -> str:
     """The name of the layout as `bench_train.py` takes it."""
     return THEIRS if row["who"] == THEIRS else row["layout"]
-
-
-def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
-    """The table, and what may follow it: FSDP without peer memory, other divisions of the ranks."""
-    whole, half = f"EP{gpus}", f"EP{gpus // 2}"
-    table = ("FSDP", f"{whole}, peer memory", THEIRS, whole, f"{whole} x SP2, peer memory")
-    more = ("FSDP, collectives", f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
-    middle = tokens[len(tokens) // 2]
-    first = Part(tuple(name for name in table if name in LAYOUTS), tokens, middle, options)
-    return first, Part(tuple(name for name in more if name in LAYOUTS), tokens, middle, options)
 
 
 # --------------------------------------------------------------------------------------------- measuring
@@ -121,16 +123,18 @@ def run_watched(command: list[str], rows: Path, log: Path, deadline: float, sile
         kill_all(process)
 
 
-def layout_of_recipe(rows: list[dict], gpus: int) -> str:
-    """`parallel.ep` for the recipe: over all GPUs where that was measured, else 1."""
-    measured = any(row["layout"] == f"EP{gpus}, peer memory" and "loss 1" in row for row in rows)
-    return f"parallel.ep={gpus if measured else 1}"
+def layout_of_recipe(rows: list[dict], gpus: int) -> list[str]:
+    """What the recipe adds: experts over all GPUs and shards through peer memory, as far as both came through."""
+    measured = {row_layout(row) for row in rows if "loss 1" in row}
+    settings = [f"parallel.ep={gpus if f'EP{gpus}, peer memory' in measured else 1}"]
+    return settings if "FSDP" in measured else [*settings, "parallel.shard_exchange=collectives"]
 
 
-def run_recipe(arguments: argparse.Namespace, out: Path, setting: str, budget: float) -> None:
+def run_recipe(arguments: argparse.Namespace, out: Path, settings: list[str], budget: float) -> None:
     """`bench_recipe.py`, whose figures are printed as they come."""
-    command = recipe_command(arguments, "--budget", f"{budget:.0f}", "--set", setting)
-    print(f"the recipe with {setting}", flush=True)
+    more = [part for setting in settings for part in ("--set", setting)]
+    command = recipe_command(arguments, "--budget", f"{budget:.0f}", *more)
+    print(f"the recipe with {', '.join(settings)}", flush=True)
     process = subprocess.Popen(command, env=os.environ | {"OUT": str(out)})
     try:
         process.wait(timeout=budget + 20)
@@ -201,9 +205,10 @@ def main() -> int:
         ["nice", *recipe_command(arguments, "--prepare")]
     )  # on the CPU, beside the first cases
     try:
-        measure(first, arguments.gpus, rows, log, end - arguments.recipe_seconds)
-        if (again := recomputed(first, last_rows(rows))) is not None:
-            measure(again, arguments.gpus, rows, log, end - arguments.recipe_seconds)
+        for part in first:
+            measure(part, arguments.gpus, rows, log, end - arguments.recipe_seconds)
+        for part in recomputed(first[:2], last_rows(rows)):
+            measure(part, arguments.gpus, rows, log, end - arguments.recipe_seconds)
         prepared.wait(timeout=30)
     except subprocess.TimeoutExpired:
         print("What the recipe needs was not prepared in time.", flush=True)
@@ -211,10 +216,11 @@ def main() -> int:
         kill_all(prepared)
     report(last_rows(rows), arguments.gpus)
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
-    setting = layout_of_recipe(last_rows(rows), arguments.gpus)
-    run_recipe(arguments, out, setting, min(arguments.recipe_seconds, end - time.monotonic()))
+    settings = layout_of_recipe(last_rows(rows), arguments.gpus)
+    run_recipe(arguments, out, settings, min(arguments.recipe_seconds, end - time.monotonic()))
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
-    measure(more, arguments.gpus, rows, log, end)
+    for part in more:
+        measure(part, arguments.gpus, rows, log, end)
     found = last_rows(rows)
     report(found, arguments.gpus)
     write(found, arguments.gpus)

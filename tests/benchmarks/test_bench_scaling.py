@@ -48,13 +48,22 @@ def test_a_part_has_the_cases_that_bench_train_makes_of_its_options():
 
 
 def test_what_had_no_result_without_recomputing_is_measured_with_it_beside_the_layout_to_compare():
-    part = Part(("FSDP", "EP4, peer memory", THEIRS), (64, 128), 128)
+    parts = [Part((name,), (64, 128), 128) for name in ("FSDP", "EP4, peer memory")]
     rows = [ROW | {"loss 1": 5.0, "tokens/GPU": tokens} for tokens in (64, 128)]
     rows += [ROW | {"layout": "EP4, peer memory", "loss 1": 5.0}]
     exceeded = ROW | {"layout": "EP4, peer memory", "tokens/GPU": 128, "s/step": "out of memory"}
-    again = bench_scaling.recomputed(part, [*rows, exceeded])
-    assert again.all_cases() == {("FSDP", "full", 128), ("EP4, peer memory", "full", 128)}
-    assert bench_scaling.recomputed(part, [*rows, exceeded | {"loss 1": 5.0}]) is None
+    fsdp, experts = bench_scaling.recomputed(parts, [*rows, exceeded])
+    assert fsdp.all_cases() == {("FSDP", "full", 128)}
+    assert experts.all_cases() == {("EP4, peer memory", "full", 128)}
+    assert bench_scaling.recomputed(parts, [*rows, exceeded | {"loss 1": 5.0}]) == []
+
+
+def test_the_recipe_runs_in_what_came_through():
+    experts = ROW | {"layout": "EP4, peer memory", "loss 1": 5.0}
+    assert bench_scaling.layout_of_recipe([experts, ROW | {"loss 1": 5.0}], 4) == ["parallel.ep=4"]
+    collectives = "parallel.shard_exchange=collectives"
+    assert bench_scaling.layout_of_recipe([ROW, experts], 4) == ["parallel.ep=4", collectives]
+    assert bench_scaling.layout_of_recipe([ROW | {"who": THEIRS, "loss 1": 5.0}], 4) == ["parallel.ep=1", collectives]
 
 
 # Starts the cases of `layouts` that the file has not, each at its length; one kills its process, one is silent.
