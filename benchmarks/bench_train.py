@@ -73,6 +73,7 @@ TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_interm
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
 SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
 MEAN_DOCUMENT, SIGMA = 1500, 1.0
+WARM_UP = 5  # steps before the timed ones
 
 
 @dataclass(frozen=True)
@@ -233,7 +234,8 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     share, norm = step(model, optimizer, batches[0][0], state, items[0])
     total = share.clone()
     dist.all_reduce(total)
-    step(model, optimizer, batches[1][0], state, items[1])
+    for index in range(1, WARM_UP):
+        step(model, optimizer, batches[index % 2][0], state, items[index % 2])
     objects.freeze_objects()  # as a training run, for both
     synchronise(setting)
     started = time.perf_counter()

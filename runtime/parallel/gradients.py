@@ -38,11 +38,14 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
             parts = tuple(
-                dim for dim, placement in enumerate(gradient.placements) if not isinstance(placement, Replicate)
+                dim
+                for dim, placement in enumerate(gradient.placements)
+                if not isinstance(placement, Replicate) and mesh.size(dim) > 1
             )
             # By dtype too: of a list of several torch computes one norm after the other.
-            layouts.setdefault((gradient.device_mesh, parts, gradient.dtype), []).append(gradient.to_local())
+            layouts.setdefault((mesh, parts, gradient.dtype), []).append(gradient.to_local())
         else:
             layouts.setdefault((None, (), gradient.dtype), []).append(gradient)
     if not layouts:

@@ -41,7 +41,9 @@ from patchgen.runtime.parallel import peer_memory, undivided
 from patchgen.runtime.parallel.peer_memory import aligned
 
 ATTRIBUTE = "_patchgen_units_in_peer_memory"  # of a sharded model: how many
-SMALL = 2**20  # bytes of a shard: below it, tensors are copied together in one kernel
+SMALL = 2**25
+"""Bytes of a shard. Smaller ones are copied together in one kernel: what a host spends on a copy engine's order, some ten
+microseconds, is longer than their way; and they are summed as one."""
 _READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
 
 
