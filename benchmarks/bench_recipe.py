@@ -58,13 +58,27 @@ def make_model(folder: Path, layers: int, *, tiny: bool) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def command_of(arguments: argparse.Namespace, *more: str) -> list[str]:
-    """`patchgen train` of the recipe, with what is changed."""
+def read_data(arguments: argparse.Namespace) -> None:
+    """The tokens of the run, made once and kept where the ranks look for them."""
+    from patchgen.runtime.data import build_loader
+    from patchgen.runtime.train import recipe, setup
+
+    loaded = recipe.load(RECIPE, recipe.parse_overrides(settings_of(arguments)))
+    tokenizer = setup.data_parts(loaded).tokenizer
+    build_loader(loaded.data, tokenizer=tokenizer, batch_index=0, num_batches=arguments.nproc)
+
+
+def settings_of(arguments: argparse.Namespace) -> list[str]:
+    """What is changed of the recipe, as `--set` has it."""
     changed = {"model.source": str(arguments.folder / "model"), "log.directory": str(arguments.folder / "run")}
     changed |= CHANGED | (TINY_CHANGED if arguments.tiny else {})
-    settings = [f"{key}={value}" for key, value in changed.items()] + arguments.set
+    return [f"{key}={value}" for key, value in changed.items()] + arguments.set
+
+
+def command_of(arguments: argparse.Namespace, *more: str) -> list[str]:
+    """`patchgen train` of the recipe, with what is changed."""
     command = [sys.executable, "-m", "patchgen.cli", "train", str(RECIPE), "--nproc", str(arguments.nproc), *more]
-    return command + [part for setting in settings for part in ("--set", setting)]
+    return command + [part for setting in settings_of(arguments) for part in ("--set", setting)]
 
 
 # ------------------------------------------------------------------------------------------ the two runs
@@ -245,6 +259,7 @@ def main() -> int:
         if arguments.prepare:
             log = arguments.folder / "prepare.log"
             run_to_end(command_of(arguments, "--dry-run"), log, time.monotonic() + arguments.budget)
+            read_data(arguments)
             return 0
         bench(arguments)
     except RecipeFailed as error:

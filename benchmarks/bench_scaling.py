@@ -3,11 +3,11 @@
     python benchmarks/bench_scaling.py --gpus 4 --budget 560
     python benchmarks/bench_scaling.py --gpus 2 --budget 600 --tiny --tokens 64 128       # that it runs, on the CPU
 
-first        FSDP, EP, transformers, EP with SP, by collectives: what a table needs most comes first, a process for each
+first        FSDP, EP, transformers, EP with SP, by collectives: what a table needs most comes first
 then         the recipe: a checkpoint, a kill, a resume, an export
 what is left other divisions of the ranks
 
-A case that kills its process, or is not heard of for `SILENCE` seconds, costs itself: the process is ended, and another goes
+A case that kills its process, or is not heard of for `--silence` seconds, costs itself: the process is ended, and another goes
 on with the cases that were not started. Rows are in a file as they come, the table is printed last.
 """
 
@@ -18,7 +18,7 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -27,7 +27,6 @@ from bench_train import CASE, COLUMNS, LAYOUTS, THEIRS, compare, write
 from case_rows import CaseRows
 
 HERE = Path(__file__).parent
-SILENCE = 90.0
 RECIPE_SECONDS = 165.0
 KERNELS = ["rms_norm=auto", "rotary=compiled"]
 
@@ -61,28 +60,25 @@ class Part:
         return command + list(self.options)
 
 
-def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[list[Part], list[Part]]:
-    """The table, and what may follow it: other divisions of the ranks. A process for each layout: none has another's memory."""
+def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
+    """The table, and what may follow it: other divisions of the ranks."""
     whole, half = f"EP{gpus}", f"EP{gpus // 2}"
     table = ("FSDP", f"{whole}, peer memory", THEIRS, f"{whole} x SP2, peer memory", whole, "FSDP, collectives")
     more = (f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
-    kept = tokens[len(tokens) // 2]
+    kept = sorted(tokens)[len(tokens) // 2]
     first, second = (
-        [Part((name,), tokens, kept, options) for name in names if name in LAYOUTS] for names in (table, more)
+        Part(tuple(name for name in names if name in LAYOUTS), tokens, kept, options) for names in (table, more)
     )
     return first, second
 
 
-def recomputed(parts: list[Part], rows: list[dict]) -> list[Part]:
-    """What is to be compared, at the lengths at which one of it has no result without recomputing, with recomputing."""
+def recomputed(part: Part, rows: list[dict]) -> Part | None:
+    """The first two layouts, with recomputing, at the lengths at which one of them has no result without."""
     done = {(row_layout(row), row["tokens/GPU"]) for row in rows if row["ckpt"] == "none" and "loss 1" in row}
-    missing = {
-        tokens
-        for part in parts
-        for name, mode, tokens in part.all_cases()
-        if mode == "none" and (name, tokens) not in done
-    }
-    return [Part(part.layouts, tuple(sorted(missing)), 0, part.options) for part in parts] if missing else []
+    both = replace(part, layouts=part.layouts[:2])
+    cases = {(name, tokens) for name, mode, tokens in both.all_cases() if mode == "none"}
+    missing = {tokens for _, tokens in cases - done}
+    return replace(both, tokens=tuple(sorted(missing)), keeps_up_to=0) if missing else None
 
 
 def row_layout(row: dict) -> str:
@@ -93,7 +89,7 @@ def row_layout(row: dict) -> str:
 # --------------------------------------------------------------------------------------------- measuring
 
 
-def measure(part: Part, gpus: int, rows: Path, log: Path, deadline: float, silence: float = SILENCE) -> None:
+def measure(part: Part, gpus: int, rows: Path, log: Path, deadline: float, silence: float) -> None:
     """Starts processes until every case of the part was started, the time is up, or one starts none."""
     while (before := part.remaining(last_rows(rows))) and time.monotonic() < deadline - 30:
         how = run_watched(part.command(gpus, rows, deadline - 20 - time.monotonic()), rows, log, deadline, silence)
@@ -182,7 +178,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, help="instead of as many as fit")
     parser.add_argument("--recipe-layers", type=int, default=2)
     parser.add_argument("--recipe-seconds", type=float, default=RECIPE_SECONDS)
+    parser.add_argument(
+        "--silence", type=float, default=90.0, help="seconds without a row after which a process is ended"
+    )
     parser.add_argument("--steps", type=int, default=5, help="timed, of each case")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before them")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
     parser.add_argument(
         "--folder", type=Path, default=Path("/tmp/bench_scaling"), help="for the recipe's run; emptied by you"
@@ -192,7 +192,9 @@ def main() -> int:
     out = Path(os.environ.get("OUT", arguments.folder))
     out.mkdir(parents=True, exist_ok=True)
     rows, log = out / "rows.jsonl", out / "bench_train.log"
-    options = ["--steps", str(arguments.steps)] + (["--layers", str(arguments.layers)] if arguments.layers else [])
+    options = ["--steps", str(arguments.steps), "--warm-up", str(arguments.warm_up)] + (
+        ["--layers", str(arguments.layers)] if arguments.layers else []
+    )
     options += ["--tiny", "--device", "cpu"] if arguments.tiny else ["--kernels", *KERNELS]
     first, more = parts_of(arguments.gpus, tuple(arguments.tokens), tuple(options))
     end = began + arguments.budget
@@ -205,10 +207,9 @@ def main() -> int:
         ["nice", *recipe_command(arguments, "--prepare")]
     )  # on the CPU, beside the first cases
     try:
-        for part in first:
-            measure(part, arguments.gpus, rows, log, end - arguments.recipe_seconds)
-        for part in recomputed(first[:2], last_rows(rows)):
-            measure(part, arguments.gpus, rows, log, end - arguments.recipe_seconds)
+        measure(first, arguments.gpus, rows, log, end - arguments.recipe_seconds, arguments.silence)
+        if (again := recomputed(first, last_rows(rows))) is not None:
+            measure(again, arguments.gpus, rows, log, end - arguments.recipe_seconds, arguments.silence)
         prepared.wait(timeout=30)
     except subprocess.TimeoutExpired:
         print("What the recipe needs was not prepared in time.", flush=True)
@@ -219,8 +220,7 @@ def main() -> int:
     settings = layout_of_recipe(last_rows(rows), arguments.gpus)
     run_recipe(arguments, out, settings, min(arguments.recipe_seconds, end - time.monotonic()))
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
-    for part in more:
-        measure(part, arguments.gpus, rows, log, end)
+    measure(more, arguments.gpus, rows, log, end, arguments.silence)
     found = last_rows(rows)
     report(found, arguments.gpus)
     write(found, arguments.gpus)

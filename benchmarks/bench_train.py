@@ -73,7 +73,6 @@ TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_interm
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
 SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
 MEAN_DOCUMENT, SIGMA = 1500, 1.0
-WARM_UP = 5  # steps before the timed ones
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class Setting:
     attention: str
     their_attention: str
     steps: int
+    warm_up: int
     cost: flops.ModelCost
     peak: float | None
     traces: Path | None
@@ -234,7 +234,7 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     share, norm = step(model, optimizer, batches[0][0], state, items[0])
     total = share.clone()
     dist.all_reduce(total)
-    for index in range(1, WARM_UP):
+    for index in range(1, setting.warm_up):
         step(model, optimizer, batches[index % 2][0], state, items[index % 2])
     objects.freeze_objects()  # as a training run, for both
     synchronise(setting)
@@ -418,7 +418,8 @@ def main() -> None:
     parser.add_argument(
         "--rows", type=Path, metavar="FILE", help="JSON lines, a case each; the cases in it are skipped"
     )
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4, help="timed")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
     parser.add_argument(
         "--profile", type=int, nargs="+", default=[], metavar="TOKENS", help="at these sizes, one step"
@@ -447,6 +448,7 @@ def main() -> None:
         attention=name,
         their_attention=arguments.their_attention or name,
         steps=arguments.steps,
+        warm_up=arguments.warm_up,
         cost=cost,
         peak=flops.peak_tflops(torch.device(device)),
         traces=arguments.traces,

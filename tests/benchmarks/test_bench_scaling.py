@@ -48,14 +48,13 @@ def test_a_part_has_the_cases_that_bench_train_makes_of_its_options():
 
 
 def test_what_had_no_result_without_recomputing_is_measured_with_it_beside_the_layout_to_compare():
-    parts = [Part((name,), (64, 128), 128) for name in ("FSDP", "EP4, peer memory")]
+    part = Part(("FSDP", "EP4, peer memory", THEIRS), (64, 128), 128)
     rows = [ROW | {"loss 1": 5.0, "tokens/GPU": tokens} for tokens in (64, 128)]
     rows += [ROW | {"layout": "EP4, peer memory", "loss 1": 5.0}]
     exceeded = ROW | {"layout": "EP4, peer memory", "tokens/GPU": 128, "s/step": "out of memory"}
-    fsdp, experts = bench_scaling.recomputed(parts, [*rows, exceeded])
-    assert fsdp.all_cases() == {("FSDP", "full", 128)}
-    assert experts.all_cases() == {("EP4, peer memory", "full", 128)}
-    assert bench_scaling.recomputed(parts, [*rows, exceeded | {"loss 1": 5.0}]) == []
+    again = bench_scaling.recomputed(part, [*rows, exceeded])
+    assert again.all_cases() == {("FSDP", "full", 128), ("EP4, peer memory", "full", 128)}
+    assert bench_scaling.recomputed(part, [*rows, exceeded | {"loss 1": 5.0}]) is None
 
 
 def test_the_recipe_runs_in_what_came_through():
@@ -106,7 +105,9 @@ class Broken(Part):
 
 
 def test_nothing_is_tried_twice_where_a_process_starts_no_case(tmp_path, capsys):
-    bench_scaling.measure(Broken(("FSDP",), (64,), 64), 1, tmp_path / "rows", tmp_path / "log", time.monotonic() + 60)
+    bench_scaling.measure(
+        Broken(("FSDP",), (64,), 64), 1, tmp_path / "rows", tmp_path / "log", time.monotonic() + 60, silence=30.0
+    )
     assert capsys.readouterr().out.count("bench_train: 0 cases") == 1
 
 
