@@ -31,7 +31,7 @@ import psutil
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "qwen3_moe_30b.yaml"
 SOURCE = "builtin:stdlib"
-VOCABULARY = 16_384  # of the tokenizer: merges of a few megabytes of text; the model has all of its 151,936 rows
+VOCABULARY = 16_384  # of the tokenizer: merges of a few megabytes of text; the model may have more rows
 CHANGED = {"train.steps": "30", "train.restarts": "0", "checkpoint.every": "12", "data.sources.0.path": SOURCE}
 CHANGED |= {"optim.lr": "3e-4", "optim.warmup_steps": "5"}
 TINY_CHANGED = {"data.tokens_per_batch": "512", "kernels.rms_norm": "null", "kernels.rotary": "null"}
@@ -43,7 +43,7 @@ class RecipeFailed(RuntimeError):
     """The recipe did not run as described; the message has the end of its log."""
 
 
-def make_model(folder: Path, layers: int, *, tiny: bool) -> None:
+def make_model(folder: Path, layers: int, rows: int | None, *, tiny: bool) -> None:
     """A config and a tokenizer where `model.source` looks for them; no weights."""
     from bench_train import MODEL, TINY, config_of
 
@@ -51,7 +51,7 @@ def make_model(folder: Path, layers: int, *, tiny: bool) -> None:
 
     sizes = (TINY if tiny else MODEL) | {"num_hidden_layers": layers, "max_window_layers": layers}
     vocabulary = 384 if tiny else VOCABULARY
-    config = config_of(sizes | {"vocab_size": max(vocabulary, sizes["vocab_size"])})
+    config = config_of(sizes | {"vocab_size": max(vocabulary, rows or sizes["vocab_size"])})
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(folder)
     tokenizer = train_tokenizer(DataConfig(sources=[SourceConfig(path=SOURCE)]), vocab_size=vocabulary)
@@ -242,6 +242,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, required=True)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--vocabulary", type=int, help="rows of embedding and head; default: the model's 151,936")
     parser.add_argument(
         "--folder", type=Path, required=True, help="for the model's config, the run and its checkpoints"
     )
@@ -254,7 +255,7 @@ def main() -> int:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if not (arguments.folder / "model" / "tokenizer.json").exists():
-        make_model(arguments.folder / "model", arguments.layers, tiny=arguments.tiny)
+        make_model(arguments.folder / "model", arguments.layers, arguments.vocabulary, tiny=arguments.tiny)
     try:
         if arguments.prepare:
             log = arguments.folder / "prepare.log"

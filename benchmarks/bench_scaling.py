@@ -133,7 +133,7 @@ def run_recipe(arguments: argparse.Namespace, out: Path, settings: list[str], bu
     print(f"the recipe with {', '.join(settings)}", flush=True)
     process = subprocess.Popen(command, env=os.environ | {"OUT": str(out)})
     try:
-        process.wait(timeout=budget + 20)
+        process.wait(timeout=budget + 10)
     except subprocess.TimeoutExpired:
         print("The recipe did not end in time.", flush=True)
     finally:
@@ -144,6 +144,7 @@ def recipe_command(arguments: argparse.Namespace, *more: str) -> list[str]:
     """`bench_recipe.py` with what both of its calls need."""
     command = [sys.executable, str(HERE / "bench_recipe.py"), "--nproc", str(arguments.gpus)]
     command += ["--layers", str(arguments.recipe_layers), "--folder", str(arguments.folder)]
+    command += ["--vocabulary", str(arguments.recipe_vocabulary)] if arguments.recipe_vocabulary else []
     return command + (["--tiny"] if arguments.tiny else []) + list(more)
 
 
@@ -177,6 +178,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 32768])
     parser.add_argument("--layers", type=int, help="instead of as many as fit")
     parser.add_argument("--recipe-layers", type=int, default=2)
+    parser.add_argument("--recipe-vocabulary", type=int, help="default: the model's")
     parser.add_argument("--recipe-seconds", type=float, default=RECIPE_SECONDS)
     parser.add_argument(
         "--silence", type=float, default=90.0, help="seconds without a row after which a process is ended"
@@ -218,7 +220,7 @@ def main() -> int:
     report(last_rows(rows), arguments.gpus)
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
     settings = layout_of_recipe(last_rows(rows), arguments.gpus)
-    run_recipe(arguments, out, settings, min(arguments.recipe_seconds, end - time.monotonic()))
+    run_recipe(arguments, out, settings, end - time.monotonic())
     print(f"after {time.monotonic() - began:.0f} s", flush=True)
     measure(more, arguments.gpus, rows, log, end, arguments.silence)
     found = last_rows(rows)
