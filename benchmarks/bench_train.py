@@ -8,6 +8,9 @@ ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_
 transformers    upstream's class with `experts_implementation="grouped_mm"`, torch's FSDP2 as its tutorial has it,
                 `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
 
+With `--rows FILE` each case is written there before it starts and when it has ended, and cases that the file has are not
+started again: what kills a run costs one case, and the same command goes on after it (`bench_scaling.py`).
+
 Both: the same weights, the same packed rows (documents of log-normal length), fp32 parameters and AdamW, bf16 compute,
 fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above tokens
 (ours: --our-checkpoint-above, since less is kept for the backward). Losses and gradient norms of the first step are
@@ -30,6 +33,7 @@ from pathlib import Path
 import numpy
 import torch
 import torch.distributed as dist
+from case_rows import CaseRows
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,6 +48,7 @@ from patchgen.runtime.train import flops, objects, optimizers
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
 COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
+CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was measured
 THEIRS = "transformers"
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
@@ -57,8 +62,9 @@ LAYOUTS: dict[str, dict] = {
     "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
     "SP2": {"sp": 2},
     "EP2 x SP2": {"ep": 2, "sp": 2},
-    "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
     "EP4 x SP2": {"ep": 4, "sp": 2},
+    "EP2 x SP2, peer memory": {"ep": 2, "sp": 2, "expert_exchange": "peer_memory"},
+    "EP4 x SP2, peer memory": {"ep": 4, "sp": 2, "expert_exchange": "peer_memory"},
 }
 MODEL = {"vocab_size": 151_936, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
 MODEL |= {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -68,7 +74,6 @@ TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_interm
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
 SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
 MEAN_DOCUMENT, SIGMA = 1500, 1.0
-WARM_UP = 5  # steps before the timed ones
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Setting:
     attention: str
     their_attention: str
     steps: int
+    warm_up: int
     cost: flops.ModelCost
     peak: float | None
     traces: Path | None
@@ -229,7 +235,7 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     share, norm = step(model, optimizer, batches[0][0], state, items[0])
     total = share.clone()
     dist.all_reduce(total)
-    for index in range(1, WARM_UP):
+    for index in range(1, setting.warm_up):
         step(model, optimizer, batches[index % 2][0], state, items[index % 2])
     objects.freeze_objects()  # as a training run, for both
     synchronise(setting)
@@ -287,7 +293,8 @@ def profile(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
 
 def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list[dict]:
     rank, world = dist.get_rank(), dist.get_world_size()
-    rows: list[dict] = []
+    rows = CaseRows(CASE, result="s/step", path=arguments.rows, writes=rank == 0)
+    dist.barrier()  # all have read the file before one writes it
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
         options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
@@ -295,18 +302,19 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
+        above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
         for mode in ("none", "full"):
-            above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
-            wanted = [tokens for tokens in arguments.tokens if (tokens > above) == (mode == "full")]
+            cases = [describe(setting, name, mode, tokens) for tokens in arguments.tokens]
+            wanted = [case for case in cases if (case["tokens/GPU"] > above) == (mode == "full") and case not in rows]
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
+            rows.start(wanted[0])  # a model that cannot be built is this case's failure
             model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **sharded)
-            for tokens in wanted:
-                if is_late(started, arguments.budget, setting):
+            for row in wanted:
+                if row is not wanted[0] and is_late(started, arguments.budget, setting):
                     break
-                row = {"layers": setting.sizes["num_hidden_layers"], "who": THEIRS if name == THEIRS else "ours"}
-                row |= {"layout": "FSDP" if name == THEIRS else name, "ckpt": mode, "tokens/GPU": tokens}
-                failed = False
+                tokens, failed = row["tokens/GPU"], False
+                rows.start(row)
                 try:
                     fill(model, setting.device)  # each first step starts from the same weights
                     optimizer = optimizer_of(name, model, setting)
@@ -317,7 +325,9 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     row["s/step"] = "out of memory"
                     failed = True
                 optimizer = None
-                rows.append(row)
+                gc.unfreeze()
+                gc.collect()  # before the next row makes another
+                rows.add(row)
                 if rank == 0:
                     line = " | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1])
                     print(f"{line}   (after {time.perf_counter() - started:.0f} s)", flush=True)
@@ -328,7 +338,13 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
                 torch.cuda.empty_cache()
-    return rows
+    return list(rows)
+
+
+def describe(setting: Setting, name: str, mode: str, tokens: int) -> dict:
+    """The columns of a row that say which case it is."""
+    case = {"layers": setting.sizes["num_hidden_layers"], "who": THEIRS if name == THEIRS else "ours"}
+    return case | {"layout": "FSDP" if name == THEIRS else name, "ckpt": mode, "tokens/GPU": tokens}
 
 
 def is_late(started: float, budget: float, setting: Setting) -> bool:
@@ -400,7 +416,11 @@ def main() -> None:
     parser.add_argument(
         "--kernels", nargs="+", default=[], metavar="SEAM=NAME", help="ours too: rms_norm=auto rotary=compiled ..."
     )
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="JSON lines, a case each; the cases in it are skipped"
+    )
+    parser.add_argument("--steps", type=int, default=4, help="timed")
+    parser.add_argument("--warm-up", type=int, default=5, help="steps before the timed ones")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds after which no further case is started")
     parser.add_argument(
         "--profile", type=int, nargs="+", default=[], metavar="TOKENS", help="at these sizes, one step"
@@ -429,6 +449,7 @@ def main() -> None:
         attention=name,
         their_attention=arguments.their_attention or name,
         steps=arguments.steps,
+        warm_up=arguments.warm_up,
         cost=cost,
         peak=flops.peak_tflops(torch.device(device)),
         traces=arguments.traces,
@@ -446,7 +467,8 @@ def main() -> None:
         rows = run(setting, arguments, started)
     problems = compare(rows)
     if dist.get_rank() == 0:
-        write(rows, dist.get_world_size())
+        if arguments.rows is None:
+            write(rows, dist.get_world_size())
         for row in rows:
             if "ratio" in row and row["who"] == "ours":
                 print(f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times transformers'", flush=True)

@@ -40,7 +40,7 @@ from patchgen.runtime.parallel import watch
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
 ShardExchange = Literal["auto", "collectives", "peer_memory"]
 
-_MEASURED_RANKS = 2
+_MEASURED_RANKS = 4
 """Largest group in which peer memory was measured on GPUs, against all-to-all: "auto" chooses it up to there."""
 
 ALIGNMENT = 256
