@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import fcntl
 import hashlib
@@ -20,6 +19,7 @@ from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
+from patchgen.runtime.verify.source_closure import symbol_hash
 from patchgen.source import Module
 from patchgen.upstream import Upstream
 
@@ -37,38 +37,6 @@ def command(upstream: Upstream) -> str:
     if upstream.version is None:
         return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
-
-
-def symbol_hash(node: ast.AST) -> str:
-    """A hash of a class or function that comments and formatting do not change, nor the Python that computes it."""
-    return hashlib.sha256(_structure(node).encode()).hexdigest()[:16]
-
-
-def _structure(value: object) -> str:
-    """A node as text. `ast.dump` will not do: its fields and defaults change between Python releases.
-
-    Fields that hold nothing are left out (`type_params` came with 3.12), and neighbouring string pieces of an f-string
-    are one (how many there are differs between releases).
-    """
-    if isinstance(value, list):
-        return "[" + ",".join(map(_structure, value)) + "]"
-    if not isinstance(value, ast.AST):
-        return repr(value)
-    fields = [(name, getattr(value, name, None)) for name in value._fields if name != "kind"]
-    if isinstance(value, ast.JoinedStr):
-        fields = [("values", _joined(value.values))]
-    held = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
-    return f"{type(value).__name__}({','.join(held)})"
-
-
-def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
-    joined: list[ast.expr] = []
-    for piece in pieces:
-        if joined and isinstance(piece, ast.Constant) and isinstance(joined[-1], ast.Constant):
-            joined[-1] = ast.Constant(joined[-1].value + piece.value)
-        elif not (isinstance(piece, ast.Constant) and piece.value == ""):
-            joined.append(piece)
-    return joined
 
 
 def record(

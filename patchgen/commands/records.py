@@ -22,6 +22,7 @@ from pathlib import Path
 from patchgen import __version__, provenance, upstream
 from patchgen.commands import source_keys
 from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
+from patchgen.runtime.verify import source_closure
 from patchgen.templates import render
 
 FILE = "coverage.json"
@@ -76,8 +77,8 @@ def present_key() -> dict[str, str]:
     """What rows that are made now are made with, but for the bytes of each."""
     return {
         "patchgen": __version__,
-        "prover": source_keys.prover(),
-        "rank_prover": source_keys.rank_prover(),
+        "prover": source_closure.prover(),
+        "rank_prover": source_closure.rank_prover(),
         **source_keys.versions(),
     }
 

@@ -24,6 +24,7 @@ from patchgen.commands import source_keys
 from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
+from patchgen.runtime.verify import source_closure
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.ranks import RankPool
@@ -40,8 +41,8 @@ JUDGES = ("patchgen.runtime.verify.mutants", "patchgen.runtime.verify.mutants_on
 
 def code() -> str:
     """What identifies the code of a round: the generator's and the judges'."""
-    judges = source_keys.closure(JUDGES, (*source_keys.RUNTIME, "patchgen.mutation")).values()
-    return f"{source_keys.generator()}-{source_keys.hash_of(judges)}"
+    judges = source_closure.closure(JUDGES, (*source_closure.RUNTIME, "patchgen.mutation")).values()
+    return f"{source_keys.generator()}-{source_closure.hash_of(judges)}"
 
 
 def run(

@@ -13,7 +13,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED
@@ -144,13 +144,11 @@ def proof_record(proof: Proof) -> dict[str, object]:
 def read_training(directory: Path, file: Path, head: str) -> dict | None:
     """What the record beside a generated file says of the path of a run; None unless it proves this very file and head
     with the installed releases and the code that stands here."""
-    from patchgen.commands import source_keys
-
     path = directory / FILE_NAME
     record = json.loads(path.read_text()) if path.is_file() else {}
     holds = (
         record.get("status") == verdict.PROVEN
-        and record.get("made_with", {}).get("prover") == source_keys.prover()
+        and record.get("made_with", {}).get("prover") == source_closure.prover()
         and record["head"] == head
         and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
         and transformers.__version__ in record["transformers"]

@@ -11,6 +11,7 @@ import pytest
 from patchgen import provenance
 from patchgen.commands import records, source_keys
 from patchgen.commands.examination import digest, row
+from patchgen.runtime.verify import source_closure
 
 CODE = "\n\nUNUSED = 1\n"
 
@@ -20,14 +21,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package's sources, from which the keys are computed."""
     copy = tmp_path / "patchgen"
     ignored = shutil.ignore_patterns("generated_models", "__pycache__")
-    shutil.copytree(source_keys.ROOT, copy, ignore=ignored)
-    monkeypatch.setattr(source_keys, "ROOT", copy)
+    shutil.copytree(source_closure.ROOT, copy, ignore=ignored)
+    monkeypatch.setattr(source_closure, "ROOT", copy)
     return copy
 
 
 def hashes() -> list[str]:
     """Of the prover, of the prover on ranks, and of the generator."""
-    keys = (source_keys.prover, source_keys.rank_prover, source_keys.generator)
+    keys = (source_closure.prover, source_closure.rank_prover, source_keys.generator)
     return [key.__wrapped__() for key in keys]
 
 
@@ -102,7 +103,7 @@ def test_a_row_holds_while_bytes_prover_and_releases_are_the_same(tmp_path: Path
     for change in ({"prover": "older"}, {"torch": "2.11.0"}, {"transformers": "5.17.0"}):
         assert stale(record_of(tmp_path / "coverage.json", **change)) == [f"{text}: llama"], change
     path = record_of(tmp_path / "coverage.json")
-    monkeypatch.setattr(source_keys, "rank_prover", lambda: "newer")
+    monkeypatch.setattr(source_closure, "rank_prover", lambda: "newer")
     assert stale(path) == [f"comparisons on ranks ({name}): llama" for name in records.LAYOUTS]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from patchgen.runtime import launch, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"
@@ -149,3 +151,15 @@ def test_values_that_the_config_class_refuses_are_told_in_one_sentence(kind, tmp
     with pytest.raises(RecipeError, match=told) as refusal:
         models.read_config(ModelConfig(source=source))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_machine_that_trains_needs_no_generator():
+    code = (
+        "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
+        "from patchgen.runtime.train import preflight\n"
+        "from patchgen.runtime.verify import source_closure\n"
+        "print(source_closure.prover())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == source_closure.prover()

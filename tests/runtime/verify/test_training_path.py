@@ -10,13 +10,12 @@ import torch
 from stand_in import write_stand_in
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from patchgen.commands import source_keys
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.kernels.chunking import largest_chunk, limited
 from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.verify import training_inputs, verdict
+from patchgen.runtime.verify import source_closure, training_inputs, verdict
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.conditioning import is_rounding
 from patchgen.runtime.verify.report import read_training, write_proof
@@ -51,7 +50,8 @@ FORGETS_DOCUMENTS = (  # and keeps the mask of padding: each document in a row o
 )
 DROPS_ITEMS = (
     "vocab_size=self.config.vocab_size, **kwargs)",
-    "vocab_size=self.config.vocab_size, **{k: v for k, v in kwargs.items() if k != 'num_items_in_batch'})",
+    "vocab_size=self.config.vocab_size, **{k: v for k, v in kwargs.items() if k != 'num_items_in_batch' "
+    "or self.config._attn_implementation == 'eager'})",
 )
 
 
@@ -142,7 +142,7 @@ def test_features_decide_the_attention(tmp_path):
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
     proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
-    made_with = {"prover": source_keys.prover()}
+    made_with = {"prover": source_closure.prover()}
     record = json.loads(write_proof(proof, folder, made_with).read_text())
     assert record["status"] == "proven"
     assert set(record["training"]["checks"]["packed"]) == {"loss", "logits", "gradient"}
