@@ -19,8 +19,8 @@ from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
-from patchgen.runtime.verify.source_closure import symbol_hash
 from patchgen.source import Module
+from patchgen.source_closure import symbol_hash
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:

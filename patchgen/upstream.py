@@ -77,6 +77,15 @@ class Upstream:
         """The package that relative imports start from."""
         return self.module.rpartition(".")[0]
 
+    def base_of(self, level: int) -> list[str]:
+        """The package that a relative import of so many dots starts from, in parts; empty if it lies beyond the outermost.
+
+        A file on disk that reaches beyond its folder was written for its place in transformers.
+        """
+        beyond = level > 1 and self.given is not None and not self.module.startswith("transformers.")
+        parts = f"transformers.models.{self.model}".split(".") if beyond else self.package.split(".")
+        return parts[: max(len(parts) + 1 - level, 0)]
+
     @property
     def sha256(self) -> str:
         return hashlib.sha256(self.text.encode()).hexdigest()

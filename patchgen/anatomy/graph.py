@@ -74,7 +74,7 @@ class Anatomy:
             if hasattr(child, "lineno"):
                 child.lineno = 0
         self.classes[name] = describe(node, {*self.classes, name})
-        self.names = Names([statement for block in module for statement in block.statements], self.upstream.package)
+        self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             if module.has(info.name) and reads_name(module.block(info.name).node, name):
@@ -251,7 +251,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
     from patchgen.anatomy.roles import assign_roles
 
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
-    anatomy = Anatomy(upstream, names=Names(nodes, upstream.package))
+    anatomy = Anatomy(upstream, names=Names(nodes, upstream.base_of))
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     for node in nodes:
         if isinstance(node, ast.ClassDef):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from patchgen.anatomy.classes import FunctionNode
 from patchgen.source import bound_names
@@ -15,23 +15,23 @@ class Names:
 
     Args:
         nodes: the file's statements.
-        package: the package that relative imports start from.
+        base_of: the package that a relative import of so many dots starts from, in parts (`Upstream.base_of`).
 
     Attributes:
         functions: those that the file defines, in the branches of an `if` or `try` too.
     """
 
-    def __init__(self, nodes: Sequence[ast.stmt], package: str = "") -> None:
+    def __init__(self, nodes: Sequence[ast.stmt], base_of: Callable[[int], list[str]] = lambda level: []) -> None:
         self._known: dict[str, str | None] = {}
         self.functions = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
+        self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
         for statement in nodes:
-            for name, meaning in _bindings(statement, package):
+            for name, meaning in self._bindings(statement, base_of):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
         everything = [node for statement in nodes for node in ast.walk(statement)]
         for node in everything:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
-        self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
         self._patched = {
             found
             for node in everything
@@ -64,6 +64,26 @@ class Names:
             return self._known[node.id]
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
 
+    def _bindings(self, statement: ast.stmt, base_of: Callable[[int], list[str]]) -> Iterator[tuple[str, str]]:
+        """Name -> what it stands for, of everything that a statement of the module binds."""
+        if isinstance(statement, ast.Import):
+            for alias in statement.names:
+                first = alias.name.split(".")[0]
+                yield alias.asname or first, alias.name if alias.asname else first
+        elif isinstance(statement, ast.ImportFrom):
+            base = base_of(statement.level) if statement.level else []
+            for alias in statement.names:
+                yield alias.asname or alias.name, ".".join([*base, *filter(None, [statement.module]), alias.name])
+        elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
+            inside = [binding for leaf in _leaves([statement]) for binding in self._bindings(leaf, base_of)]
+            own = {name for name, meaning in inside if meaning == f".{name}"}
+            # A package's function where it is installed, else the file's own of the same name: the file says what it does.
+            yield from ((name, f".{name}" if name in own else meaning) for name, meaning in inside)
+            yield from ((name, f".{name}") for name in bound_names(statement) if name not in dict(inside))
+        else:
+            other = self.resolve(statement.value) if isinstance(statement, ast.Assign) else None  # another name for it
+            yield from ((name, other or f".{name}") for name in bound_names(statement))
+
 
 def local_names(function: FunctionNode | ast.Lambda) -> set[str]:
     """The names that a function binds: parameters, assignments, loops, definitions and imports inside it."""
@@ -77,26 +97,6 @@ def local_names(function: FunctionNode | ast.Lambda) -> set[str]:
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))
     return found
-
-
-def _bindings(statement: ast.stmt, package: str) -> Iterator[tuple[str, str]]:
-    """Name -> what it stands for, of everything that a statement of the module binds."""
-    if isinstance(statement, ast.Import):
-        for alias in statement.names:
-            yield alias.asname or alias.name.split(".")[0], alias.name if alias.asname else alias.name.split(".")[0]
-    elif isinstance(statement, ast.ImportFrom):
-        parts = package.split(".")
-        base = parts[: len(parts) + 1 - statement.level] if statement.level else []
-        for alias in statement.names:
-            yield alias.asname or alias.name, ".".join([*base, *filter(None, [statement.module]), alias.name])
-    elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
-        inside = [binding for leaf in _leaves([statement]) for binding in _bindings(leaf, package)]
-        own = {name for name, meaning in inside if meaning == f".{name}"}
-        # A package's function where it is installed, else the file's own of the same name: the file says what it does.
-        yield from ((name, f".{name}" if name in own else meaning) for name, meaning in inside)
-        yield from ((name, f".{name}") for name in bound_names(statement) if name not in dict(inside))
-    else:
-        yield from ((name, f".{name}") for name in bound_names(statement))
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:

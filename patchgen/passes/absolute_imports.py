@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 
 import libcst as cst
 
@@ -48,7 +49,7 @@ class AbsoluteImports(Pass):
     )
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        package = anatomy.upstream.package.split(".")
+        base_of = anatomy.upstream.base_of
         neighbours = {name.removesuffix(".py") for name in anatomy.upstream.siblings}
         hits = []
         for block in module:
@@ -58,7 +59,7 @@ class AbsoluteImports(Pass):
                 for node in ast.walk(statement)
                 if isinstance(node, ast.ImportFrom) and node.level and not _is_neighbour(node, neighbours)
             ]
-            beyond = next((node for node in relative if node.level > len(package)), None)
+            beyond = next((node for node in relative if not base_of(node.level)), None)
             tree = ast.parse(block.text) if "import_module" in block.text else ast.Pass()
             dynamic = next((call for call in calls(tree) if _is_dynamic(call)), None)
             if beyond is not None or dynamic is not None:
@@ -68,7 +69,7 @@ class AbsoluteImports(Pass):
                 )
             if not relative:
                 continue
-            rewritten = transform(block, _MakeAbsolute(package, neighbours))
+            rewritten = transform(block, _MakeAbsolute(base_of, neighbours))
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
@@ -88,8 +89,8 @@ def _is_dynamic(call: ast.Call) -> bool:
 
 
 class _MakeAbsolute(cst.CSTTransformer):
-    def __init__(self, package: list[str], neighbours: set[str]) -> None:
-        self._package, self._neighbours = package, neighbours
+    def __init__(self, base_of: Callable[[int], list[str]], neighbours: set[str]) -> None:
+        self._base_of, self._neighbours = base_of, neighbours
 
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
         level = len(updated_node.relative)
@@ -97,11 +98,10 @@ class _MakeAbsolute(cst.CSTTransformer):
             return updated_node
         if _is_neighbour(ast.parse(cst.Module([]).code_for_node(original_node)).body[0], self._neighbours):
             return updated_node
-        base = self._package[: len(self._package) - level + 1]
         tail = cst.Module([]).code_for_node(updated_node.module).split(".") if updated_node.module else []
         return updated_node.with_changes(
             relative=(),
-            module=cst.parse_expression(".".join([*base, *tail])),
+            module=cst.parse_expression(".".join([*self._base_of(level), *tail])),
             whitespace_after_from=cst.SimpleWhitespace(" "),
         )
 

@@ -12,13 +12,14 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from patchgen import source_closure
 from patchgen.commands import training
 from patchgen.errors import ConfigError
 from patchgen.runtime import launch, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import source_closure, verdict
+from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"

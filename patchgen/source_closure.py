@@ -1,0 +1,159 @@
+"""What code a proof depends on, as a hash: the modules that a module imports, and those that these import.
+
+At the top of a file or in a function, and modules that are named in a string to be imported later. Comments and docstrings
+do not count, so that words can be mended without making a result old. Nothing is imported here: the files are read; and
+nothing of the generator is needed, for a machine that trains may have none.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+PACKAGE = "patchgen"
+RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
+# What a proof executes, beside what generated code imports (`ops`). Built from parts: a whole name counts as an import.
+PROVER = tuple(f"{PACKAGE}.{name}" for name in ("commands.examination", "runtime.verify.verify_model", "runtime.ops"))
+RANK_PROVER = tuple(f"{PACKAGE}.runtime.{name}" for name in ("verify.parallel_coverage", "verify.media_ranks", "ops"))
+ROOT = Path(__file__).parent
+"""The folder of the package whose sources are read."""
+
+
+@functools.cache
+def prover() -> str:
+    """A hash of what decides the result of a proof in one process, but for the generated file."""
+    return hash_of(closure(PROVER, RUNTIME).values())
+
+
+@functools.cache
+def rank_prover() -> str:
+    """The same of a comparison on ranks."""
+    return hash_of(closure(RANK_PROVER, RUNTIME).values())
+
+
+# ------------------------------------------------------------------------------------------------- closures
+
+
+def closure(roots: Iterable[str], packages: tuple[str, ...], *, without: tuple[str, ...] = ()) -> dict[str, Path]:
+    """The modules that `roots` import inside `packages`, themselves included, with their files; by name."""
+    found: dict[str, Path] = {}
+    waiting = [(name, _file_of(name)) for name in roots]
+    while waiting:
+        name, path = waiting.pop()
+        if path is None:
+            raise FileNotFoundError(f"There is no module {name}: what a record depends on cannot be told.")
+        if name in found:
+            continue
+        found[name] = path
+        for other in imported(path.read_text(encoding="utf-8"), name, is_package=path.name == "__init__.py"):
+            inside = _lies_in(other, packages) and not _lies_in(other, without)
+            if inside and other not in found and (file := _file_of(other)) is not None:
+                waiting.append((other, file))
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def imported(text: str, name: str, *, is_package: bool) -> frozenset[str]:
+    """The modules that a source may import; names out of modules are listed too, as if they were modules."""
+    found: set[str] = set()
+    for node in _executed(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = _base(node, name, is_package)
+            found.update([base, *(f"{base}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(f"{PACKAGE}."):
+            found.add(node.value.partition(":")[0])
+    return frozenset(found)
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from _executed(other)
+        else:
+            yield from _executed(child)
+
+
+def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
+    if not node.level:
+        return node.module or ""
+    parts = name.split(".")
+    parts = parts[: len(parts) - node.level + is_package]
+    return ".".join([*parts, *([node.module] if node.module else [])])
+
+
+def _lies_in(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _file_of(name: str) -> Path | None:
+    base = ROOT.joinpath(*name.split(".")[1:])
+    return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
+
+
+# --------------------------------------------------------------------------------------------------- hashes
+
+
+def hash_of(files: Iterable[Path]) -> str:
+    """A hash of the code in files: comments, formatting and docstrings do not change it."""
+    return short_hash(*(_code_hash(path.read_text(encoding="utf-8")) for path in files))
+
+
+@functools.cache
+def _code_hash(text: str) -> str:
+    return symbol_hash(_without_docstrings(ast.parse(text)))
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:]
+    return tree
+
+
+def symbol_hash(node: ast.AST) -> str:
+    """A hash of a class or function that comments and formatting do not change, nor the Python that computes it."""
+    return hashlib.sha256(_structure(node).encode()).hexdigest()[:16]
+
+
+def _structure(value: object) -> str:
+    """A node as text. `ast.dump` will not do: its fields and defaults change between Python releases.
+
+    Fields that hold nothing are left out (`type_params` came with 3.12), and neighbouring string pieces of an f-string
+    are one (how many there are differs between releases).
+    """
+    if isinstance(value, list):
+        return "[" + ",".join(map(_structure, value)) + "]"
+    if not isinstance(value, ast.AST):
+        return repr(value)
+    fields = [(name, getattr(value, name, None)) for name in value._fields if name != "kind"]
+    if isinstance(value, ast.JoinedStr):
+        fields = [("values", _joined(value.values))]
+    held = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
+    return f"{type(value).__name__}({','.join(held)})"
+
+
+def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
+    joined: list[ast.expr] = []
+    for piece in pieces:
+        if joined and isinstance(piece, ast.Constant) and isinstance(joined[-1], ast.Constant):
+            joined[-1] = ast.Constant(joined[-1].value + piece.value)
+        elif not (isinstance(piece, ast.Constant) and piece.value == ""):
+            joined.append(piece)
+    return joined
+
+
+def short_hash(*texts: str) -> str:
+    """16 digits of a hash of texts."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(hashlib.sha256(text.encode()).digest())
+    return digest.hexdigest()[:16]
