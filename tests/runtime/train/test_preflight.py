@@ -158,7 +158,7 @@ def test_a_machine_that_trains_needs_no_generator():
     code = (
         "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
         "from patchgen.runtime.train import preflight\n"
-        "from patchgen.runtime.verify import source_closure\n"
+        "from patchgen import source_closure\n"
         "print(source_closure.prover())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
