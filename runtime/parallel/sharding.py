@@ -39,7 +39,7 @@ class ShardingOptions:
         exchange_gradients: send gradients as computed and sum them on arrival, in `reduce_dtype` (`exchange_reduce.py`):
             fewer bytes than a reduce-scatter in a wider dtype. None: where it saves and the ranks share a host.
         shard_exchange: how ranks gather parameters and sum gradients. "peer_memory": they read each other's memory within a
-            host (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between two GPUs of one host.
+            host (`peer_shards.py`); "collectives": FSDP2's own; "auto": peer memory between up to four GPUs of one host.
         reshard_after_forward: free a layer's gathered parameters after its forward and gather again for the backward.
         prefetch: layers gathered ahead of the one that runs, forward and backward.
         cpu_offload: keep parameters, gradients and optimizer state in host memory.

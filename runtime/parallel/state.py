@@ -60,7 +60,7 @@ class ParallelState:
             device_type: "cuda" or "cpu".
             expert_exchange: how tokens reach the ranks of their experts. "peer_memory": they read them from each other's
                 memory, within a host; "all_to_all": a row per slot travels, between any; "auto": peer memory between
-                two GPUs of one host, unless `expert_capacity` is given.
+                up to four GPUs of one host, unless `expert_capacity` is given.
 
         Raises:
             ValueError: the sizes do not fit the ranks that run, or peer memory was asked for where ranks cannot have it.

@@ -75,11 +75,11 @@ class ParallelSection:
         ep: ranks that share the experts.
         head_groups: groups in which the heads of an attention travel under sp, so that computing overlaps with it.
         expert_capacity: null, or the rows a rank may send to another in an expert exchange (no host sync with it).
-        expert_exchange: how tokens reach their experts; auto: "peer_memory" between two GPUs of one host, else "all_to_all".
+        expert_exchange: how tokens reach their experts; auto: "peer_memory" between up to four GPUs of one host, else "all_to_all".
         param_dtype: what layers compute in; null: bfloat16 on GPUs, as stored on CPUs.
         reduce_dtype: what gradients are summed in.
         exchange_gradients: sum gradients on arrival, not on the way; null: where that saves bytes within a host.
-        shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between two GPUs of one host, else
+        shard_exchange: how shards are gathered and gradients summed; auto: "peer_memory" between up to four GPUs of one host, else
             "collectives".
         reshard_after_forward: free a layer's gathered parameters after its forward.
         prefetch: layers gathered ahead of the one that runs.
