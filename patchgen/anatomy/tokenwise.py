@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -257,7 +257,7 @@ def _is_number(value: ast.AST) -> bool:
     if isinstance(value, ast.Subscript):
         return _is_number(value.value)
     if isinstance(value, ast.Attribute):
-        return ast.unparse(value.value) in ("config", "self.config")
+        return dotted(value).startswith(("config.", "self.config."))
     return isinstance(value, ast.Constant | ast.Name)
 
 

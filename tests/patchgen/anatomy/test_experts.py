@@ -199,3 +199,11 @@ def test_an_mlp_whose_activation_mixes_rows_is_a_miss():
 
 def test_a_norm_of_another_torch_is_no_seam():
     assert not any("Norm" in hit.site for hit in outcome(FusedOps(), above("class torch:\n    float32 = None")).hits)
+
+
+def test_a_cap_from_a_part_of_the_config_is_a_number():
+    """Its class is built elsewhere in the file with `config.text_config.final_logit_softcapping`."""
+    origin = load("inkling2_text")
+    assert isinstance(
+        read_experts(study(source.parse(origin.text, origin.path), origin), "Inkling2Experts"), ExpertsFormula
+    )
