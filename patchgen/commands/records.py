@@ -6,7 +6,7 @@ trainer, another model's config) makes no row old. `sources` spares generating: 
 are those of the row, the bytes are too.
 
 A cell of `ranks` has a key of its own, with the sources of the comparison on ranks. One that no longer holds is dropped
-when its row is renewed: what is not there claims nothing.
+when its row is renewed, and missing until `make sweep-ranks` has made it again.
 """
 
 from __future__ import annotations
@@ -166,9 +166,8 @@ def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int =
         what = f"rows of docs/coverage.md ({'images, video, audio' if takes_media else 'text'})"
         found.append(Stale(what, (*old, *missing[takes_media]), command))
     text = [row for row in rows.values() if needs_ranks(row)]
-    for layout in LAYOUTS:  # a comparison that is not there claims nothing
-        made = [row for row in text if layout in row.get("ranks", {})]
-        old = [r["model_type"] for r in made if not cell_holds(r, layout, key, present.get(r["model_type"]))]
+    for layout in LAYOUTS:  # one that is not there does not hold: the page counts what agrees
+        old = [r["model_type"] for r in text if not cell_holds(r, layout, key, present.get(r["model_type"]))]
         found.append(Stale(f"comparisons on ranks ({layout})", tuple(old), "make sweep-ranks"))
     return [one for one in found if one.names]
 

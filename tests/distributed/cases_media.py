@@ -38,7 +38,7 @@ def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, reco
     """As `agrees`, with towers computed whole as where heads do not divide, or layers run again in the backward."""
     known = yardstick(model, find(model).heads[0])
     state = state_of(sp)
-    whole, mine = media_ranks._inputs(known, name, state)
+    whole, mine = media_ranks.inputs_of(known, name, state)
     expected = known.one_rank(whole)
     generated = known.generated()
     towers = [module for module in generated.modules() if type(module).__name__ == "ModuleList"]
