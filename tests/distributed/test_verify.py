@@ -43,7 +43,7 @@ def test_a_text_model_in_a_folder_is_proven_and_nothing_outside_is_written(tmp_p
     assert verify("llama", "--ranks", "2", "--directory", str(folder)) == 0
     assert checkout() == before
     layouts = json.loads((folder / FILE_NAME).read_text())["layouts"]
-    assert set(layouts["2 ranks, sp 1, whole parameters"]["cases"]) == {"text", "plain", "packed"}
+    assert set(layouts["2 ranks, sp 1, whole parameters"]["cases"]) == {"text", "plain", "three", "packed"}
 
 
 def test_a_defect_in_the_file_of_the_folder_is_found(tmp_path: Path):
