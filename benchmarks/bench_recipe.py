@@ -1,8 +1,8 @@
 """`patchgen train` of recipes/qwen3_moe_30b.yaml as a user has it: a checkpoint, a kill, a resume, an export; from random weights.
 
-    python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder /tmp/recipe --set parallel.ep=4
-    python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder /tmp/recipe --prepare     # only what needs no GPU
-    python benchmarks/bench_recipe.py --nproc 2 --tiny --folder /tmp/recipe                   # that it runs, on the CPU
+    python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder runs/bench_recipe --set parallel.ep=4
+    python benchmarks/bench_recipe.py --nproc 4 --layers 2 --folder runs/bench_recipe --prepare     # only what needs no GPU
+    python benchmarks/bench_recipe.py --nproc 2 --tiny --folder runs/bench_recipe                   # that it runs, on the CPU
 
 The recipe's own values but for those of `CHANGED`: fewer layers, so that a checkpoint is written in seconds; the sources of
 Python's standard library with a tokenizer trained on them, since nothing is downloaded; a learning rate for random weights.

@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("--warm-up", type=int, default=5, help="steps before them")
     parser.add_argument("--tiny", action="store_true", help="small sizes, for the CPU")
     parser.add_argument(
-        "--folder", type=Path, default=Path("/tmp/bench_scaling"), help="for the recipe's run; emptied by you"
+        "--folder", type=Path, default=Path("runs/bench_scaling"), help="for the recipe's run; emptied by you"
     )
     arguments = parser.parse_args()
     began = time.monotonic()
