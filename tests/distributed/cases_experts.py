@@ -1,4 +1,4 @@
-"""What each rank does in the tests of expert parallelism; see test_experts.py."""
+"""What each rank does in the tests of expert parallelism; see test_expert_parallel.py."""
 
 from __future__ import annotations
 
