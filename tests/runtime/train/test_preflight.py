@@ -12,7 +12,7 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from patchgen import source_closure
+from patchgen import pipeline, provenance, source_closure, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
 from patchgen.runtime import launch, registry
@@ -112,6 +112,19 @@ def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_pa
     recipe["train"]["batches_per_step"] = 1
     preflight.require_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2.*LlamaForCausalLM adds"):
+        preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+
+
+def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_path, monkeypatch):
+    """Bloom attends by its own code, which reads the whole mask."""
+    folder = tmp_path / "generated"
+    provenance.write(pipeline.generate(upstream.load("bloom")), folder / "bloom")
+    monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder))
+    decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    recipe = recipe_of("bloom", tmp_path / "run")
+    preflight.require_trainable(from_dict(recipe))
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
