@@ -17,5 +17,4 @@ def test_states_of_one_layout_share_their_groups():
         assert other.ep_group is not first.ep_group
         assert dist.get_world_size(other.ep_group) == 2 and dist.get_world_size(first.ep_group) == 1
     with one_of_ranks() as anew:  # another default group: the old ones are gone
-        assert anew.sp_group is not first.sp_group
-        dist.get_world_size(anew.sp_group)
+        assert anew.data_mesh is not first.data_mesh and dist.get_world_size(anew.sp_group) == 2
