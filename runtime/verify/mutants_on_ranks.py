@@ -15,13 +15,16 @@ divides rows can be equal: those layouts are not compared.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import is_flash_attention_requested
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
@@ -133,10 +136,24 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
     actual = _step(known, loss, gradients)
     found = _judged(known, whole, case, where, actual)
     if found.kind == mutants.WRONG:
-        known.model.set_attn_implementation(known.attention)  # the change may lie in what only eager attention runs
-        found = _judged(known, whole, case, where, actual)
-        known.model.set_attn_implementation("eager")
+        with _attending_as_a_run(known):
+            found = _judged(known, whole, case, where, actual)
     return found
+
+
+@contextlib.contextmanager
+def _attending_as_a_run(known: Yardstick) -> Iterator[None]:
+    """Upstream's model under the attention of a run, lengths of media included: the change may lie in what only another
+    attention runs, and where its file holds two forms of one computation, in one of the two."""
+    module = vars(sys.modules[type(known.model).__module__])
+    asking = [name for name, value in module.items() if value is is_flash_attention_requested]
+    module.update(dict.fromkeys(asking, lambda *_, **__: True))
+    known.model.set_attn_implementation(known.attention)
+    try:
+        yield
+    finally:
+        known.model.set_attn_implementation("eager")
+        module.update(dict.fromkeys(asking, is_flash_attention_requested))
 
 
 def _judged(known: Yardstick, whole: list, case: str, where: str, actual: Step) -> mutants.Verdict:
