@@ -35,12 +35,7 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
     walk = _Walk(anatomy)
     for head in heads:
         walk.enter(head)
-    towers = {
-        name
-        for role in (Role.VISION, Role.AUDIO)
-        for info in anatomy.with_role(role)
-        for name in anatomy.reached_from([info.name])
-    }
+    towers = anatomy.reached_from(i.name for role in (Role.VISION, Role.AUDIO) for i in anatomy.with_role(role))
     found = {}
     for name in walk.reached:
         passes = dict.fromkeys(one for info in anatomy.lineage(name) for one in hits.get(info.name, ()))

@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, stored
 from patchgen.source import bound_names
 
 
@@ -87,12 +87,9 @@ class Names:
 
 def local_names(function: FunctionNode | ast.Lambda) -> set[str]:
     """The names that a function binds: parameters, assignments, loops, definitions and imports inside it."""
-    args = function.args
-    found = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if arg}
+    found = set(stored(function))
     for node in ast.walk(function):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-            found.add(node.id)
-        elif isinstance(node, ast.arg):
+        if isinstance(node, ast.arg):
             found.add(node.arg)
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -42,11 +42,9 @@ CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's o
 
 def stored_names(node: ast.AST) -> set[str]:
     """The names that code assigns, or whose values it may change in place."""
-    found = set()
+    found = set(stored(node))
     for child in ast.walk(node):
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store | ast.Del):
-            found.add(child.id)
-        elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
+        if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
             found.add(_base(child))
         elif isinstance(child, ast.Call) and _is_in_place(child.func):
             found.add(_base(child.func))
@@ -56,7 +54,7 @@ def stored_names(node: ast.AST) -> set[str]:
 
 
 def loaded_names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return set(loaded(node))
 
 
 def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Anatomy) -> ast.AST | None:
@@ -182,14 +180,8 @@ class _Reader:
         """A call of a method, or of the module or function that an attribute holds."""
         held = self._anatomy.held(self._owner, attribute)
         if not held or not all(self._is_known(value, call) for value in held):
-            self.reason = (
-                self.reason
-                or (
-                    f"self.{attribute}, which is {' or '.join(map(ast.unparse, held)) or 'not said in the class'}"[
-                        :400
-                    ]
-                )
-            )
+            meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
+            self.reason = self.reason or f"self.{attribute}, which is {meaning}"[:400]
             yield call
 
     def _is_known(self, value: ast.expr | ast.stmt, call: ast.Call) -> bool:
@@ -220,13 +212,8 @@ class _Reader:
         """`call`, if the code that it runs is not known to treat every row by itself. `owner` is the class of self."""
         if (owner, function.name) in self._seen:
             return
-        reader = _Reader(
-            self._anatomy,
-            owner,
-            local_names(function),
-            self._seen | {(owner, function.name)},
-            fixed=self._fixed,
-        )
+        seen = self._seen | {(owner, function.name)}
+        reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed)
         wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
         if wrong is not None:
             self.reason = reader.reason or wrong

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, calls, dotted
-from patchgen.anatomy.training_path import Test, TrainingPath, parts
+from patchgen.anatomy.training_path import Test, parts, training_functions
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
@@ -37,9 +37,7 @@ class HostSyncLint(Pass):
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         del anatomy
         found = [
-            sync
-            for where, function, excuse in TrainingPath(module).functions()
-            for sync in _syncs(where, function, excuse)
+            sync for where, function, excuse in training_functions(module) for sync in _syncs(where, function, excuse)
         ]
         allowed = [(sync, sync.excuse or self.allow.get(sync.where, "")) for sync in found]
         open_findings = [sync for sync, why in allowed if not why]
