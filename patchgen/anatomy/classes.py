@@ -37,6 +37,11 @@ class ClassInfo:
     auto_builds: list[Build] = field(default_factory=list)  # through Auto classes, in any method
     roles: dict[str, str] = field(default_factory=dict)  # role -> why
 
+    @property
+    def built(self) -> dict[str, ast.Call]:
+        """The attributes that __init__ makes by a call, for example of a class of modules."""
+        return {name: value for name, value in self.attributes.items() if isinstance(value, ast.Call)}
+
 
 def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
     """Reads one class; `local_classes` are the names of all classes of the file."""
@@ -82,13 +87,8 @@ def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
 
 def imported_names(nodes: Iterable[ast.stmt]) -> dict[str, str]:
     """Local name -> imported name, of every import statement in the nodes."""
-    return {
-        alias.asname or alias.name: alias.name
-        for node in nodes
-        for child in ast.walk(node)
-        if isinstance(child, ast.Import | ast.ImportFrom)
-        for alias in child.names
-    }
+    aliases = (alias for node in nodes for alias in ast.walk(node) if isinstance(alias, ast.alias))
+    return {alias.asname or alias.name: alias.name for alias in aliases}
 
 
 CONSTRUCTORS = ("from_config", "_from_config")

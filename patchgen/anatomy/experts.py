@@ -128,9 +128,8 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
             pass
         case _:
             raise Unreadable("a projection of the tokens, in the same layout as the second one", _told(first))
-    _check_rows(
-        anatomy, owner, function, "an activation or a gate of each row by itself, without learned values", fixed=True
-    )
+    fixed_rows = "an activation or a gate of each row by itself, without learned values"
+    _check_rows(anatomy, owner, function, fixed_rows, fixed=True)
     for name in filter(None, (up, down, up_bias, down_bias)):
         _built(anatomy, owner, name, "nn.Parameter")
     own_counts = [count for count in counts if not count.startswith("self.config.")]
@@ -229,9 +228,8 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     attribute = lists.pop()
     assigned = [s for s in ast.walk(init) if isinstance(s, ast.Assign) and own_attribute(s.targets[0]) == attribute]
     if len(assigned) != 1 or assigned[0] not in init.body:
-        raise Unreadable(
-            f"one assignment to self.{attribute}, outside of any condition", "\n".join(map(ast.unparse, assigned))
-        )
+        found = "\n".join(map(ast.unparse, assigned))
+        raise Unreadable(f"one assignment to self.{attribute}, outside of any condition", found)
     statement = assigned[0]
     match getattr(statement.value, "args", None):
         case [ast.ListComp(ast.Call() as built, [loop]) | ast.GeneratorExp(ast.Call() as built, [loop])]:
@@ -301,9 +299,8 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> Expert
     method = users[0]
     loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and _uses(s, attribute)]
     if len(loops) != 1:
-        raise Unreadable(
-            f"one loop over self.{attribute} in {info.name}.{method.name}, outside of any condition", method
-        )
+        where = f"{info.name}.{method.name}"
+        raise Unreadable(f"one loop over self.{attribute} in {where}, outside of any condition", method)
     position, loop = loops[0], method.body[loops[0]]
     counts = frozenset(_counts(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}

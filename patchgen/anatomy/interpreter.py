@@ -205,24 +205,21 @@ class Interpreter:
         """
         if ast.unparse(node) in self._counts:
             return ("experts",)
-        kind = type(node).__name__
-        reader = getattr(self, f"_{kind.lower()}", None)
-        term = reader(node) if reader is not None else None
+        match node:
+            case ast.Name(name):
+                term = self.values.get(name)
+            case ast.Constant(constant):
+                term = ("const", constant)
+            case ast.Tuple(parts):
+                term = ("tuple", tuple(map(self.value, parts)))
+            case ast.Slice(None, None, None):
+                term = ("all",)
+            case _:
+                reader = getattr(self, f"_{type(node).__name__.lower()}", None)
+                term = reader(node) if reader is not None else None
         if term is None:
             raise Unreadable("a statement of the usual loop over experts", node)
         return term
-
-    def _name(self, node: ast.Name) -> Term | None:
-        return self.values.get(node.id)
-
-    def _constant(self, node: ast.Constant) -> Term:
-        return ("const", node.value)
-
-    def _tuple(self, node: ast.Tuple) -> Term:
-        return ("tuple", tuple(map(self.value, node.elts)))
-
-    def _slice(self, node: ast.Slice) -> Term | None:
-        return ("all",) if node.lower is node.upper is node.step is None else None
 
     def _unaryop(self, node: ast.UnaryOp) -> Term | None:
         operand = self.value(node.operand)
@@ -279,15 +276,9 @@ class Interpreter:
         return None
 
     def _binop(self, node: ast.BinOp) -> Term | None:
-        left, right = self.value(node.left), self.value(node.right)
-        match node.op:
-            case ast.MatMult():
-                return Operations.matmul(left, right)
-            case ast.Mult():
-                return Operations.mul(left, right)
-            case ast.Add():
-                return Operations.add(left, right)
-        return None
+        operations = {ast.MatMult: Operations.matmul, ast.Mult: Operations.mul, ast.Add: Operations.add}
+        left, right, operation = self.value(node.left), self.value(node.right), operations.get(type(node.op))
+        return operation(left, right) if operation is not None else None
 
     def _call(self, node: ast.Call) -> Term | None:
         resolved, attribute = self._resolve(node.func), own_attribute(node.func)

@@ -91,14 +91,11 @@ def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
     called = {name for method in info.methods.values() for name in called_names(method)}
     operators = [node for node in nodes if isinstance(node, ast.BinOp)]
     powers = {ast.unparse(n.right) for n in operators if isinstance(n.op, ast.Pow)}
+    raised = [node for node in nodes if isinstance(node, ast.Call) and dotted(node.func).endswith("pow")]
+    powers |= {ast.unparse(call.args[-1]) for call in raised if call.args}
     products = any(isinstance(n.op, ast.Mult) and ast.unparse(n.left) == ast.unparse(n.right) for n in operators)
     squared = {"pow", "square"} & called or "2" in powers or products
     is_root = {"rsqrt", "sqrt"} & called or {"-0.5", "0.5", "-1 / 2", "1 / 2"} & powers
-    is_root = is_root or any(
-        dotted(node.func).endswith("pow") and node.args and ast.unparse(node.args[-1]) in ("-0.5", "0.5")
-        for node in nodes
-        if isinstance(node, ast.Call)
-    )
     if len(parameter_names(forward)) > 2 or info.builds or not ("mean" in called and squared and is_root):
         return None
     return "forward divides by the root of a mean of squares"
@@ -137,10 +134,8 @@ def _mlp(info: ClassInfo, forward: FunctionNode) -> str | None:
 def stack_shapes(info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
     shapes = {}
-    for name, value in info.attributes.items():
-        if not (isinstance(value, ast.Call) and dotted(value.func).endswith("Parameter") and value.args):
-            continue
-        inner = value.args[0]
+    for name, call in info.built.items():
+        inner = call.args[0] if dotted(call.func).endswith("Parameter") and call.args else None
         shape = inner.args if isinstance(inner, ast.Call) else []
         if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
             shape = shape[0].elts
@@ -152,13 +147,8 @@ def stack_shapes(info: ClassInfo) -> dict[str, list[str]]:
 def _experts(info: ClassInfo, forward: FunctionNode) -> str | None:
     """Two stacks of matrices and a forward that selects among them."""
     stacks = stack_shapes(info)
-    selected = {
-        node.value.attr
-        for node in ast.walk(forward)
-        if isinstance(node, ast.Subscript)
-        and isinstance(node.value, ast.Attribute)
-        and isinstance(node.slice, ast.Name)
-    }
+    subscripts = [node for node in ast.walk(forward) if isinstance(node, ast.Subscript)]
+    selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
     is_alike = len(stacks) > 1 and len({shape[0] for shape in stacks.values()}) == 1
     if not is_alike or len(parameter_names(forward)) < 3 or not set(stacks) <= selected:
         return None
@@ -176,13 +166,8 @@ def _mixer(info: ClassInfo, forward: FunctionNode) -> str | None:
 
 def depthwise_convolutions(info: ClassInfo) -> list[str]:
     """The attributes that are grouped `nn.Conv1d`s."""
-    return [
-        attribute
-        for attribute, value in info.attributes.items()
-        if isinstance(value, ast.Call)
-        and dotted(value.func).endswith("Conv1d")
-        and any(keyword.arg == "groups" for keyword in value.keywords)
-    ]
+    convolutions = {name: call for name, call in info.built.items() if dotted(call.func).endswith("Conv1d")}
+    return [name for name, call in convolutions.items() if "groups" in [keyword.arg for keyword in call.keywords]]
 
 
 _FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too
@@ -275,12 +260,9 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
     unnamed = [info for info in anatomy.classes.values() if not found & set(info.roles)]
     signs = [f"{info.name} {sign}" for info in unnamed for sign in _signs(anatomy, info, found)]
     if len(unnamed) == len(anatomy.classes):
-        signs += [
-            f"{info.name} reads {dotted(node)}"
-            for info in unnamed
-            for node in ast.walk(info.node)
-            if isinstance(node, ast.Attribute) and "expert" in node.attr and dotted(node.value).endswith("config")
-        ]
+        read = [(i.name, node) for i in unnamed for node in ast.walk(i.node) if isinstance(node, ast.Attribute)]
+        options = [(name, node) for name, node in read if dotted(node.value).endswith("config")]
+        signs += [f"{name} reads {dotted(node)}" for name, node in options if "expert" in node.attr]
     return list(dict.fromkeys(signs))
 
 
@@ -300,14 +282,11 @@ def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
 
 def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
     """Where a class chooses among the slices of a stack, or adds up what modules of a list make of chosen rows."""
-    calling = {name: value.func for name, value in info.attributes.items() if isinstance(value, ast.Call)}
-    lists = {name for name, function in calling.items() if anatomy.names.resolve(function) == LIST}
+    lists = {name for name, call in info.built.items() if anatomy.names.resolve(call.func) == LIST}
     for method in info.methods.values():
-        chosen = {
-            own_attribute(node.value)
-            for node in ast.walk(method)
-            if isinstance(node, ast.Subscript) and not isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple)
-        }
+        subscripts = [node for node in ast.walk(method) if isinstance(node, ast.Subscript)]
+        fixed = ast.Constant | ast.Slice | ast.Tuple
+        chosen = {own_attribute(node.value) for node in subscripts if not isinstance(node.slice, fixed)}
         yield from (f"chooses among the slices of self.{name}" for name in stack_shapes(info) if name in chosen)
         for loop in (node for node in ast.walk(method) if isinstance(node, ast.For)):
             looped = {own_attribute(node) for node in ast.walk(loop)} & lists

@@ -66,9 +66,7 @@ def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Ana
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
     """
-    bound = ast.parse("def head(self): pass").body[0]
-    bound.body = list(body)
-    reader = _Reader(anatomy, owner, local_names(bound) | tensors)
+    reader = _Reader(anatomy, owner, {"self"} | local_names(ast.Module(list(body), [])) | tensors)
     return next(reader.statements(body, tensors), None)
 
 

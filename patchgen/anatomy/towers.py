@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
@@ -97,25 +99,23 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
             rows.append(name)
         elif _is_collected(name, loop):
             collected.append(name)
-        elif name not in inside or _read_beforestored(name, loop):
+        elif name not in inside or _read_first(name, loop):
             raise Unread(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise Unread("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
-    gathers = _gathers(anatomy, info, forward, place, [carried, *collected], above, group)
+    must_gather = functools.partial(_is_mixed, anatomy, info) if group == "1" else lambda statement: False
+    gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
 def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
-    built = {f"self.{name}": dotted(v.func) for name, v in info.attributes.items() if isinstance(v, ast.Call)}
+    built = {f"self.{name}": dotted(call.func) for name, call in info.built.items()}
     convolving = [place for place, name, _ in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
-    selecting = [
-        (place, call)
-        for place, name, call in called
-        if name == "torch.index_select" and isinstance(forward.body[place], ast.Assign)
-    ]
+    assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
+    selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0]:
         return None
     start, (end, select) = convolving[0], selecting[0]
@@ -125,8 +125,7 @@ def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedCon
     read = dict.fromkeys(name for statement in forward.body[start:end] for name in _read(statement))
     read = [name for name in read if name in above and not _is_empty_list(name, forward)]
     chunks = [name for name in read if name.startswith("padded_") and name not in inside]
-    others = [name for name in read if name not in chunks]
-    if not chunks or others or source not in inside:
+    if not chunks or chunks != read or source not in inside:
         return None
     return ChunkedConvolution(start, end, tuple(chunks), source)
 
@@ -194,18 +193,12 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
 
 
 def _gathers(
-    anatomy: Anatomy,
-    info: ClassInfo,
-    forward: ast.FunctionDef,
-    place: int,
-    sliced: list[str],
-    above: set[str],
-    group: str,
+    body: list[ast.stmt], place: int, sliced: list[str], above: set[str], must_gather: Callable[[ast.stmt], bool]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
     local, whole = list(dict.fromkeys(sliced)), above - set(sliced) - {"self"}
     found = []
-    for number, statement in enumerate(forward.body[place + 1 :], start=place + 1):
+    for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(_read(statement))
         used = [name for name in local if name in read]
         if isinstance(statement, ast.Return):
@@ -213,7 +206,7 @@ def _gathers(
         elif not used:
             whole |= set(stored(statement))
             continue
-        elif not (read & whole or (group == "1" and not _is_per_row(anatomy, info, statement))):
+        elif not (read & whole or must_gather(statement)):
             local += [name for name in stored(statement) if name not in local]
             continue
         if used:
@@ -233,16 +226,15 @@ def _results(statement: ast.Return) -> set[str]:
     return set(_read(statement))
 
 
-def _is_per_row(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
-    """`x = self.module(x)` with a module that treats each row by itself."""
+def _is_mixed(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
+    """All but `x = self.module(x)` with a module that treats each row by itself."""
     value = statement.value if isinstance(statement, ast.Assign) else None
     if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
-        return False
-    name = dotted(value.func).removeprefix("self.")
-    built = anatomy.attribute(info.name, name)
+        return True
+    built = anatomy.attribute(info.name, dotted(value.func).removeprefix("self."))
     if isinstance(built, ast.Subscript):
-        return dotted(built.value) == "ACT2FN"
-    return isinstance(built, ast.Call) and dotted(built.func).endswith(PER_ROW)
+        return dotted(built.value) != "ACT2FN"
+    return not isinstance(built, ast.Call) or not dotted(built.func).endswith(PER_ROW)
 
 
 def _is_collected(name: str, loop: ast.For) -> bool:
@@ -252,7 +244,7 @@ def _is_collected(name: str, loop: ast.For) -> bool:
     return bool(appends) and len(uses) == len(appends)
 
 
-def _read_beforestored(name: str, loop: ast.For) -> bool:
+def _read_first(name: str, loop: ast.For) -> bool:
     first = next((s for s in loop.body if name in _read(s) or (name in stored(s) and not isinstance(s, ast.If))), None)
     return first is not None and name in _read(first)
 

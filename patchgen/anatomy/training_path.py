@@ -116,16 +116,12 @@ def _missing(test: ast.expr, handed: set[str]) -> str | None:
 def _given_and_returned(statement: ast.If, handed: set[str]) -> list[str]:
     """The handed-in names that `if name is not None: return name`, here or in an `if` inside, returns."""
     for node in ast.walk(statement):
-        if not isinstance(node, ast.If) or not any(isinstance(inner, ast.Return) for inner in node.body):
-            continue
-        compared = [
-            test.left
-            for test in ast.walk(node.test)
-            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
-        ]
-        names = [left.target.id if isinstance(left, ast.NamedExpr) else getattr(left, "id", "") for left in compared]
-        if any(name in handed for name in names):
-            return [name for name in names if name in handed]
+        if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
+            tests = [test for test in ast.walk(node.test) if isinstance(test, ast.Compare)]
+            compared = [test.left for test in tests if isinstance(test.ops[0], ast.IsNot)]
+            names = [getattr(left, "target", left) for left in compared]  # of `(name := ...)` too
+            if given := [name.id for name in names if isinstance(name, ast.Name) and name.id in handed]:
+                return given
     return []
 
 
