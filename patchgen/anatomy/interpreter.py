@@ -105,18 +105,16 @@ class Interpreter:
         for inner in statement.body:
             self.statement(inner)
         changed = [term for name, term in self.values.items() if before.get(name) != term]
-        if self.sum or any(
-            term[0] not in ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots") for term in changed
-        ):
+        indices = ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots")
+        if self.sum or any(term[0] not in indices for term in changed):
             raise Unreadable("nothing that has a gradient under torch.no_grad()", statement)
 
     def _guard(self, statement: ast.If, is_last: bool) -> None:
         """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
         test = self.value(statement.test)
         skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
-        if statement.orelse or not (
-            (skips and test in (("nobody",), ("empty",))) or (is_last and test == ("occupied",))
-        ):
+        is_known = test in (("nobody",), ("empty",)) if skips else is_last and test == ("occupied",)
+        if statement.orelse or not is_known:
             raise Unreadable("a condition that only leaves out experts without tokens", statement)
         for inner in statement.body if not skips else ():
             self.statement(inner)

@@ -220,10 +220,9 @@ class _Reader:
     def _is_number(self, attribute: str) -> bool:
         """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
         held = self._anatomy.held(self._owner, attribute)
-        handed = [
-            part for value in held for name in ast.walk(value) for part in self._anatomy.handed(self._owner, name)
-        ]
-        return bool(held) and all(_is_number(value) for value in (*held, *handed))
+        read = [name for value in held for name in ast.walk(value)]
+        handed = [part for name in read for part in self._anatomy.handed(self._owner, name)]
+        return bool(held) and all(map(_is_number, (*held, *handed)))
 
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:
@@ -236,9 +235,8 @@ def _is_number(value: ast.AST) -> bool:
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
         return all(isinstance(part, ast.Compare) or _is_number(part) for part in parts)
     if isinstance(value, ast.Call):
-        return ast.unparse(value.func) in ("float", "int", "getattr", "min", "max") and all(
-            map(_is_number, value.args)
-        )
+        is_plain = ast.unparse(value.func) in ("float", "int", "getattr", "min", "max")
+        return is_plain and all(map(_is_number, value.args))
     if isinstance(value, ast.Subscript):
         return _is_number(value.value)
     if isinstance(value, ast.Attribute):
