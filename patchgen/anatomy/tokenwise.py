@@ -128,19 +128,17 @@ class _Reader:
     def _expression(self, node: ast.AST, tensors: set[str]) -> Iterator[ast.AST]:
         called = {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
         for child in ast.walk(node):
-            if isinstance(child, ast.Call) and self._mentions(child, tensors):
-                yield from self._called(child, tensors)
-            elif isinstance(child, ast.Subscript) and self._mentions(child.value, tensors):
-                if not _keeps_tokens(child):
+            match child:
+                case ast.Call() if self._mentions(child, tensors):
+                    yield from self._called(child, tensors)
+                case ast.Subscript(value) if self._mentions(value, tensors) and not _keeps_tokens(child):
                     yield child
-            elif isinstance(child, ast.BinOp) and isinstance(child.op, ast.MatMult):
-                if self._mentions(child.right, tensors):
+                case ast.BinOp(_, ast.MatMult(), right) if self._mentions(right, tensors):
                     yield child
-            elif isinstance(child, ast.Attribute) and child.attr in ("T", "mT", "H", "mH"):
-                if self._mentions(child.value, tensors):
+                case ast.Attribute(value, "T" | "mT" | "H" | "mH") if self._mentions(value, tensors):
                     yield child
-            elif isinstance(child, ast.comprehension | ast.Lambda | ast.Yield | ast.Await | ast.Starred):
-                yield child
+                case ast.comprehension() | ast.Lambda() | ast.Yield() | ast.Await() | ast.Starred():
+                    yield child
             if self._fixed and id(child) not in called and own_attribute(child) and not self._is_number(child.attr):
                 yield child
         shapes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "shape"]
