@@ -191,14 +191,15 @@ def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
 
 def _constructions(method: FunctionNode) -> Iterator[tuple[ast.Call, str | None, bool]]:
     """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
-    for statement in ast.walk(method):
-        value = getattr(statement, "value", None) if isinstance(statement, ast.stmt) else None
-        if value is None:
-            continue
+    seen: set[ast.Call] = set()
+    statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and getattr(node, "value", None)]
+    for statement in statements:
         attribute = next((name for name, _ in _self_assignments(statement)), None)
-        found = list(calls(value))
+        found = list(calls(statement.value))
         in_list = any(dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in found)
         yield from ((call, attribute, in_list) for call in found)
+        seen.update(found)
+    yield from ((call, None, False) for call in calls(method) if call not in seen)  # in conditions, loops, defaults
 
 
 def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator[Build]:
