@@ -27,32 +27,19 @@ class AttentionKwargs(SitePass):
     purpose = "cu_seq_lens_q/k and max_length_q/k are withheld from towers; the language model still gets them."
     expects = "one hit per model that hands keyword arguments to a tower, or upstream's own filter"
     EXAMPLES = (
-        Example(
-            "withheld in the call, so that what follows still has them",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_image_features(self, pixel_values, **kwargs):\n"
-                "        return self.visual(pixel_values, **kwargs)\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
-                "        embeds = self.embed_tokens(input_ids)\n"
-                "        if pixel_values is not None:\n"
-                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **kwargs))\n"
-                "        return self.language_model(embeds, **kwargs)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_image_features(self, pixel_values, **kwargs):\n"
-                "        return self.visual(pixel_values, **kwargs)\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
-                "        embeds = self.embed_tokens(input_ids)\n"
-                "        # patchgen: attention_kwargs\n"
-                "        if pixel_values is not None:\n"
-                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs)))\n"
-                "        return self.language_model(embeds, **kwargs)\n"
-            ),
-        ),
+        Example("""withheld in the call, so that what follows still has them
+        class ExampleModel(ExamplePreTrainedModel):
+            def get_image_features(self, pixel_values, **kwargs):
+                return self.visual(pixel_values, **kwargs)
+
+            def forward(self, input_ids, pixel_values=None, **kwargs):
+                embeds = self.embed_tokens(input_ids)
+      +         # patchgen: attention_kwargs
+                if pixel_values is not None:
+      -             embeds = self.merge(embeds, self.get_image_features(pixel_values, **kwargs))
+      +             embeds = self.merge(embeds, self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs)))
+                return self.language_model(embeds, **kwargs)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -80,11 +80,30 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Example:
-    """A source before and after a pass: its documentation and its test."""
+    """A source before and after a pass: its documentation and its test.
 
-    title: str
-    before: str
-    after: str
+    The first line of `text` is the title. Of the others, those with a `-` at their left are there only before, those
+    with a `+` only after; they begin in the column of the closing quotes.
+    """
+
+    text: str
+
+    @property
+    def title(self) -> str:
+        return self.text.partition("\n")[0]
+
+    @property
+    def before(self) -> str:
+        return self._lines("-")
+
+    @property
+    def after(self) -> str:
+        return self._lines("+")
+
+    def _lines(self, sign: str) -> str:
+        _, *lines, margin = self.text.split("\n")
+        start = len(margin)
+        return "".join(f"{line[start:]}\n" for line in lines if line[:start].strip() in ("", sign))
 
 
 class Pass(abc.ABC):

@@ -18,19 +18,17 @@ class CheckpointMapping(Pass):
     purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."
     expects = "one hit per file with model classes"
     EXAMPLES = (
-        Example(
-            "one call for the model types and classes of the file",
-            before=('class ExampleForCausalLM(PreTrainedModel):\n    pass\n\n\n__all__ = ["ExampleForCausalLM"]\n'),
-            after=(
-                "class ExampleForCausalLM(PreTrainedModel):\n"
-                "    pass\n"
-                "\n\n"
-                "# patchgen: checkpoint_mapping\n"
-                'ops.register_checkpoint_mapping("ExampleForCausalLM")\n'
-                "\n\n"
-                '__all__ = ["ExampleForCausalLM"]\n'
-            ),
-        ),
+        Example("""one call for the model types and classes of the file
+        class ExampleForCausalLM(PreTrainedModel):
+            pass
+
+
+      + # patchgen: checkpoint_mapping
+      + ops.register_checkpoint_mapping("ExampleForCausalLM")
+      +
+      +
+        __all__ = ["ExampleForCausalLM"]
+        """),
     )
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:

@@ -29,51 +29,32 @@ class FillBack(SitePass):
     purpose = "Features are scattered into the embeddings of this rank's tokens."
     expects = "one hit per fusion model"
     EXAMPLES = (
-        Example(
-            "features of a tower that is computed whole",
-            before=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-                "\n"
-                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
-                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
-                "        torch_compilable_check(mask.sum() == image_features.shape[0], 'no match')\n"
-                "        return mask\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
-                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
-                "        inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
-            ),
-            after=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
-                "        # patchgen: fill_back\n"
-                "        ops.hold_whole(self.vision_tower)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-                "        # patchgen: fill_back\n"
-                "        ops.attend_only(self.language_model)\n"
-                "\n"
-                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
-                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
-                "        # patchgen: fill_back\n"
-                "        torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')\n"
-                "        return mask\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
-                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
-                "        # patchgen: fill_back\n"
-                "        inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
-            ),
-        ),
+        Example("""features of a tower that is computed whole
+        class ExampleModel(PreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.vision_tower = AutoModel.from_config(config.vision_config)
+      +         # patchgen: fill_back
+      +         ops.hold_whole(self.vision_tower)
+                self.language_model = AutoModel.from_config(config.text_config)
+      +         # patchgen: fill_back
+      +         ops.attend_only(self.language_model)
+
+            def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
+                mask = (input_ids == self.config.image_token_id).unsqueeze(-1)
+      -         torch_compilable_check(mask.sum() == image_features.shape[0], 'no match')
+      +         # patchgen: fill_back
+      +         torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')
+                return mask
+
+            def forward(self, input_ids, pixel_values, inputs_embeds):
+                image_features = self.vision_tower(pixel_values).pooler_output
+                mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
+      -         inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)
+      +         # patchgen: fill_back
+      +         inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))
+                return self.language_model(inputs_embeds=inputs_embeds)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -25,80 +25,48 @@ class FusedExperts(SitePass):
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
     expects = "one hit per stacked experts class"
     EXAMPLES = (
-        Example(
-            "gated experts; upstream's dispatching decorator asks our register",
-            before=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "from transformers.integrations import use_experts_implementation\n"
-                "\n"
-                "\n"
-                "@use_experts_implementation\n"
-                "class ExampleExperts(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = config.num_experts\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
-                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
-                "        return final_hidden_states\n"
-            ),
-            after=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "from transformers.integrations import use_experts_implementation\n"
-                "\n"
-                "\n"
-                "@use_experts_implementation(experts_interface=ops.experts_interface)\n"
-                "class ExampleExperts(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = config.num_experts\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        # patchgen: fused_experts\n"
-                '        if ops.serves("fused_moe"):\n'
-                "            return ops.fused_moe(\n"
-                "                hidden_states,\n"
-                "                top_k_index,\n"
-                "                top_k_weights,\n"
-                "                self.gate_up_proj,\n"
-                "                self.down_proj,\n"
-                "                num_experts=self.num_experts,\n"
-                "                activation=self.act_fn,\n"
-                "            )\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
-                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
-                "        return final_hidden_states\n"
-            ),
-        ),
+        Example("""gated experts; upstream's dispatching decorator asks our register
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+        from transformers.activations import ACT2FN
+        from transformers.integrations import use_experts_implementation
+
+
+      - @use_experts_implementation
+      + @use_experts_implementation(experts_interface=ops.experts_interface)
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.num_experts = config.num_experts
+                self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))
+                self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))
+                self.act_fn = ACT2FN[config.hidden_act]
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+      +         # patchgen: fused_experts
+      +         if ops.serves("fused_moe"):
+      +             return ops.fused_moe(
+      +                 hidden_states,
+      +                 top_k_index,
+      +                 top_k_weights,
+      +                 self.gate_up_proj,
+      +                 self.down_proj,
+      +                 num_experts=self.num_experts,
+      +                 activation=self.act_fn,
+      +             )
+                final_hidden_states = torch.zeros_like(hidden_states)
+                expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+                for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
+                    expert_idx = expert_idx[0]
+                    top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+                    current_state = hidden_states[token_idx]
+                    gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
+                    current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])
+                    current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
+                    final_hidden_states.index_add_(0, token_idx, current_state)
+                return final_hidden_states
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

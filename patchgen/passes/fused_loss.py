@@ -36,18 +36,6 @@ LOCAL_TERMS = "local_loss_terms"
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
-_CLASS = """\
-import torch
-from torch import nn
-
-
-class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
-    def forward(self, input_ids, labels=None, **kwargs):
-"""
 
 
 class FusedLoss(SitePass):
@@ -57,66 +45,71 @@ class FusedLoss(SitePass):
     purpose = "Head and loss become one ops.causal_lm_loss seam, so that training need not materialise the logits."
     expects = "one hit per causal head"
     EXAMPLES = (
-        Example(
-            "a plain head",
-            before=(
-                _CLASS + "        hidden_states = self.model(input_ids)\n"
-                "        logits = self.lm_head(hidden_states)\n"
-                "\n"
-                "        loss = None\n"
-                "        if labels is not None:\n"
-                "            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)\n"
-                "\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-            after=(
-                _CLASS + "        hidden_states = self.model(input_ids)\n"
-                "        # patchgen: fused_loss\n"
-                "        logits, loss = ops.causal_lm_loss(\n"
-                "            self.lm_head,\n"
-                "            hidden_states,\n"
-                "            labels,\n"
-                "            loss_function=self.loss_function,\n"
-                "            training=self.training,\n"
-                "            vocab_size=self.vocab_size,\n"
-                "            **kwargs,\n"
-                "        )\n"
-                "\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-        ),
-        Example(
-            "logits that are capped",
-            before=(
-                _CLASS + "        outputs = self.model(input_ids)\n"
-                "        logits = self.lm_head(outputs[0]).float()\n"
-                "        if self.config.softcap is not None:\n"
-                "            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
-                "        loss = None\n"
-                "        if labels is not None:\n"
-                "            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-            after=(
-                _CLASS + "        outputs = self.model(input_ids)\n"
-                "        # patchgen: fused_loss\n"
-                "        def head(hidden_states):\n"
-                "            logits = self.lm_head(hidden_states).float()\n"
-                "            if self.config.softcap is not None:\n"
-                "                logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
-                "            return logits\n"
-                "\n"
-                "        logits, loss = ops.causal_lm_loss(\n"
-                "            head,\n"
-                "            outputs[0],\n"
-                "            labels,\n"
-                "            loss_function=self.loss_function,\n"
-                "            training=self.training,\n"
-                "            vocab_size=self.vocab_size,\n"
-                "        )\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-        ),
+        Example("""a plain head
+        import torch
+        from torch import nn
+
+
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                hidden_states = self.model(input_ids)
+      -         logits = self.lm_head(hidden_states)
+      -
+      -         loss = None
+      -         if labels is not None:
+      -             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+      +         # patchgen: fused_loss
+      +         logits, loss = ops.causal_lm_loss(
+      +             self.lm_head,
+      +             hidden_states,
+      +             labels,
+      +             loss_function=self.loss_function,
+      +             training=self.training,
+      +             vocab_size=self.vocab_size,
+      +             **kwargs,
+      +         )
+
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+        """),
+        Example("""logits that are capped
+        import torch
+        from torch import nn
+
+
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                outputs = self.model(input_ids)
+      -         logits = self.lm_head(outputs[0]).float()
+      -         if self.config.softcap is not None:
+      -             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+      -         loss = None
+      -         if labels is not None:
+      -             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+      +         # patchgen: fused_loss
+      +         def head(hidden_states):
+      +             logits = self.lm_head(hidden_states).float()
+      +             if self.config.softcap is not None:
+      +                 logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+      +             return logits
+      +
+      +         logits, loss = ops.causal_lm_loss(
+      +             head,
+      +             outputs[0],
+      +             labels,
+      +             loss_function=self.loss_function,
+      +             training=self.training,
+      +             vocab_size=self.vocab_size,
+      +         )
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

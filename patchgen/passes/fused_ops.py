@@ -83,64 +83,35 @@ class FusedOps(SitePass):
     purpose = "RMSNorm, half-rotation rotary embedding and SwiGLU become seams, with upstream's code as eager path."
     expects = "one hit per norm, rotary function and gated MLP of a known formula; other formulas are listed as notes"
     EXAMPLES = (
-        Example(
-            "a norm",
-            before=(
-                "import torch\n"
-                "\n"
-                "\n"
-                "class ExampleRMSNorm(nn.Module):\n"
-                "    def forward(self, hidden_states):\n"
-                "        input_dtype = hidden_states.dtype\n"
-                "        hidden_states = hidden_states.to(torch.float32)\n"
-                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
-                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
-                "        return self.weight * hidden_states.to(input_dtype)\n"
-            ),
-            after=(
-                "import torch\n"
-                "\n"
-                "\n"
-                "class ExampleRMSNorm(nn.Module):\n"
-                "    def forward(self, hidden_states):\n"
-                "        # patchgen: fused_ops\n"
-                '        if ops.serves("rms_norm"):\n'
-                "            return ops.rms_norm(hidden_states, self.weight, self.eps)\n"
-                "        input_dtype = hidden_states.dtype\n"
-                "        hidden_states = hidden_states.to(torch.float32)\n"
-                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
-                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
-                "        return self.weight * hidden_states.to(input_dtype)\n"
-            ),
-        ),
-        Example(
-            "a gated MLP",
-            before=(
-                "from torch import nn\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.act_fn = nn.SiLU()\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-            ),
-            after=(
-                "from torch import nn\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.act_fn = nn.SiLU()\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        # patchgen: fused_ops\n"
-                "        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))\n"
-            ),
-        ),
+        Example("""a norm
+        import torch
+
+
+        class ExampleRMSNorm(nn.Module):
+            def forward(self, hidden_states):
+      +         # patchgen: fused_ops
+      +         if ops.serves("rms_norm"):
+      +             return ops.rms_norm(hidden_states, self.weight, self.eps)
+                input_dtype = hidden_states.dtype
+                hidden_states = hidden_states.to(torch.float32)
+                variance = hidden_states.pow(2).mean(-1, keepdim=True)
+                hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+                return self.weight * hidden_states.to(input_dtype)
+        """),
+        Example("""a gated MLP
+        from torch import nn
+
+
+        class ExampleMLP(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.act_fn = nn.SiLU()
+
+            def forward(self, x):
+      -         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+      +         # patchgen: fused_ops
+      +         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -97,7 +97,12 @@ class HandEdits(Pass):
     name = "hand_edits"
     purpose = "Applies the hand edits of the model's config."
     expects = "every edit's target, exactly once"
-    EXAMPLES = (Example("without edits, nothing", before="class A:\n    pass\n", after="class A:\n    pass\n"),)
+    EXAMPLES = (
+        Example("""without edits, nothing
+        class A:
+            pass
+        """),
+    )
 
     def __init__(self, edits: tuple[Edit, ...] = ()) -> None:
         self.edits = edits

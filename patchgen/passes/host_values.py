@@ -27,28 +27,18 @@ class HostValues(SitePass):
     )
     expects = "one hit per get_<modality>_features with a `.tolist()`, or none where upstream has no such line"
     EXAMPLES = (
-        Example(
-            "handed in as `image_split_sizes`, else computed as upstream does",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                '    @accepts_precomputed_kwargs(modality="image")\n'
-                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
-                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
-                "        split_sizes = image_grid_thw.prod(-1).tolist()\n"
-                "        return torch.split(features, split_sizes)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                '    @accepts_precomputed_kwargs(modality="image")\n'
-                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
-                "        # patchgen: host_values\n"
-                '        split_sizes = kwargs.pop("split_sizes", None)\n'
-                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
-                "        if split_sizes is None:\n"
-                "            split_sizes = image_grid_thw.prod(-1).tolist()\n"
-                "        return torch.split(features, split_sizes)\n"
-            ),
-        ),
+        Example("""handed in as `image_split_sizes`, else computed as upstream does
+        class ExampleModel(ExamplePreTrainedModel):
+            @accepts_precomputed_kwargs(modality="image")
+            def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
+      +         # patchgen: host_values
+      +         split_sizes = kwargs.pop("split_sizes", None)
+                features = self.visual(pixel_values, image_grid_thw, **kwargs)
+      -         split_sizes = image_grid_thw.prod(-1).tolist()
+      +         if split_sizes is None:
+      +             split_sizes = image_grid_thw.prod(-1).tolist()
+                return torch.split(features, split_sizes)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -33,46 +33,26 @@ class LanguageSP(SitePass):
     purpose = "Position ids are those of this rank's slice of the sequence, set before the model first reads them."
     expects = "one hit per decoder that takes position ids"
     EXAMPLES = (
-        Example(
-            "above the default that upstream fills in",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
-                "\n"
-                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
-                "        if inputs_embeds is None:\n"
-                "            inputs_embeds = self.embed_tokens(input_ids)\n"
-                "\n"
-                "        if position_ids is None:\n"
-                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
-                "        hidden_states = inputs_embeds\n"
-                "        for layer in self.layers:\n"
-                "            hidden_states = layer(hidden_states, position_ids)\n"
-                "        return hidden_states\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
-                "\n"
-                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
-                "        if inputs_embeds is None:\n"
-                "            inputs_embeds = self.embed_tokens(input_ids)\n"
-                "\n"
-                "        # patchgen: language_sp\n"
-                "        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)\n"
-                "\n"
-                "        if position_ids is None:\n"
-                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
-                "        hidden_states = inputs_embeds\n"
-                "        for layer in self.layers:\n"
-                "            hidden_states = layer(hidden_states, position_ids)\n"
-                "        return hidden_states\n"
-            ),
-        ),
+        Example("""above the default that upstream fills in
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])
+
+            def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
+                if inputs_embeds is None:
+                    inputs_embeds = self.embed_tokens(input_ids)
+
+      +         # patchgen: language_sp
+      +         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+      +
+                if position_ids is None:
+                    position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+                hidden_states = inputs_embeds
+                for layer in self.layers:
+                    hidden_states = layer(hidden_states, position_ids)
+                return hidden_states
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -24,30 +24,19 @@ class LocalClasses(SitePass):
     purpose = "Auto classes become the classes of this file that they would build."
     expects = "every Auto.from_config whose class is in this file"
     EXAMPLES = (
-        Example(
-            "a language model found through the one class that is written for its config",
-            before=(
-                "class ExampleTextModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleTextConfig):\n"
-                "        super().__init__(config)\n"
-                "\n\n"
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleConfig):\n"
-                "        super().__init__(config)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-            ),
-            after=(
-                "class ExampleTextModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleTextConfig):\n"
-                "        super().__init__(config)\n"
-                "\n\n"
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleConfig):\n"
-                "        super().__init__(config)\n"
-                "        # patchgen: local_classes\n"
-                "        self.language_model = ExampleTextModel._from_config(config.text_config)\n"
-            ),
-        ),
+        Example("""a language model found through the one class that is written for its config
+        class ExampleTextModel(ExamplePreTrainedModel):
+            def __init__(self, config: ExampleTextConfig):
+                super().__init__(config)
+
+
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config: ExampleConfig):
+                super().__init__(config)
+      -         self.language_model = AutoModel.from_config(config.text_config)
+      +         # patchgen: local_classes
+      +         self.language_model = ExampleTextModel._from_config(config.text_config)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -25,22 +25,14 @@ class MaxSeqlen(SitePass):
     purpose = "The longest packed sequence is computed once per forward, or taken from the collator."
     expects = "one hit per attention that computes it in each layer, or upstream's own computation above the layers"
     EXAMPLES = (
-        Example(
-            "in every layer",
-            before=(
-                "class ExampleVisionAttention(nn.Module):\n"
-                "    def forward(self, x, cu_seqlens, **kwargs):\n"
-                "        max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()\n"
-                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
-            ),
-            after=(
-                "class ExampleVisionAttention(nn.Module):\n"
-                "    def forward(self, x, cu_seqlens, **kwargs):\n"
-                "        # patchgen: max_seqlen\n"
-                "        max_seqlen = ops.max_seqlen(cu_seqlens, kwargs)\n"
-                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
-            ),
-        ),
+        Example("""in every layer
+        class ExampleVisionAttention(nn.Module):
+            def forward(self, x, cu_seqlens, **kwargs):
+      -         max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()
+      +         # patchgen: max_seqlen
+      +         max_seqlen = ops.max_seqlen(cu_seqlens, kwargs)
+                return self.attend(x, cu_seqlens, max_seqlen)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

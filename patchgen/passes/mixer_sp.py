@@ -28,37 +28,22 @@ class MixerSP(SitePass):
         "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
     )
     EXAMPLES = (
-        Example(
-            "a short convolution",
-            before=(
-                "def causal_conv1d_fn(x, weight, bias=None, activation=None):\n"
-                "    return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])\n"
-                "\n\n"
-                "class ExampleShortConv(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)\n"
-                "\n"
-                "    def forward(self, hidden_states):\n"
-                "        hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
-                "        return hidden_states\n"
-            ),
-            after=(
-                "def causal_conv1d_fn(x, weight, bias=None, activation=None):\n"
-                "    return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])\n"
-                "\n\n"
-                "class ExampleShortConv(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)\n"
-                "\n"
-                "    def forward(self, hidden_states):\n"
-                "        # patchgen: mixer_sp\n"
-                "        hidden_states = ops.causal_conv1d("
-                "causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
-                "        return hidden_states\n"
-            ),
-        ),
+        Example("""a short convolution
+        def causal_conv1d_fn(x, weight, bias=None, activation=None):
+            return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+
+
+        class ExampleShortConv(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)
+
+            def forward(self, hidden_states):
+      -         hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias)
+      +         # patchgen: mixer_sp
+      +         hidden_states = ops.causal_conv1d(causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)
+                return hidden_states
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

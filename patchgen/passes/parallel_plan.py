@@ -19,23 +19,15 @@ class ParallelPlan(SitePass):
     purpose = "Each head reports which parameters carry the expert dimension."
     expects = "one hit per causal head"
     EXAMPLES = (
-        Example(
-            "a head without experts below it",
-            before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
-            ),
-            after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
-                "\n"
-                "    # patchgen: parallel_plan\n"
-                "    def get_parallel_plan(self) -> ops.ParallelPlan:\n"
-                "        return ops.parallel_plan(self, experts={})\n"
-            ),
-        ),
+        Example("""a head without experts below it
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def forward(self, input_ids, labels=None):
+                return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)
+      +
+      +     # patchgen: parallel_plan
+      +     def get_parallel_plan(self) -> ops.ParallelPlan:
+      +         return ops.parallel_plan(self, experts={})
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

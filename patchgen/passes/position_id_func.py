@@ -22,31 +22,19 @@ class PositionIdFunc(SitePass):
     purpose = f"`{NAME}()` gives a picklable function that computes {SOURCE}'s positions without the model."
     expects = f"one hit per class with {SOURCE}, and one per head above it"
     EXAMPLES = (
-        Example(
-            "what the method reads off the model goes with it",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.merge = config.vision_config.spatial_merge_size\n"
-                "\n"
-                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
-                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.merge = config.vision_config.spatial_merge_size\n"
-                "\n"
-                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
-                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
-                "\n"
-                "    # patchgen: position_id_func\n"
-                "    def get_position_id_func(self) -> ops.PositionIds:\n"
-                "        return ops.PositionIds(type(self), self.config, dict(merge=self.merge))\n"
-            ),
-        ),
+        Example("""what the method reads off the model goes with it
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.merge = config.vision_config.spatial_merge_size
+
+            def get_rope_index(self, input_ids, image_grid_thw=None):
+                return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)
+      +
+      +     # patchgen: position_id_func
+      +     def get_position_id_func(self) -> ops.PositionIds:
+      +         return ops.PositionIds(type(self), self.config, dict(merge=self.merge))
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

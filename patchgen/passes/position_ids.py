@@ -28,34 +28,19 @@ class PositionIds(SitePass):
     purpose = "Multimodal position ids as a collator stacks them, (batch, 3, L), have a name and become (3, batch, L)."
     expects = "one hit per fusion model that computes multimodal positions"
     EXAMPLES = (
-        Example(
-            "before the model would compute them itself",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_rope_index(self, input_ids):\n"
-                "        return input_ids\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
-                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
-                "        if position_ids is None:\n"
-                "            position_ids = self.get_rope_index(input_ids)\n"
-                "        return self.language_model(inputs_embeds, position_ids)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_rope_index(self, input_ids):\n"
-                "        return input_ids\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
-                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
-                "        # patchgen: position_ids\n"
-                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, "
-                'kwargs.pop("stacked_position_ids", None))\n'
-                "        if position_ids is None:\n"
-                "            position_ids = self.get_rope_index(input_ids)\n"
-                "        return self.language_model(inputs_embeds, position_ids)\n"
-            ),
-        ),
+        Example("""before the model would compute them itself
+        class ExampleModel(ExamplePreTrainedModel):
+            def get_rope_index(self, input_ids):
+                return input_ids
+
+            def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):
+                inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))
+      +         # patchgen: position_ids
+      +         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
+                if position_ids is None:
+                    position_ids = self.get_rope_index(input_ids)
+                return self.language_model(inputs_embeds, position_ids)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

@@ -25,42 +25,30 @@ class Prune(Pass):
     purpose = "Classes and functions that the roots do not reach are dropped."
     expects = "that every root exists"
     EXAMPLES = (
-        Example(
-            "an unreached class goes, with the branch that asks for it",
-            before=(
-                "class Vocoder(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Tower(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Model(nn.Module):\n"
-                "    def __init__(self):\n"
-                "        self.tower = Tower()\n"
-                "\n"
-                "    def _init_weights(self, module):\n"
-                "        if isinstance(module, Vocoder):\n"
-                "            init.zeros_(module.offset)\n"
-                "        elif isinstance(module, Tower):\n"
-                "            init.ones_(module.scale)\n"
-                "\n\n"
-                '__all__ = ["Model", "Vocoder"]\n'
-            ),
-            after=(
-                "class Tower(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Model(nn.Module):\n"
-                "    def __init__(self):\n"
-                "        self.tower = Tower()\n"
-                "\n"
-                "    def _init_weights(self, module):\n"
-                "        if isinstance(module, Tower):\n"
-                "            init.ones_(module.scale)\n"
-                "\n\n"
-                '__all__ = ["Model"]\n'
-            ),
-        ),
+        Example("""an unreached class goes, with the branch that asks for it
+      - class Vocoder(nn.Module):
+      -     pass
+      -
+      -
+        class Tower(nn.Module):
+            pass
+
+
+        class Model(nn.Module):
+            def __init__(self):
+                self.tower = Tower()
+
+            def _init_weights(self, module):
+      -         if isinstance(module, Vocoder):
+      -             init.zeros_(module.offset)
+      -         elif isinstance(module, Tower):
+      +         if isinstance(module, Tower):
+                    init.ones_(module.scale)
+
+
+      - __all__ = ["Model", "Vocoder"]
+      + __all__ = ["Model"]
+        """),
     )
 
     def __init__(self, roots: Sequence[str] = ()) -> None:

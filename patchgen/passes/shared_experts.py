@@ -15,33 +15,6 @@ from patchgen.rewrite import code_of, edit_function, function_body, insert_befor
 from patchgen.source import Block, Module
 
 HANDLE = "shared_beside"
-# What the examples build: an MLP, and the parameters and arguments by which experts are known.
-_MODULES = """\
-class ExampleMLP(nn.Module):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ExampleExperts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        for expert in top_k_index.unique():
-            gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
-            hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
-        return hidden_states
-
-
-class ExampleMoE(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.experts = ExampleExperts(config)
-        self.shared_experts = ExampleMLP(config)
-
-"""
 RESHAPES = ("view", "reshape")
 
 
@@ -63,44 +36,74 @@ class SharedExperts(SitePass):
         "one hit per MoE block that builds an MLP beside its experts; those under a condition are listed as notes"
     )
     EXAMPLES = (
-        Example(
-            "shared experts after the routed ones",
-            before=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        residuals = hidden_states\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + self.shared_experts(residuals)\n"
-            ),
-            after=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        residuals = hidden_states\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        # patchgen: shared_experts\n"
-                "        shared_beside = ops.beside_experts(self.shared_experts, residuals)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + shared_beside()\n"
-            ),
-        ),
-        Example(
-            "shared experts before the routed ones",
-            before=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        shared_output = self.shared_experts(hidden_states)\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + shared_output\n"
-            ),
-            after=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        # patchgen: shared_experts\n"
-                "        shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        shared_output = shared_beside()\n"
-                "        return hidden_states + shared_output\n"
-            ),
-        ),
+        Example("""shared experts after the routed ones
+        class ExampleMLP(nn.Module):
+            def forward(self, x):
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
+                self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+                for expert in top_k_index.unique():
+                    gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                    hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
+                return hidden_states
+
+
+        class ExampleMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.experts = ExampleExperts(config)
+                self.shared_experts = ExampleMLP(config)
+
+            def forward(self, hidden_states):
+                residuals = hidden_states
+                _, weights, indices = self.gate(hidden_states)
+      +         # patchgen: shared_experts
+      +         shared_beside = ops.beside_experts(self.shared_experts, residuals)
+                hidden_states = self.experts(hidden_states, indices, weights)
+      -         return hidden_states + self.shared_experts(residuals)
+      +         return hidden_states + shared_beside()
+        """),
+        Example("""shared experts before the routed ones
+        class ExampleMLP(nn.Module):
+            def forward(self, x):
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
+                self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+                for expert in top_k_index.unique():
+                    gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                    hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
+                return hidden_states
+
+
+        class ExampleMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.experts = ExampleExperts(config)
+                self.shared_experts = ExampleMLP(config)
+
+            def forward(self, hidden_states):
+      -         shared_output = self.shared_experts(hidden_states)
+      +         # patchgen: shared_experts
+      +         shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)
+                _, weights, indices = self.gate(hidden_states)
+                hidden_states = self.experts(hidden_states, indices, weights)
+      +         shared_output = shared_beside()
+                return hidden_states + shared_output
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

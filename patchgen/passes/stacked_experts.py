@@ -36,132 +36,88 @@ class StackedExperts(SitePass):
     )
     expects = "one hit per list of experts; experts that upstream stacks are upstream's"
     EXAMPLES = (
-        Example(
-            "a list of modules becomes two stacks, its loop one call",
-            before=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-                "\n"
-                "\n"
-                "class ExampleMoE(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])\n"
-                "\n"
-                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
-                "        routed = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, "
-                "0)\n"
-                "        for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():\n"
-                "            idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))\n"
-                "            current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])\n"
-                "            current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, "
-                "idx, None]\n"
-                "            routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))\n"
-                "        return routed\n"
-                "\n"
-                "\n"
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def _init_weights(self, module):\n"
-                "        std = self.config.initializer_range\n"
-                "        if isinstance(module, nn.Linear):\n"
-                "            module.weight.data.normal_(mean=0.0, std=std)\n"
-            ),
-            after=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-                "\n"
-                "\n"
-                "# patchgen: stacked_experts\n"
-                "class ExampleStackedExperts(nn.Module):\n"
-                '    """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""\n'
-                "\n"
-                "    def __init__(self, expert, num_experts):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = num_experts\n"
-                "        intermediate_size, hidden_size = expert.gate_proj.weight.shape\n"
-                '        like = {"dtype": expert.gate_proj.weight.dtype, "device": '
-                "expert.gate_proj.weight.device}\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, "
-                "hidden_size, **like))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, "
-                "**like))\n"
-                "        self.act_fn = expert.act_fn\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = nn.functional.one_hot(top_k_index, "
-                "num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])\n"
-                "            gate, up = gate_up.chunk(2, dim=-1)\n"
-                "            current_state = self.act_fn(gate) * up\n"
-                "            current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, "
-                "current_state.to(final_hidden_states.dtype))\n"
-                "        return final_hidden_states\n"
-                "\n"
-                "\n"
-                "class ExampleMoE(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        # patchgen: stacked_experts\n"
-                "        self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)\n"
-                "\n"
-                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
-                "        # patchgen: stacked_experts\n"
-                "        routed = self.experts(hidden_states, selected_experts, routing_weights)\n"
-                "        return routed\n"
-                "\n"
-                "\n"
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def _init_weights(self, module):\n"
-                "        # patchgen: stacked_experts\n"
-                "        if isinstance(module, ExampleStackedExperts):\n"
-                "            nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)\n"
-                "            nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)\n"
-                "        std = self.config.initializer_range\n"
-                "        if isinstance(module, nn.Linear):\n"
-                "            module.weight.data.normal_(mean=0.0, std=std)\n"
-                "\n"
-                "\n"
-                "# patchgen: stacked_experts\n"
-                'ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", '
-                '"down_proj")})\n'
-            ),
-        ),
+        Example('''a list of modules becomes two stacks, its loop one call
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+        from transformers.activations import ACT2FN
+
+
+        class ExampleMLP(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)
+                self.up_proj = nn.Linear(config.hidden, config.size, bias=False)
+                self.down_proj = nn.Linear(config.size, config.hidden, bias=False)
+                self.act_fn = ACT2FN[config.hidden_act]
+
+            def forward(self, x):
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+      + # patchgen: stacked_experts
+      + class ExampleStackedExperts(nn.Module):
+      +     """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""
+      +
+      +     def __init__(self, expert, num_experts):
+      +         super().__init__()
+      +         self.num_experts = num_experts
+      +         intermediate_size, hidden_size = expert.gate_proj.weight.shape
+      +         like = {"dtype": expert.gate_proj.weight.dtype, "device": expert.gate_proj.weight.device}
+      +         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **like))
+      +         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **like))
+      +         self.act_fn = expert.act_fn
+      +
+      +     def forward(self, hidden_states, top_k_index, top_k_weights):
+      +         final_hidden_states = torch.zeros_like(hidden_states)
+      +         expert_mask = nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+      +         for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
+      +             expert_idx = expert_idx[0]
+      +             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+      +             current_state = hidden_states[token_idx]
+      +             gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])
+      +             gate, up = gate_up.chunk(2, dim=-1)
+      +             current_state = self.act_fn(gate) * up
+      +             current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])
+      +             current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
+      +             final_hidden_states.index_add_(0, token_idx, current_state.to(final_hidden_states.dtype))
+      +         return final_hidden_states
+      +
+      +
+        class ExampleMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+      -         self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])
+      +         # patchgen: stacked_experts
+      +         self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
+
+            def forward(self, hidden_states, selected_experts, routing_weights):
+      -         routed = torch.zeros_like(hidden_states)
+      -         expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, 0)
+      -         for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():
+      -             idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+      -             current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])
+      -             current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, idx, None]
+      -             routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))
+      +         # patchgen: stacked_experts
+      +         routed = self.experts(hidden_states, selected_experts, routing_weights)
+                return routed
+
+
+        class ExampleModel(PreTrainedModel):
+            def _init_weights(self, module):
+      +         # patchgen: stacked_experts
+      +         if isinstance(module, ExampleStackedExperts):
+      +             nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+      +             nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+                std = self.config.initializer_range
+                if isinstance(module, nn.Linear):
+                    module.weight.data.normal_(mean=0.0, std=std)
+      +
+      +
+      + # patchgen: stacked_experts
+      + ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", "down_proj")})
+        '''),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:

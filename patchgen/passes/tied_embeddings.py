@@ -23,29 +23,17 @@ class TiedEmbeddings(SitePass):
     purpose = "A head without output embeddings does not claim tied ones."
     expects = "one hit per head without an output projection; heads that have one are upstream's"
     EXAMPLES = (
-        Example(
-            "a head that delegates to a model with a head of its own",
-            before=(
-                "class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.language_model = ExampleForCausalLM(config.text_config)\n"
-                "\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.language_model(input_ids, labels=labels)\n"
-            ),
-            after=(
-                "class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        # patchgen: tied_embeddings\n"
-                "        self.config.tie_word_embeddings = False\n"
-                "        self.language_model = ExampleForCausalLM(config.text_config)\n"
-                "\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.language_model(input_ids, labels=labels)\n"
-            ),
-        ),
+        Example("""a head that delegates to a model with a head of its own
+        class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+      +         # patchgen: tied_embeddings
+      +         self.config.tie_word_embeddings = False
+                self.language_model = ExampleForCausalLM(config.text_config)
+
+            def forward(self, input_ids, labels=None):
+                return self.language_model(input_ids, labels=labels)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
