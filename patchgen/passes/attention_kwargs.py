@@ -11,8 +11,8 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
-from patchgen.rewrite import edit_function, function_body, with_body
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import edit_function, function_body, marked, with_body
 from patchgen.source import Block, Module
 
 FILTER = "accepts_precomputed_kwargs"
@@ -49,7 +49,7 @@ class AttentionKwargs(SitePass):
             if module.has(info.name) and (callees := _callees(anatomy, info.name))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         callees = _callees(anatomy, site.block)
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
@@ -62,8 +62,7 @@ class AttentionKwargs(SitePass):
                 withhold.found.clear()
                 changed = node.visit(withhold)
                 if withhold.found:
-                    comment = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
-                    changed = changed.with_changes(leading_lines=[*changed.leading_lines, comment])
+                    changed = marked(changed, self.mark)
                     served.extend(withhold.found)
                 body.append(changed)
             return with_body(forward, body)

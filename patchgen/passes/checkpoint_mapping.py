@@ -5,8 +5,8 @@ from __future__ import annotations
 from patchgen.anatomy import Anatomy
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import format_code
-from patchgen.source import Block, Module
+from patchgen.rewrite import at_end
+from patchgen.source import Module
 
 
 class CheckpointMapping(Pass):
@@ -51,11 +51,7 @@ class CheckpointMapping(Pass):
         code = f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n"
         if anatomy.upstream.version is not None:  # another file's _init_weights may rely on being skipped
             code += f"ops.initialize_as_upstream({', '.join(_first_models(anatomy, models))})\n"
-        call = format_code(code)
-        blocks = list(module.blocks)
-        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
-        blocks.insert(position, Block(text="\n\n" + call))
-        return Outcome(module.with_blocks(blocks), (Hit("module", 0, f"{len(models)} model classes"),))
+        return Outcome(at_end(module, code), (Hit("module", 0, f"{len(models)} model classes"),))
 
 
 def _first_models(anatomy: Anatomy, models: list[str]) -> list[str]:

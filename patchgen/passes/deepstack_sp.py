@@ -45,13 +45,13 @@ class DeepstackSP(SitePass):
             if _reads_features(module.block(info.name))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         del anatomy
         rewriter = _OwnLevels(self.mark)
         edited = transform(block, rewriter)
         reads = list(m.findall(block.cst, _READ))
         if rewriter.found != len(reads) or not reads:
-            return Missed(
+            raise Missed(
                 f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
                 code_of(reads[0]) if reads else "",
             )

@@ -66,7 +66,7 @@ class DummyForward(SitePass):
             if callees and media not in _optional(anatomy, info.name)
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         above: list[str] = []
         optional = _optional(anatomy, site.block)
         served: list[str] = []
@@ -94,9 +94,9 @@ class DummyForward(SitePass):
         block = edit_function(block, "forward", insert)
         if above:
             which = ", ".join(above)
-            return LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
+            raise LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
         if not served:
-            return Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
+            raise Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
         return Rewritten(block, f"a minimal input where there is none: {', '.join(reversed(served))}")
 
 

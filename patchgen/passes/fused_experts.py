@@ -10,7 +10,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, statements, transform
 from patchgen.source import Block, Module
 
@@ -24,6 +24,7 @@ class FusedExperts(SitePass):
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
     expects = "one hit per stacked experts class"
+    role = Role.EXPERTS
     EXAMPLES = (
         Example("""gated experts; upstream's dispatching decorator asks our register
         import torch
@@ -69,12 +70,6 @@ class FusedExperts(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"experts: {info.roles[Role.EXPERTS]}")
-            for info in anatomy.with_role(Role.EXPERTS, module)
-        ]
-
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         signs = [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
         for part in imported_code(anatomy, module):
@@ -85,14 +80,13 @@ class FusedExperts(SitePass):
             signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
         return signs
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         formula = read_experts(anatomy, site.block)
         if isinstance(formula, Unread):
-            return Missed(formula.expected, formula.found)
+            raise Missed(formula.expected, formula.found)
         seam = statements(fused_call(formula), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
-        block = _with_our_register(block)
-        return block if isinstance(block, Missed) else Rewritten(block, "fused_moe seam")
+        return Rewritten(transform(block, _UseOurRegister()), "fused_moe seam")
 
 
 def fused_call(formula: ExpertsFormula) -> str:
@@ -118,18 +112,8 @@ def fused_call(formula: ExpertsFormula) -> str:
     return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
 
 
-def _with_our_register(block: Block) -> Block | Missed:
-    """The dispatching decorator, if there is one, with our register of implementations."""
-    rewriter = _UseOurRegister()
-    rewritten = transform(block, rewriter)
-    if rewriter.other is not None:
-        return Missed(f"@{DISPATCHER} with transformers' own register", rewriter.other)
-    return rewritten
-
-
 class _UseOurRegister(cst.CSTTransformer):
-    def __init__(self) -> None:
-        self.other: str | None = None
+    """The dispatching decorator, if there is one, gets our register of implementations."""
 
     def leave_Decorator(self, original_node: cst.Decorator, updated_node: cst.Decorator) -> cst.Decorator:
         node = updated_node.decorator
@@ -137,8 +121,9 @@ class _UseOurRegister(cst.CSTTransformer):
         if not isinstance(call.func, cst.Name) or call.func.value != DISPATCHER:
             return updated_node
         given = {argument.keyword.value: code_of(argument.value) for argument in call.args if argument.keyword}
+        if given.get(REGISTER, OUR_REGISTER) != OUR_REGISTER:
+            raise Missed(f"@{DISPATCHER} with transformers' own register", code_of(original_node))
         if REGISTER in given:
-            self.other = None if given[REGISTER] == OUR_REGISTER else code_of(original_node)
             return updated_node
         arguments = ", ".join([f"{REGISTER}={OUR_REGISTER}", *(f"{name}={value}" for name, value in given.items())])
         return updated_node.with_changes(

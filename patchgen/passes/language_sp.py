@@ -83,18 +83,16 @@ class LanguageSP(SitePass):
             if served & below:
                 continue
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
-            if decoders:
-                remarks.append(f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel")
-            else:
-                remarks.append(
-                    f"{head.name}: no decoder of this file is below it, and nothing slices its position ids: prove it "
-                    "before it trains sequence-parallel"
-                )
+            remarks.append(
+                f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
+                if decoders
+                else f"{head.name}: no decoder of this file is below it, and nothing slices its position ids: prove it "
+                "before it trains sequence-parallel"
+            )
         return remarks
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         del anatomy
-        miss: list[Missed] = []
 
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
@@ -102,13 +100,11 @@ class LanguageSP(SitePass):
             embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                miss.append(Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest))
-                return forward
+                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
-        block = edit_function(block, "forward", insert)
-        return miss[0] if miss else Rewritten(block, "position ids of this rank's slice")
+        return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -119,10 +115,7 @@ def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Whether the forward computes rotary embeddings or looks positions up in a table."""
-    learned = {name for name, value in info.attributes.items() if "position" in ast.unparse(value) and _embeds(value)}
+    tables = {name: value for name, value in info.attributes.items() if dotted(value).endswith("Embedding")}
+    learned = {name for name, value in tables.items() if "position" in ast.unparse(value)}
     known = _rotary_attributes(anatomy, info) | learned
     return any(dotted(call.func).removeprefix("self.") in known for call in calls(info.methods["forward"]))
-
-
-def _embeds(value: ast.expr) -> bool:
-    return dotted(value).endswith("Embedding")

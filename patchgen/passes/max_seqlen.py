@@ -11,7 +11,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
-from patchgen.rewrite import edit_function
+from patchgen.rewrite import edit_function, marked
 from patchgen.source import Block, Module
 
 HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
@@ -49,19 +49,19 @@ class MaxSeqlen(SitePass):
                 sites.append(method_site(anatomy, info.name, "forward", "asks for the longest packed sequence"))
         return sites
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         forward = info.methods["forward"]
         if not _longest(info):
             inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
             if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
-                return Missed("the longest sequence above the layers", ast.unparse(forward))
+                raise Missed("the longest sequence above the layers", ast.unparse(forward))
             names = sorted(called_names(forward) & set(HELPERS))
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         once = _Once(self.mark, forward.args.kwarg.arg if forward.args.kwarg else None)
         block = edit_function(block, "forward", lambda node: node.visit(once))
         if once.count != len(_longest(info)):
-            return Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
+            raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
         return Rewritten(block, "once per forward")
 
 
@@ -97,8 +97,5 @@ class _Once(cst.CSTTransformer):
         self.count += 1
         arguments = f"{bounds}, {self._kwargs}" if self._kwargs else bounds
         value = cst.parse_expression(f"ops.max_seqlen({arguments})")
-        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
-        return updated_node.with_changes(
-            body=[assign.with_changes(value=value), *updated_node.body[1:]],
-            leading_lines=[*updated_node.leading_lines, comment],
-        )
+        body = [assign.with_changes(value=value), *updated_node.body[1:]]
+        return marked(updated_node.with_changes(body=body), self._mark)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, own_attribute
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -44,28 +44,22 @@ class PositionIdFunc(SitePass):
             if module.has(info.name) and SOURCE in info.methods
         ]
         heads = [
-            Site(
-                info.name,
-                info.name,
-                info.node.lineno,
-                f"head of a model with {SOURCE}, its self.{_model_below(anatomy, info.name)}",
-            )
+            class_site(info, f"head of a model with {SOURCE}, its self.{below}")
             for info in anatomy.with_role(Role.HEAD, module)
-            if not anatomy.method(info.name, SOURCE) and _model_below(anatomy, info.name)
+            if not anatomy.method(info.name, SOURCE) and (below := _model_below(anatomy, info.name))
         ]
         return own + heads
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         header = f"def {NAME}(self) -> ops.PositionIds:\n    "
         if SOURCE not in anatomy.classes[site.block].methods:
             below = _model_below(anatomy, site.block)
-            return Rewritten(
-                append_method(block, f"{header}return self.{below}.{NAME}()", self.mark), f"that of self.{below}"
-            )
+            code = f"{header}return self.{below}.{NAME}()"
+            return Rewritten(append_method(block, code, self.mark), f"that of self.{below}")
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
         if heavy:
-            return Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
+            raise Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
         attributes = ", ".join(f"{name}=self.{name}" for name in names)
         code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
         return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")

@@ -16,9 +16,8 @@ from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
 BATCH = "inputs_embeds"
-STACKED = (
-    "stacked_position_ids"  # a name of their own: three samples of three rows have the shape of upstream's layout
-)
+# A name of their own: three samples of three rows have the shape of upstream's layout.
+STACKED = "stacked_position_ids"
 
 
 class PositionIds(SitePass):
@@ -62,26 +61,22 @@ class PositionIds(SitePass):
             if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         del site, anatomy
-        miss: list[Missed] = []
 
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             if anchor is None or not any(uses_name(node, BATCH) for node in body[:anchor]):
                 closest = code_of(body[-1 if anchor is None else anchor])
-                miss.append(Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest))
-                return forward
+                raise Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest)
             if not isinstance(forward.params.star_kwarg, cst.Param):
-                miss.append(Missed("a forward that takes keyword arguments", code_of(forward.params)))
-                return forward
+                raise Missed("a forward that takes keyword arguments", code_of(forward.params))
             stacked = f'{forward.params.star_kwarg.name.value}.pop("{STACKED}", None)'
             code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
-        block = edit_function(block, "forward", insert)
-        return miss[0] if miss else Rewritten(block, "(batch, 3, L) becomes (3, batch, L)")
+        return Rewritten(edit_function(block, "forward", insert), "(batch, 3, L) becomes (3, batch, L)")
 
 
 def _is_multimodal(info: ClassInfo) -> bool:

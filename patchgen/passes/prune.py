@@ -13,6 +13,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.rewrite import transform
 from patchgen.source import Block, Module
 from patchgen.unseen import unseen_references
 
@@ -67,12 +68,8 @@ class Prune(Pass):
                 "  ways out correct `roots` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
-        kept, dropped = [], []
-        for block in module:
-            if _stays(block, kept_names):
-                kept.append(block)
-            else:
-                dropped += block.binds
+        kept = [block for block in module if _stays(block, kept_names)]
+        dropped = [name for block in module if not _stays(block, kept_names) for name in block.binds]
         gone = {name for name in dropped if name not in kept_names}
         blocks = [without_mentions(block, gone) for block in kept]
         if blocks and not module.header:
@@ -141,8 +138,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes names that are gone from `__all__` and from isinstance checks."""
     if not gone or not any(name in block.text for name in gone):
         return block
-    tree = block.cst.visit(_DropMentions(gone))
-    return block.with_text(tree.code)
+    return transform(block, _DropMentions(gone))
 
 
 class _DropMentions(cst.CSTTransformer):
@@ -191,24 +187,22 @@ class _DropMentions(cst.CSTTransformer):
         del original_node
         if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
             return updated_node
-        kinds = updated_node.args[1].value
+        first, second = updated_node.args
+        kinds = second.value
         if isinstance(kinds, cst.Tuple):
-            elements = [
-                e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)
-            ]
-            if len(elements) == len(kinds.elements):
+            left = [e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)]
+            if len(left) == len(kinds.elements):
                 return updated_node
-            if len(elements) == 1:
-                only = updated_node.args[1].with_changes(value=elements[0].value)
-                return updated_node.with_changes(args=[updated_node.args[0], only])
-            if elements:
-                elements[-1] = elements[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                changed = updated_node.args[1].with_changes(value=kinds.with_changes(elements=elements))
-                return updated_node.with_changes(args=[updated_node.args[0], changed])
-            return cst.Name("False")
-        if isinstance(kinds, cst.Name) and kinds.value in self._gone:
-            return cst.Name("False")
-        return updated_node
+            if len(left) == 1:
+                return updated_node.with_changes(args=[first, second.with_changes(value=left[0].value)])
+            if left:
+                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                return updated_node.with_changes(
+                    args=[first, second.with_changes(value=kinds.with_changes(elements=left))]
+                )
+        elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
+            return updated_node
+        return cst.Name("False")
 
     def _is_dead(self, node: cst.If) -> bool:
         return m.matches(node.test, m.Name("False"))

@@ -88,15 +88,13 @@ class RouterLoss(SitePass):
                 signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")
         return signs
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.block in anatomy.functions:
             return self._take_means(block, site)
         method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
         return self._say_what_counts(block, method, _losses(anatomy))
 
-    def _take_means(self, block: Block, site: Site) -> Rewritten | Missed:
-        miss: list[Missed] = []
-
+    def _take_means(self, block: Block, site: Site) -> Rewritten:
         def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(function)
             position, factors = next(
@@ -104,20 +102,16 @@ class RouterLoss(SitePass):
             )
             if factors is None:
                 last = cst.Module(body=body[-2:]).code if body else ""
-                miss.append(Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last))
-                return function
+                raise Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last)
             left, right = factors
             means = f"{left}, {right} = ops.router_means({left}, {right})"
             return with_body(function, insert_before(body, position, statements(means, depth=1, comment=self.mark)))
 
-        block = edit_function(block, site.name, globalise)
-        return miss[0] if miss else Rewritten(block, "means over what counts")
+        return Rewritten(edit_function(block, site.name, globalise), "means over what counts")
 
-    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten | Missed:
+    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
-            return Missed(
-                f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args)
-            )
+            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args))
         tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
         more = [
             cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))

@@ -11,7 +11,16 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    function_body,
+    insert_before,
+    replace_statement,
+    statements,
+    uses_name,
+    with_body,
+)
 from patchgen.source import Block, Module
 
 HANDLE = "shared_beside"
@@ -36,7 +45,7 @@ class SharedExperts(SitePass):
         "one hit per MoE block that builds an MLP beside its experts; those under a condition are listed as notes"
     )
     EXAMPLES = (
-        Example("""shared experts after the routed ones
+        Example("""shared experts after the routed ones, and before them
         class ExampleMLP(nn.Module):
             def forward(self, x):
                 return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -69,27 +78,9 @@ class SharedExperts(SitePass):
                 hidden_states = self.experts(hidden_states, indices, weights)
       -         return hidden_states + self.shared_experts(residuals)
       +         return hidden_states + shared_beside()
-        """),
-        Example("""shared experts before the routed ones
-        class ExampleMLP(nn.Module):
-            def forward(self, x):
-                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
-        class ExampleExperts(nn.Module):
-            def __init__(self, config):
-                super().__init__()
-                self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
-                self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
-
-            def forward(self, hidden_states, top_k_index, top_k_weights):
-                for expert in top_k_index.unique():
-                    gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
-                    hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
-                return hidden_states
-
-
-        class ExampleMoE(nn.Module):
+        class ExampleEarlyMoE(nn.Module):
             def __init__(self, config):
                 super().__init__()
                 self.experts = ExampleExperts(config)
@@ -116,29 +107,22 @@ class SharedExperts(SitePass):
             and (shared := next(iter(_shared(anatomy, info.name)), None))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         (routed, *_), (shared, *_) = _experts(anatomy, site.block), _shared(anatomy, site.block)
-        found: list[_Calls | Missed | str] = []
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
             calls = _find(forward, routed, shared)
-            found.append(calls)
-            return with_body(forward, self._moved(forward, calls)) if isinstance(calls, _Calls) else forward
+            if isinstance(calls, str):
+                raise LeftAlone(f"{site.name}: {calls}; shared and routed experts run one after the other")
+            return with_body(forward, self._moved(forward, calls))
 
-        block = edit_function(block, "forward", edit)
-        if isinstance(found[0], Missed):
-            return found[0]
-        if isinstance(found[0], str):
-            return LeftAlone(f"{site.name}: {found[0]}; shared and routed experts run one after the other")
-        return Rewritten(block, f"self.{shared} beside self.{routed}")
+        return Rewritten(edit_function(block, "forward", edit), f"self.{shared} beside self.{routed}")
 
     def _moved(self, forward: cst.FunctionDef, calls: _Calls) -> list[cst.BaseStatement]:
         body = function_body(forward)
         before = calls.shared < calls.routed
-        arguments = [
-            code_of(calls.call.func),
-            *(code_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in calls.call.args),
-        ]
+        given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in calls.call.args)
+        arguments = [code_of(calls.call.func), *map(code_of, given)]
         if not before and not all(m.matches(arg.value, m.Name()) for arg in calls.call.args):
             # What the arguments compute stays where it was, and with it the order of sums in the backward.
             arguments = [f"lambda: {code_of(calls.call)}"]
@@ -147,11 +131,7 @@ class SharedExperts(SitePass):
         taken = body[calls.shared].deep_replace(calls.call, cst.parse_expression(f"{HANDLE}()"))
         if before:
             body.insert(calls.routed + 1, taken.with_changes(leading_lines=[]))
-            first, *_ = handle
-            body[calls.shared] = first.with_changes(
-                leading_lines=[*body[calls.shared].leading_lines, *first.leading_lines]
-            )
-            return body
+            return [*body[: calls.shared], *replace_statement(body[calls.shared], handle), *body[calls.shared + 1 :]]
         body[calls.shared] = taken
         return insert_before(body, calls.routed, handle)
 
@@ -168,12 +148,8 @@ def _shared(anatomy: Anatomy, name: str) -> list[str]:
 
 def _is_dense(info: ClassInfo) -> bool:
     linear = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
-    return (
-        not info.roles
-        and len(linear) > 1
-        and "forward" in info.methods
-        and len(parameter_names(info.methods["forward"])) == 1
-    )
+    forward = info.methods.get("forward")
+    return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
 def _built(anatomy: Anatomy, name: str) -> list[tuple[str, ClassInfo]]:
@@ -181,7 +157,7 @@ def _built(anatomy: Anatomy, name: str) -> list[tuple[str, ClassInfo]]:
     return [(build.attribute, anatomy.classes[build.target]) for build in builds]
 
 
-def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | Missed | str:
+def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
     """Where the two calls stand; in words, why they are not moved."""
     body = function_body(forward)
     places = {}
@@ -189,7 +165,7 @@ def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | Missed
         pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name(attribute)))
         found = [(i, call) for i, node in enumerate(body) for call in m.findall(node, pattern)]
         if not found:
-            return Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
+            raise Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
         if len(found) > 1:
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]

@@ -14,8 +14,9 @@ from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, Unread, read_
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
-from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, class_site
 from patchgen.rewrite import (
+    at_end,
     edit_function,
     format_code,
     function_body,
@@ -35,6 +36,7 @@ class StackedExperts(SitePass):
         "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
     )
     expects = "one hit per list of experts; experts that upstream stacks are upstream's"
+    role = Role.EXPERTS
     EXAMPLES = (
         Example('''a list of modules becomes two stacks, its loop one call
         import torch
@@ -121,22 +123,18 @@ class StackedExperts(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        stacked = [
-            method_site(anatomy, info.name, "forward", f"{Role.EXPERTS}: {info.roles[Role.EXPERTS]}")
-            for info in anatomy.with_role(Role.EXPERTS, module)
-        ]
         lists = [
-            Site(info.name, info.name, info.node.lineno, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
+            class_site(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
             for info in anatomy.with_role(Role.EXPERT_LIST, module)
         ]
-        return [*stacked, *lists]
+        return [*super().sites(module, anatomy), *lists]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
             formula = read_experts(anatomy, info.name)
             if isinstance(formula, Unread):
-                return Missed(formula.expected, formula.found)
+                raise Missed(formula.expected, formula.found)
             if formula.is_transposed:
                 return Upstream(
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
@@ -144,23 +142,18 @@ class StackedExperts(SitePass):
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
         found = read_expert_list(anatomy, info)
         if isinstance(found, Unread):
-            return Missed(found.expected, found.found)
+            raise Missed(found.expected, found.found)
         experts, loop = found
         others = _other_users(anatomy, info, experts.attribute)
         if others:
-            return Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
-        dtype = _dtype_inside(loop)
-        if isinstance(dtype, Missed):
-            return dtype
+            raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
         name = stacked_name(anatomy, info.name)
-        text = render(
-            "stacked_experts.jinja", name=name, block=info.name, experts=experts, dtype=dtype, mark=self.mark
-        )
-        stacked = Block(text="\n\n" + format_code(text.lstrip("\n")))
+        told = {"name": name, "block": info.name, "experts": experts, "dtype": _dtype_inside(loop), "mark": self.mark}
+        stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
         block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
         block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
         if _uses(block.node, experts.attribute) != 2:  # built once, called once
-            return Missed(f"no use of self.{experts.attribute} but its loop", block.text)
+            raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -226,20 +219,16 @@ class StackedExperts(SitePass):
                     "Rename one with a hand edit in the model's config."
                 )
         arguments = ", ".join([*(f'"{name}"' for name in models), f"experts={projections!r}"])
-        call = format_code(f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
-        blocks = list(module.blocks)
-        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
-        blocks.insert(position, Block(text="\n\n" + call))
-        return module.with_blocks(blocks)
+        return at_end(module, f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
 
 
-def _dtype_inside(loop: ExpertLoop) -> str | Missed | None:
+def _dtype_inside(loop: ExpertLoop) -> str | None:
     """The accumulator's dtype in the names of the new class."""
     if loop.dtype is None or loop.dtype.startswith("torch."):
         return loop.dtype
     if loop.dtype == f"{loop.top_k_weights}.dtype":
         return "top_k_weights.dtype"
-    return Missed(
+    raise Missed(
         "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
     )
 
