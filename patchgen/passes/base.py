@@ -150,7 +150,6 @@ class SitePass(Pass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
-        del module, anatomy
         return ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -199,7 +198,6 @@ class SitePass(Pass):
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Remarks for the report, for example on variants that were left alone on purpose."""
-        del module, anatomy
         return ()
 
     def _miss_message(self, misses: Sequence[tuple[Site, Missed]]) -> str:

@@ -50,10 +50,6 @@ class CheckpointMapping(Pass):
         arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])
         code = f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n"
         if anatomy.upstream.version is not None:  # another file's _init_weights may rely on being skipped
-            code += f"ops.initialize_as_upstream({', '.join(_first_models(anatomy, models))})\n"
+            first = [name for name in models if not set(anatomy.classes[name].bases) & set(models)]
+            code += f"ops.initialize_as_upstream({', '.join(first)})\n"
         return Outcome(at_end(module, code), (Hit("module", 0, f"{len(models)} model classes"),))
-
-
-def _first_models(anatomy: Anatomy, models: list[str]) -> list[str]:
-    """The models of a file that no other model of it is above."""
-    return [name for name in models if not any(base in models for base in anatomy.classes[name].bases)]

@@ -46,7 +46,6 @@ class DeepstackSP(SitePass):
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        del anatomy
         rewriter = _OwnLevels(self.mark)
         edited = transform(block, rewriter)
         reads = list(m.findall(block.cst, _READ))

@@ -46,7 +46,7 @@ class FusedLoss(SitePass):
     expects = "one hit per causal head"
     role = Role.HEAD
     EXAMPLES = (
-        Example("""a plain head
+        Example("""a plain head, and one whose logits are capped
         import torch
         from torch import nn
 
@@ -75,13 +75,9 @@ class FusedLoss(SitePass):
       +         )
 
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
-        """),
-        Example("""logits that are capped
-        import torch
-        from torch import nn
 
 
-        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+        class ExampleCappedForCausalLM(ExamplePreTrainedModel, GenerationMixin):
             def __init__(self, config):
                 super().__init__(config)
                 self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)

@@ -35,7 +35,6 @@ class HostSyncLint(Pass):
         self.allow, self.strict = dict(allow or {}), strict
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        del anatomy
         found = [
             sync
             for where, function, excuse in TrainingPath(module).functions()

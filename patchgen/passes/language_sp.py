@@ -92,8 +92,6 @@ class LanguageSP(SitePass):
         return remarks
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        del anatomy
-
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)

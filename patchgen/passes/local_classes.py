@@ -50,7 +50,6 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        del anatomy
         imported = imported_names(statement for block in module for statement in block.statements)
         auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
         signs = []

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, own_attribute
+from patchgen.anatomy.classes import own_attribute
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
@@ -75,27 +75,13 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     """What the method, and the methods of the class that it calls, read off the model."""
-    read: set[str] = set()
-    seen: set[str] = set()
-    pending = [SOURCE]
-    while pending:
-        found = anatomy.method(name, pending.pop())
-        if found is None or found[1].name in seen:
-            continue
-        seen.add(found[1].name)
-        for attribute in _loads(found[1]):
-            if anatomy.method(name, attribute):
-                pending.append(attribute)
-            else:
-                read.add(attribute)
-    return read
-
-
-def _loads(method: FunctionNode) -> Iterator[str]:
-    for node in ast.walk(method):
-        attribute = own_attribute(node)
-        if attribute is not None and isinstance(node.ctx, ast.Load):
-            yield attribute
+    read = [SOURCE]
+    for attribute in read:  # grows
+        found = anatomy.method(name, attribute)
+        nodes = ast.walk(found[1]) if found is not None else ()
+        loaded = {own_attribute(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)} - {None}
+        read += sorted(loaded - set(read))
+    return {attribute for attribute in read if not anatomy.method(name, attribute)}
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:

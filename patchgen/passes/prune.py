@@ -146,12 +146,10 @@ class _DropMentions(cst.CSTTransformer):
         self._gone = gone
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        del original_node
         is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
         return self._without_gone(updated_node) if is_exports else updated_node
 
     def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
-        del original_node
         return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
 
     def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
@@ -169,11 +167,10 @@ class _DropMentions(cst.CSTTransformer):
         return node.with_changes(value=node.value.with_changes(elements=elements))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
-        del original_node
         orelse = updated_node.orelse
-        if isinstance(orelse, cst.If) and self._is_dead(orelse):
+        if isinstance(orelse, cst.If) and m.matches(orelse, _DEAD):
             updated_node = updated_node.with_changes(orelse=orelse.orelse)
-        if not self._is_dead(updated_node):
+        if not m.matches(updated_node, _DEAD):
             return updated_node
         rest = updated_node.orelse
         if rest is None:
@@ -184,7 +181,6 @@ class _DropMentions(cst.CSTTransformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """`isinstance(x, (A, Gone))` loses the element; `isinstance(x, Gone)` inside a larger test becomes False."""
-        del original_node
         if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
             return updated_node
         first, second = updated_node.args
@@ -204,5 +200,5 @@ class _DropMentions(cst.CSTTransformer):
             return updated_node
         return cst.Name("False")
 
-    def _is_dead(self, node: cst.If) -> bool:
-        return m.matches(node.test, m.Name("False"))
+
+_DEAD = m.If(test=m.Name("False"))

@@ -99,16 +99,20 @@ class SharedExperts(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(f"{info.name}.forward", info.name, info.methods["forward"].lineno, f"builds self.{shared} beside it")
+            Site(
+                f"{info.name}.forward",
+                info.name,
+                info.methods["forward"].lineno,
+                f"builds self.{parts[1][0]} beside it",
+            )
             for info in anatomy.classes.values()
             if module.has(info.name)
             and "forward" in info.methods
-            and _experts(anatomy, info.name)
-            and (shared := next(iter(_shared(anatomy, info.name)), None))
+            and all(parts := _routed_and_shared(anatomy, info.name))
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        (routed, *_), (shared, *_) = _experts(anatomy, site.block), _shared(anatomy, site.block)
+        (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
             calls = _find(forward, routed, shared)
@@ -136,25 +140,19 @@ class SharedExperts(SitePass):
         return insert_before(body, calls.routed, handle)
 
 
-def _experts(anatomy: Anatomy, name: str) -> list[str]:
-    """The attributes that hold routed experts."""
-    return [a for a, info in _built(anatomy, name) if Role.EXPERTS in info.roles]
-
-
-def _shared(anatomy: Anatomy, name: str) -> list[str]:
-    """MLPs that every token goes through, beside the routed experts: those with a gate, and others of several layers."""
-    return [a for a, info in _built(anatomy, name) if Role.MLP in info.roles or _is_dense(info)]
+def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
+    """The attributes that hold routed experts, and MLPs that every token goes through beside them: those with a gate, and
+    others of several layers."""
+    builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
+    built = [(build.attribute, anatomy.classes[build.target]) for build in builds]
+    routed = [attribute for attribute, info in built if Role.EXPERTS in info.roles]
+    return routed, [attribute for attribute, info in built if Role.MLP in info.roles or _is_dense(info)]
 
 
 def _is_dense(info: ClassInfo) -> bool:
     linear = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
     forward = info.methods.get("forward")
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
-
-
-def _built(anatomy: Anatomy, name: str) -> list[tuple[str, ClassInfo]]:
-    builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
-    return [(build.attribute, anatomy.classes[build.target]) for build in builds]
 
 
 def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
