@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.source import Block
+from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
 
+Marked = TypeVar("Marked", cst.SimpleStatementLine, cst.If, cst.BaseStatement)
 FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
 
 
@@ -104,6 +106,13 @@ def append_method(block: Block, code: str, comment: str) -> Block:
     return _with_members(block, lambda members: [*members, method])
 
 
+def at_end(module: Module, code: str) -> Module:
+    """The module with one more statement below its definitions, above `__all__` if it has one."""
+    position = next((i for i, block in enumerate(module) if "__all__" in block.binds), len(module.blocks))
+    new = Block(text=f"\n\n{format_code(code)}")
+    return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
+
+
 def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
     """`new` in the place of `old`, below the comments and blank lines that `old` had."""
     first, *rest = new
@@ -160,24 +169,44 @@ def uses_name(node: cst.CSTNode, name: str) -> bool:
     return found
 
 
-class WrapCalls(cst.CSTTransformer):
+def marked(node: Marked, mark: str) -> Marked:
+    """The statement below the comment of a pass."""
+    comment = cst.EmptyLine(comment=cst.Comment(f"# {mark}"))
+    return node.with_changes(leading_lines=[*node.leading_lines, comment])
+
+
+class MarkStatements(cst.CSTTransformer):
+    """Marks the statements of one line in which a subclass has set `changed`."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark, self.changed = mark, False
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self.changed = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        return marked(updated_node, self.mark) if self.changed else updated_node
+
+
+class WrapCalls(MarkStatements):
     """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
 
     `depth` is that of the node which is visited: 0 for a block, 1 for a method.
     """
 
     def __init__(self, wanted: Mapping[str, str], mark: str, more: Sequence[cst.Arg] = (), depth: int = 0) -> None:
-        self._wanted, self._mark, self._more = wanted, mark, more
+        super().__init__(mark)
+        self._wanted, self._more, self._depth = wanted, more, depth
         self.kinds: list[str] = []
-        self._changed = False
-        self._depth = depth
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
             return updated_node
         name = original_node.func.value
         self.kinds.append(self._wanted[name])
-        self._changed = True
+        self.changed = True
         return updated_node.with_changes(
             func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
             args=[cst.Arg(cst.Name(name)), *updated_node.args, *self._more],
@@ -190,14 +219,10 @@ class WrapCalls(cst.CSTTransformer):
         self._depth -= 1
         return updated_node
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._changed = False
-
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        if not self._changed:
+        if not self.changed:
             return updated_node
-        self._changed = False
-        (marked,) = statements(code_of(updated_node), self._depth, comment=self._mark)
-        return marked.with_changes(leading_lines=[*original_node.leading_lines, *marked.leading_lines])
+        (formatted,) = statements(code_of(updated_node), self._depth, comment=self.mark)
+        return formatted.with_changes(leading_lines=[*original_node.leading_lines, *formatted.leading_lines])

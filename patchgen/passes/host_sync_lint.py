@@ -24,18 +24,17 @@ class HostSyncLint(Pass):
     purpose = "Lists .item(), .tolist(), .nonzero() and `if tensor.any()` in the training path of generated forwards."
     expects = "nothing: findings are listed; with `strict`, a finding that is not allowed by name is an error"
     EXAMPLES = (
-        Example(
-            "reports, rewrites nothing",
-            before="class ExampleTower(nn.Module):\n    def forward(self, x, lengths):\n        return x.split(lengths.tolist())\n",
-            after="class ExampleTower(nn.Module):\n    def forward(self, x, lengths):\n        return x.split(lengths.tolist())\n",
-        ),
+        Example("""reports, rewrites nothing
+        class ExampleTower(nn.Module):
+            def forward(self, x, lengths):
+                return x.split(lengths.tolist())
+        """),
     )
 
     def __init__(self, allow: Mapping[str, str] | None = None, *, strict: bool = False) -> None:
         self.allow, self.strict = dict(allow or {}), strict
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        del anatomy
         found = [
             sync for where, function, excuse in training_functions(module) for sync in _syncs(where, function, excuse)
         ]
