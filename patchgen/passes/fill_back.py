@@ -10,7 +10,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import MarkStatements, code_of, edit_function, insert_at_start, marked, statements, transform
@@ -19,6 +19,7 @@ from patchgen.source import Block
 OWN = "ops.own_features"
 COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
+SCATTER = ".masked_scatter"
 
 
 class FillBack(SitePass):
@@ -64,7 +65,7 @@ class FillBack(SitePass):
         told = dict.fromkeys(towers_held_whole(anatomy, info, language), "hold_whole")
         builds = [build for build in anatomy.auto_builds(info.name) if build.attribute in language]
         told |= {b.attribute: "attend_only" for b in builds if anatomy.target_of(b) not in anatomy.classes}
-        rewriter = _FillBack(told, self.mark)
+        rewriter = _FillBack(told, embedding_names(info.methods["forward"]), self.mark)
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
@@ -95,6 +96,26 @@ def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
     return called & (built | set(info.attributes))
 
 
+def embedding_names(forward: FunctionNode) -> set[str]:
+    """The names that a forward hands on as `inputs_embeds`, by keyword or in a dict, and those that hold them too."""
+    nodes = list(ast.walk(forward))
+    named = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
+    for node in nodes:
+        if isinstance(node, ast.Dict):
+            named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
+    names = {_first_name(value) for name, value in named if name == "inputs_embeds"} - {""}
+    for node in reversed(nodes):  # `filled = rows.masked_scatter(...)`
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
+            names.add(_first_name(node.value))
+    copies = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id in names]
+    return names | {dotted(target) for node in copies for target in node.targets}
+
+
+def _first_name(value: ast.expr) -> str:
+    """`x` of `x`, `x.to(device)`."""
+    return dotted(value).partition(".")[0]
+
+
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
     """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
     passes for towers have divided."""
@@ -116,9 +137,9 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
 class _FillBack(MarkStatements):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
-    def __init__(self, told: Mapping[str, str], mark: str) -> None:
+    def __init__(self, told: Mapping[str, str], embeddings: set[str], mark: str) -> None:
         super().__init__(mark)
-        self._told = told
+        self._told, self._embeddings = told, embeddings
         self._function: list[str] = []
         self.scattered: list[str] = []
         self.odd: list[str] = []
@@ -142,8 +163,8 @@ class _FillBack(MarkStatements):
         return updated_node
 
     def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        receiver = code_of(original.func.value)
-        if len(original.args) != 2 or not re.search("embeds|hidden_states", receiver):
+        receiver = ast.parse(code_of(original.func.value), mode="eval").body
+        if len(original.args) != 2 or _first_name(receiver) not in self._embeddings:
             self.odd.append(code_of(original))
             return updated
         mask, features = (argument.value for argument in updated.args)

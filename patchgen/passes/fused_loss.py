@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -124,9 +124,7 @@ class FusedLoss(SitePass):
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        other = next(_own_losses(site.block, anatomy), None)
-        if other is not None:
-            raise Missed("the loss that transformers has for the class", other)
+        _check_own_losses(site.block, anatomy)
         terms: list[str] = []
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
@@ -212,7 +210,8 @@ def _find_region(forward: cst.FunctionDef) -> _Region:
     condition = body[end]
     logits, labels, rest = _loss_arguments(loss_line.body[0].value, forward)
     alone = len(condition.body.body) == 1 and condition.orelse is None
-    if not m.matches(condition.test, _is_not_none(labels)) or not alone:
+    has_labels = m.Comparison(m.Name(labels), [m.ComparisonTarget(m.IsNot(), m.Name("None"))])
+    if not m.matches(condition.test, has_labels) or not alone:
         raise Missed(f"`if {labels} is not None:` with the loss alone in it", code_of(condition))
     start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
     if start is None:
@@ -254,13 +253,14 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | 
     return None
 
 
-def _own_losses(owner: str, anatomy: Anatomy) -> Iterator[str]:
-    """Where a class and its ancestors give it a loss of its own."""
+def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a class or one of its ancestors gives it a loss of its own."""
     for info in anatomy.lineage(owner):
         for node in ast.walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
             if name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load):
-                yield f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                closest = f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                raise Missed("the loss that transformers has for the class", closest)
 
 
 def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
@@ -313,20 +313,10 @@ def _is_moved(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Call) and dotted(node.value.func) == f"{ast.unparse(node.targets[0])}.to"
 
 
-def _is_not_none(name: str) -> m.Comparison:
-    return m.Comparison(left=m.Name(name), comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))])
-
-
 def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
     """The right-hand side if the statement is a plain assignment to `name`."""
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return None
-    inner = node.body[0]
-    if isinstance(inner, cst.Assign) and len(inner.targets) == 1 and m.matches(inner.targets[0].target, m.Name(name)):
-        return inner.value
-    if isinstance(inner, cst.AnnAssign) and m.matches(inner.target, m.Name(name)):
-        return inner.value
-    return None
+    plain = m.Assign(targets=[m.AssignTarget(m.Name(name))]) | m.AnnAssign(target=m.Name(name))
+    return node.body[0].value if m.matches(node, m.SimpleStatementLine(body=[plain])) else None
 
 
 def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
