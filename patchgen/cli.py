@@ -158,13 +158,11 @@ def verify(
     """
     if outdated and directory is not None:
         raise ConfigError("--outdated is about the committed models, and --directory is none of them: leave one out.")
-    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
-    if ranks > 1:
-        layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp)
-        raise typer.Exit(commands.proof.verify_on_ranks(models or [], layout, **what))
-    if sp > 1 or ep > 1 or fsdp:
+    if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
         raise ConfigError("--sp, --ep and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
-    raise typer.Exit(commands.proof.verify(models or [], **what))
+    layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
+    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
+    raise typer.Exit(commands.proof.verify(models or [], layout, **what))
 
 
 @app.command()

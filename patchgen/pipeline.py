@@ -88,36 +88,31 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 
 
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
+    """Runs a pass and holds it to the hits that the config expects, if it does.
+
+    Where it expects none, a site that the pass would rewrite is an error, and a site of another form is not.
+    """
     expected = config.expect.get(current.name)
-    if isinstance(expected, Expect) and expected.hits == 0:
-        return _without_hits(current, module, anatomy, config, expected.reason)
-    outcome = current.apply(module, anatomy)
-    wanted = expected.hits if isinstance(expected, Expect) else expected
+    wanted, why = (expected.hits, f" ({expected.reason})") if isinstance(expected, Expect) else (expected, "")
+    nothing = f"no hits: {expected.reason}" if isinstance(expected, Expect) and not wanted else None
+    try:
+        outcome = current.apply(module, anatomy)
+    except PassMismatch:
+        if nothing is None:
+            raise
+        return Outcome(module, notes=(nothing,))  # signs of a site, or one of another form: what the reason is about
     if wanted is not None and len(outcome.hits) != wanted:
         listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in (*outcome.hits, *outcome.upstream)) or "  none"
         raise PassMismatch(
             f"The pass '{current.name}' has {len(outcome.hits)} hits on {anatomy.upstream.origin}, and the config of "
-            f"'{config.model}' expects {wanted}. Hits, and sites that upstream serves:\n{listed}\n"
+            f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
+            f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
             f"patchgen/model_configs/{config.model}.py."
         )
-    return outcome
-
-
-def _without_hits(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig, reason: str) -> Outcome:
-    """A pass of which the config says that it has nothing to do. It runs: a site that it would rewrite is an error."""
-    try:
-        outcome = current.apply(module, anatomy)
-    except PassMismatch:  # signs of a site, or a site of another form: what the reason is about
-        return Outcome(module, notes=(f"no hits: {reason}",))
-    if outcome.hits:
-        listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in outcome.hits)
-        raise PassMismatch(
-            f"The config of '{config.model}' says that the pass '{current.name}' has nothing to do ({reason}), and it "
-            f"has {len(outcome.hits)} hits on {anatomy.upstream.origin}:\n{listed}\n"
-            f"  ways out review them, and remove the expectation from patchgen/model_configs/{config.model}.py."
-        )
-    return Outcome(module, upstream=outcome.upstream, notes=(f"no hits: {reason}", *outcome.notes))
+    if nothing is None:
+        return outcome
+    return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
 
 
 def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:

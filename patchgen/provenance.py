@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -138,33 +137,27 @@ def _sha256_of(path: Path) -> str | None:
 
 
 def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
-    """Writes the files of a generated model; returns those that changed.
-
-    Each file is written beside its place and renamed, so a crash leaves the old one whole; a lock on the folder keeps
-    two runs from mixing.
+    """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
 
     Raises:
         StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not force:
             _refuse_to_lose_edits(directory, generated)
         wanted = {directory / name: text for name, text in generated.files.items()}
         changed = {path: text for path, text in wanted.items() if not _holds(path, text)}
-        with _staged(changed) as temporary:
-            for path in changed:
-                os.replace(temporary[path], path)
+        write_whole(changed)
         return list(changed)
+    finally:
+        os.close(descriptor)
 
 
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_bytes() == text.encode()
-
-
-@contextlib.contextmanager
-def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
-    """Temporary files beside their places, all written before the first is renamed, none left behind."""
+def write_whole(files: Mapping[Path, str]) -> None:
+    """Writes files beside their places, all of them before the first is renamed: a crash leaves the old ones whole."""
     temporary: dict[Path, str] = {}
     try:
         for path, text in files.items():
@@ -172,10 +165,15 @@ def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
             with open(descriptor, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
             os.chmod(temporary[path], 0o644)
-        yield temporary
+        for path, name in temporary.items():
+            os.replace(name, path)
     finally:
         for name in temporary.values():
             Path(name).unlink(missing_ok=True)
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
 
 
 def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
@@ -199,13 +197,3 @@ def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
                 "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
                 "or give --force to overwrite them."
             )
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

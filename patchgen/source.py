@@ -133,39 +133,16 @@ def parse(text: str, path: str = "<source>") -> Module:
     return Module(header="".join(lines[:header_end]), blocks=tuple(blocks), footer="".join(lines[cursor:]), path=path)
 
 
-def bound_names(statement: ast.stmt) -> list[str]:
+def bound_names(statement: ast.AST) -> list[str]:
     """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included."""
-    names: list[str] = []
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
-    for node in (
-        ast.walk(statement) if not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With) else ()
-    ):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-    if names or not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
-        return names
-    for child in _header_expressions(statement):
-        names += [n.id for n in ast.walk(child) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    for child in _nested_statements(statement):
-        names += bound_names(child)
-    return names
-
-
-def _nested_statements(statement: ast.stmt) -> Iterator[ast.stmt]:
-    for field in ("body", "orelse", "finalbody"):
-        yield from getattr(statement, field, [])
-    for handler in getattr(statement, "handlers", []):
-        yield from handler.body
-
-
-def _header_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    for field in ("test", "target", "iter"):
-        if hasattr(statement, field):
-            yield getattr(statement, field)
-    yield from getattr(statement, "items", [])
+    match statement:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [statement.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+        case ast.Name(ctx=ast.Store()):
+            return [statement.id]
+    return [name for child in ast.iter_child_nodes(statement) for name in bound_names(child)]
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import time
 from pathlib import Path
@@ -14,12 +13,15 @@ from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
+from patchgen.commands import records, sweeping
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 
 console = Console(highlight=False)
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
+PLUMBING = ("prune", "absolute_imports")
 
 
 def generate(
@@ -58,14 +60,9 @@ def generate(
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
     table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
-    for column, justify in (
-        ("pass", "left"),
-        ("hits", "right"),
-        ("upstream", "right"),
-        ("lines", "right"),
-        ("ms", "right"),
-    ):
-        table.add_column(column, justify=justify)
+    table.add_column("pass")
+    for column in ("hits", "upstream", "lines", "ms"):
+        table.add_column(column, justify="right")
     for step in generated.steps:
         hits, served = len(step.outcome.hits), len(step.outcome.upstream)
         lines = step.changed_lines if step.name != "prune" else 0
@@ -97,11 +94,6 @@ def _short(path: Path) -> str:
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)
 
 
-def committed() -> list[str]:
-    """The models in `generated_models/`."""
-    return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
-
-
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and what is recorded of models and types with what
     it depends on; prints the differing lines and the old records. 0 if all agree."""
@@ -125,8 +117,6 @@ def check(models: list[str]) -> int:
 
 def _old_records(names: list[str], *, with_rows: bool) -> bool:
     """Whether a proof beside these models, or a row of the coverage, does not hold for the sources that stand here."""
-    from patchgen.commands import records, sweeping
-
     found = records.stale_proofs(names)
     path = records.path_in(None)
     if with_rows and path.is_file():
@@ -206,28 +196,14 @@ def _orphans(known: list[str]) -> list[str]:
 
 def list_models() -> None:
     """A line per committed model."""
-    table = Table()
-    for column in ("model", "upstream", "passes with hits", "lines", "proof"):
-        table.add_column(column)
-    for name in committed():
-        directory = provenance.generated_root() / name
-        record = provenance.read(directory)
-        hits = ", ".join(
-            p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
-        )
-        lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
-        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), _proof_state(directory, name))
+    table = Table("model", "upstream", "passes with hits", "lines", "proof")
+    for model in map(Committed, committed()):
+        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
+        version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
+        none = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
+        proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": none})
+        table.add_row(model.name, version, ", ".join(hits), lines, proof["status"])
     console.print(table)
-
-
-def _proof_state(directory: Path, name: str) -> str:
-    """What `verify.json` says, if it is of the very file that stands there."""
-    path = directory / "verify.json"
-    if not path.is_file():
-        return "not proven"
-    proof = json.loads(path.read_text(encoding="utf-8"))
-    present = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
-    return proof["status"] if proof["sha256"] == present else "stale proof"
 
 
 def upgrade(models: list[str], version: str | None) -> int:
@@ -255,7 +231,7 @@ def upgrade(models: list[str], version: str | None) -> int:
                 console.print(f"  {label:8}{symbol}{touched}")
         for step in generated.steps:
             hits = len(step.outcome.hits)
-            if hits != old_hits.get(step.name, 0) and step.name not in ("prune", "absolute_imports"):
+            if hits != old_hits.get(step.name, 0) and step.name not in PLUMBING:
                 console.print(f"  hits    {step.name}: {old_hits.get(step.name, 0)} -> {hits}")
         for symbol, reason in facts["census"].items():
             if reason != (before := record.get("census", {}).get(symbol, reason)):

@@ -2,49 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import provenance
-from patchgen.commands import records, support_matrix
-from patchgen.commands.generation import committed
-from patchgen.commands.models_page import write_models_page
+from patchgen.commands import models_page, records, support_matrix
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed
 from patchgen.errors import ConfigError, UpstreamNotFound
-
-
-def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None, outdated: bool = False) -> int:
-    """Proves models, prints a table each, writes `verify.json` beside each file and docs/models.md; 0 if all are proven.
-
-    With a directory, that file alone is proven, and nothing is written outside of it.
-    """
-    names = _names(models, every=every, directory=directory)
-    if outdated:
-        names = [name for name in names if not records.proof_holds(name)]
-
-    from patchgen.runtime import registry
-    from patchgen.runtime.compatibility import ReleaseMismatch
-    from patchgen.runtime.verify import report
-    from patchgen.runtime.verify.small_config import SmallConfigError
-    from patchgen.runtime.verify.verify_model import NoUpstreamError, verify_model
-
-    key = records.present_key()
-    failed = []
-    for name in names:
-        try:
-            proof = verify_model(name, directory=directory, head=head)
-        except registry.UnknownModelError as error:
-            raise UpstreamNotFound(str(error)) from error
-        except (NoUpstreamError, ReleaseMismatch, SmallConfigError) as error:
-            raise ConfigError(f"'{name}' cannot be proven: {error}") from error
-        report.print_proof(proof)
-        folder = directory or provenance.generated_root() / name
-        report.write_proof(proof, folder, records.made_with(key["prover"], key))
-        if not proof.is_proven:
-            failed.append(name)
-    if directory is None:
-        write_models_page()
-        support_matrix.write()
-    return 1 if failed else 0
 
 
 @dataclass(frozen=True)
@@ -72,50 +38,66 @@ class Layout:
         return f"{self.ranks} ranks, {shared}, {'FSDP' if self.fsdp else 'whole parameters'}"
 
 
-def verify_on_ranks(
-    models: list[str],
-    layout: Layout,
-    *,
-    every: bool,
-    directory: Path | None,
-    head: str | None,
-    outdated: bool = False,
+def verify(
+    models: list[str], layout: Layout | None, *, every: bool, directory: Path | None, head: str | None, outdated: bool
 ) -> int:
-    """Proves models on gloo processes against upstream's class on one; writes `verify_ranks.json`; 0 if all agree.
+    """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
 
-    With a directory, that file alone is proven, and nothing is written outside of it.
+    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file, and the pages that tell of them. With
+    a directory, that file alone is proven, and nothing is written outside of it.
     """
     names = _names(models, every=every, directory=directory)
     if outdated:
-        names = [name for name in names if not records.proof_holds(name, layout.name)]
+        how = layout.name if layout else IN_ONE_PROCESS
+        names = [name for name in names if not records.proof_holds(name, how)]
 
     from patchgen.runtime import registry
+
+    proven = _prove_on_ranks(names, layout, directory, head) if layout else _prove(names, directory, head)
+    try:
+        failed = [is_proven for is_proven in proven if not is_proven]
+    except registry.UnknownModelError as error:
+        raise UpstreamNotFound(str(error)) from error
+    if directory is None:
+        models_page.write()
+        support_matrix.write()
+    return 1 if failed else 0
+
+
+def _prove(names: list[str], directory: Path | None, head: str | None) -> Iterator[bool]:
+    """For each model, once its proof is written, whether it is proven."""
+    from patchgen.runtime.compatibility import ReleaseMismatch
+    from patchgen.runtime.verify import report
+    from patchgen.runtime.verify.small_config import SmallConfigError
+    from patchgen.runtime.verify.verify_model import NoUpstreamError, verify_model
+
+    key = records.present_key()
+    for name in names:
+        try:
+            proof = verify_model(name, directory=directory, head=head)
+        except (NoUpstreamError, ReleaseMismatch, SmallConfigError) as error:
+            raise ConfigError(f"'{name}' cannot be proven: {error}") from error
+        report.print_proof(proof)
+        report.write_proof(proof, directory or Committed(name).folder, records.made_with(key["prover"], key))
+        yield proof.is_proven
+
+
+def _prove_on_ranks(names: list[str], layout: Layout, directory: Path | None, head: str | None) -> Iterator[bool]:
+    """The same on gloo processes."""
     from patchgen.runtime.verify import media_ranks, rank_report
     from patchgen.runtime.verify.ranks import RankPool
 
     key = records.present_key()
-    failed = []
-    pool = RankPool(layout.ranks)
-    try:
+    with contextlib.closing(RankPool(layout.ranks)) as pool:
         for name in names:
-            try:
-                subject = media_ranks.find(directory.resolve() if directory else name)
-            except registry.UnknownModelError as error:
-                raise UpstreamNotFound(str(error)) from error
+            subject = media_ranks.find(directory.resolve() if directory else name)
             results = media_ranks.verify_on_ranks(
                 subject.directory, pool, sp=layout.sp, ep=layout.ep, fsdp=layout.fsdp, head=head
             )
             rank_report.print_results(name, layout.name, results)
             made_with = records.made_with(key["rank_prover"], key)
             rank_report.write_results(subject.file, layout.name, results, made_with)
-            if not results or any(one.reason for one in results):
-                failed.append(name)
-    finally:
-        pool.close()
-    if directory is None:
-        write_models_page()
-        support_matrix.write()
-    return 1 if failed else 0
+            yield bool(results) and not any(one.reason for one in results)
 
 
 def _names(models: list[str], *, every: bool, directory: Path | None) -> list[str]:
