@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchgen import emit, provenance, source
-from patchgen.anatomy import Anatomy, Role, study
+from patchgen.anatomy import Anatomy, study
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import PASSES, default_pipeline, pass_named
@@ -45,7 +45,6 @@ class Step:
 class Generated:
     """A generated model: its files as text, and how they came about."""
 
-    model: str
     upstream: Upstream
     config: ModelConfig
     anatomy: Anatomy
@@ -55,14 +54,17 @@ class Generated:
     provenance: str  # JSON
 
     @property
+    def model(self) -> str:
+        return self.upstream.model
+
+    @property
     def files(self) -> dict[str, str]:
         """File name -> text, as they stand in `generated_models/<model>/`."""
-        return {
-            f"modeling_{self.model}.py": self.text,
-            f"modeling_{self.model}.diff": self.diff,
-            "provenance.json": self.provenance,
-            **self.upstream.siblings,
-        }
+        return _files(self.upstream, self.text, self.diff) | {"provenance.json": self.provenance}
+
+
+def _files(upstream: Upstream, text: str, diff: str) -> dict[str, str]:
+    return {f"modeling_{upstream.model}.py": text, f"modeling_{upstream.model}.diff": diff, **upstream.siblings}
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
@@ -156,11 +158,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     diff = emit.diff(
         upstream.model, upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above
     )
-    heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
-    facts = provenance.record(
-        upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
-    )
-    return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+    facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff))
+    return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 
 def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:
@@ -211,4 +210,4 @@ def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy
     diff = emit.diff(
         upstream.model, upstream, original.text, module.text, (), (), before_lines=before_lines, lines_above=0
     )
-    return Generated(upstream.model, upstream, config, anatomy, (), module.text, diff, "{}\n")
+    return Generated(upstream, config, anatomy, (), module.text, diff, "{}\n")

@@ -9,15 +9,15 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import __version__
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
-from patchgen.model_configs import ModelConfig
 from patchgen.source import Module
 from patchgen.source_closure import symbol_hash
 from patchgen.upstream import Upstream
@@ -39,56 +39,46 @@ def command(upstream: Upstream) -> str:
 
 
 def record(
-    upstream: Upstream,
-    config: ModelConfig,
-    anatomy: Anatomy,
-    module: Module,
-    steps: Sequence[Step],
-    dropped: Sequence[str],
-    roots: Sequence[str],
-    heads: Sequence[str],
-    text: str,
-    diff: str,
+    upstream: Upstream, steps: Sequence[Step], roots: Sequence[str], dropped: Sequence[str], files: dict
 ) -> str:
-    """`provenance.json`, byte-stable: no time, no machine."""
+    """`provenance.json`, byte-stable: no time, no machine.
+
+    Args:
+        files: file name -> text of what was generated, the modeling file first, and of what is copied along.
+    """
+    anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
     models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
-    symbols = {
-        name: symbol_hash(node)
-        for table in ({n: i.node for n, i in anatomy.classes.items()}, anatomy.functions)
-        for name, node in table.items()
-        if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
-    }
+    heads = [name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles]
+    heads = heads or list(roots)
+    nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
+    hashes = [_sha256(text.encode()) for text in files.values()]
     facts = {
         "model": upstream.model,
         "patchgen": __version__,
-        "upstream": {
-            "version": upstream.version,
-            "module": upstream.module,
-            "path": upstream.path,
-            "sha256": upstream.sha256,
-        },
+        "upstream": {name: getattr(upstream, name) for name in ("version", "module", "path", "sha256")},
         "command": command(upstream),
         "roots": list(roots),
-        "heads": list(heads),
+        "heads": heads,
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
         "passes": [
             {
                 "name": step.name,
-                "hits": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.hits],
-                "upstream": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.upstream],
+                "hits": [asdict(hit) for hit in step.outcome.hits],
+                "upstream": [asdict(hit) for hit in step.outcome.upstream],
                 "notes": list(step.outcome.notes),
             }
             for step in steps
         ],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
-        "symbols": symbols,
-        "generated_sha256": _sha256(text.encode()),
-        "other_sha256": {
-            f"modeling_{upstream.model}.diff": _sha256(diff.encode()),
-            **{name: _sha256(sibling.encode()) for name, sibling in upstream.siblings.items()},
+        "symbols": {
+            name: symbol_hash(node)
+            for name, node in nodes.items()
+            if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
         },
+        "generated_sha256": hashes[0],
+        "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 

@@ -4,38 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import provenance
 from patchgen.commands import models_page, records, support_matrix
 from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed
 from patchgen.errors import ConfigError, UpstreamNotFound
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How ranks share the work: in groups of `sp` that share a sequence, of `ep` that share the experts."""
-
-    ranks: int
-    sp: int = 1
-    ep: int = 1
-    fsdp: bool = False
-
-    def __post_init__(self) -> None:
-        for option, size, who in (("--sp", self.sp, "a sequence"), ("--ep", self.ep, "the experts")):
-            if self.ranks % size:
-                raise ConfigError(
-                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {who} form whole groups."
-                )
-        if self.ep > 1 and not self.fsdp:
-            raise ConfigError(f"--ep {self.ep} divides experts over ranks, which FSDP2 does: add --fsdp.")
-
-    @property
-    def name(self) -> str:
-        """How the record calls it: `4 ranks, sp 2, FSDP`."""
-        shared = f"sp {self.sp}, ep {self.ep}" if self.ep > 1 else f"sp {self.sp}"
-        return f"{self.ranks} ranks, {shared}, {'FSDP' if self.fsdp else 'whole parameters'}"
+from patchgen.runtime.verify.layout import Layout
 
 
 def verify(

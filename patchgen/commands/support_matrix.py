@@ -13,6 +13,7 @@ from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
 from patchgen.commands.records import LAYOUTS
 from patchgen.errors import PatchgenError
+from patchgen.templates import render
 
 NOT_MEASURED = "not measured"
 
@@ -31,23 +32,11 @@ def support_matrix() -> str:
     for layout, name in LAYOUTS.items():
         compared = [cell for ranks in of_text.values() if (cell := ranks.get(layout)) and cell.get("applies", True)]
         counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
-    total = f"Of all types of this release agree: {', '.join(counts)}."
-    lines = ["", "Text:", "", *_table(text), "", "Images, video and audio:", "", *_table(media), "", total, "", ""]
-    return "\n".join(lines)
+    return render("support_matrix.jinja", text=text, media=media, counts=counts, not_measured=NOT_MEASURED)
 
 
 def _text_rows() -> list[dict]:
     return [row for (takes_media, _), row in records.read(records.path_in(None)).items() if not takes_media]
-
-
-def _table(cells: dict[str, dict[str, str]]) -> list[str]:
-    """One row per model, one column per layout."""
-    columns = sorted({layout for row in cells.values() for layout in row})
-    rows = [
-        f"| {name} | {' | '.join(row.get(column, NOT_MEASURED) for column in columns)} |"
-        for name, row in cells.items()
-    ]
-    return [f"| model | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}", *rows]
 
 
 def _cell(result: dict | None) -> str:
