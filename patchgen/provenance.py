@@ -114,8 +114,12 @@ def read(directory: Path) -> dict:
 
 def edited_files(directory: Path, facts: dict) -> list[str]:
     """The files of a generated model that are not what its record says was written; a missing one is among them."""
-    recorded = {f"modeling_{facts['model']}.py": facts["generated_sha256"], **facts.get("other_sha256", {})}
-    return [name for name, sha256 in recorded.items() if _sha256_of(directory / name) != sha256]
+    return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
+
+
+def _recorded(facts: dict) -> dict[str, str]:
+    """File name -> the hash of what was written."""
+    return {f"modeling_{facts['model']}.py": facts["generated_sha256"], **facts.get("other_sha256", {})}
 
 
 def _sha256(content: bytes) -> str:
@@ -168,9 +172,7 @@ def _holds(path: Path, text: str) -> bool:
 
 def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
     """Raises where a file stands that patchgen did not write, or that was changed since."""
-    has_record = (directory / "provenance.json").is_file()
-    facts = read(directory) if has_record else {}
-    recorded = {f"modeling_{generated.model}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
+    recorded = _recorded(read(directory)) if (directory / "provenance.json").is_file() else {}
     for name, text in generated.files.items():
         path = directory / name
         if name == "provenance.json" or not path.is_file() or _holds(path, text):  # or a run ended between two renames

@@ -50,9 +50,7 @@ class Block:
     @property
     def is_docstring(self) -> bool:
         node = self.node
-        return (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
+        return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
     @property
     def cst(self) -> cst.Module:
@@ -85,13 +83,14 @@ class Module:
         Raises:
             KeyError: there is none.
         """
-        for block in reversed(self.blocks):
-            if block.name == name:
-                return block
-        raise KeyError(name)
+        return self._named[name]
 
     def has(self, name: str) -> bool:
-        return any(block.name == name for block in self.blocks)
+        return name in self._named
+
+    @functools.cached_property
+    def _named(self) -> dict[str, Block]:
+        return {block.name: block for block in self.blocks if block.name}
 
     def swap(self, old: Block, *new: Block) -> Module:
         """This module with `old` replaced by any number of blocks."""

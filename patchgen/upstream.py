@@ -267,10 +267,7 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
     configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
     configs = read_configs(_read_source(configuration), str(configuration)) if configuration.is_file() else {}
-    if inside:
-        module, siblings = ".".join(parts[inside[-1] :]), {}
-    else:
-        module, siblings = f"patchgen.generated_models.{model}.{source.stem}", _siblings(source, text)
+    module = ".".join(parts[inside[-1] :]) if inside else f"patchgen.generated_models.{model}.{source.stem}"
     return Upstream(
         model=model,
         text=text,
@@ -280,7 +277,7 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
         path=source.name,
         given=given,
         configs=configs,
-        siblings=siblings,
+        siblings={} if inside else _siblings(source, text),
     )
 
 
@@ -347,16 +344,16 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
     for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
         if not isinstance(key, ast.Constant):
             continue
+        stated = {"config_class": value}
         if isinstance(value, ast.Call):
-            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
-            config_class = arguments.get("config_class", value.args[0] if value.args else None)
-            kind = arguments.get("model_type")
-            found[key.value] = SubConfig(
-                ast.unparse(config_class) if config_class is not None else "AutoConfig",
-                kind.value if isinstance(kind, ast.Constant) else None,
-            )
-        else:
-            found[key.value] = SubConfig(ast.unparse(value))
+            stated = dict(zip(("config_class",), value.args, strict=False)) | {
+                one.arg: one.value for one in value.keywords
+            }
+        config_class, kind = stated.get("config_class"), stated.get("model_type")
+        found[key.value] = SubConfig(
+            "AutoConfig" if config_class is None else ast.unparse(config_class),
+            kind.value if isinstance(kind, ast.Constant) else None,
+        )
     return found
 
 
@@ -387,9 +384,8 @@ def _pairs(table: ast.expr) -> dict[str, str]:
 
 def cache_directory() -> Path:
     """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
-    configured = os.environ.get("PATCHGEN_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(configured) if configured else base / "patchgen"
+    return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
 
 
 def _wheel(version: str, present: str | None) -> Path:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import emit, provenance
+from patchgen.errors import UpstreamNotFound
 
 IN_ONE_PROCESS = ""
 
@@ -53,6 +54,18 @@ class Committed:
 def committed() -> list[str]:
     """The models in `generated_models/`."""
     return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
+
+
+def named(models: list[str], *, every: bool) -> list[str]:
+    """The models that a command was given, or every committed one.
+
+    Raises:
+        UpstreamNotFound: there are none.
+    """
+    names = committed() if every else models
+    if not names:
+        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    return names
 
 
 def docs() -> Path:

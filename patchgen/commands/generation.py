@@ -7,18 +7,16 @@ import json
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import records, sweeping
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed, named
+from patchgen.commands.console import console, print_diff
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
-
-console = Console(highlight=False)
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
 PLUMBING = ("prune", "absolute_imports")
@@ -35,9 +33,7 @@ def generate(
     force: bool,
 ) -> None:
     """Generates models and writes their files."""
-    names = committed() if every else models
-    if not names:
-        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    names = named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
@@ -64,10 +60,9 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
     for column in ("hits", "upstream", "lines", "ms"):
         table.add_column(column, justify="right")
     for step in generated.steps:
-        hits, served = len(step.outcome.hits), len(step.outcome.upstream)
         lines = step.changed_lines if step.name != "prune" else 0
-        figures = [str(value) if value else "-" for value in (hits, served, lines)]
-        table.add_row(step.name, *figures, f"{step.seconds * 1000:.0f}")
+        figures = (len(step.outcome.hits), len(step.outcome.upstream), lines)
+        table.add_row(step.name, *(str(value or "-") for value in figures), f"{step.seconds * 1000:.0f}")
     console.print(table)
     for step in generated.steps:
         for note in step.outcome.notes:
@@ -106,7 +101,9 @@ def check(models: list[str]) -> int:
     known = committed()
     _refuse_unknown(names, known)
     states = [_state(name) for name in names]
-    orphans = [] if models else _orphans(known)
+    root = provenance.generated_root()
+    folders = [] if models else [path for path in sorted(root.iterdir()) if any(path.glob("*.py"))]
+    orphans = [folder.name for folder in folders if folder.name not in known]
     for folder in orphans:
         console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
@@ -175,23 +172,16 @@ def _state_without_source(name: str, directory: Path, record: dict) -> str:
 
 def _show_stale(path: Path, present: str, wanted: str) -> None:
     old, new = present.split("\n"), wanted.split("\n")
-    line = next(
-        (i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1
-    )
+    pairs = enumerate(zip(old, new, strict=False), start=1)
+    line = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)) + 1)
     console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
     if [text.removesuffix("\r") for text in old] == new:
         console.print("its line endings are not those that were generated (CRLF for LF)")
         return
     lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
-    for text in lines[:40]:
-        console.print(text, markup=False, style="green" if text[:1] == "+" else "red" if text[:1] == "-" else None)
+    print_diff(lines[:40])
     if len(lines) > 40:
         console.print(f"... {len(lines) - 40} more lines")
-
-
-def _orphans(known: list[str]) -> list[str]:
-    root = provenance.generated_root()
-    return [p.name for p in sorted(root.iterdir()) if p.is_dir() and any(p.glob("*.py")) and p.name not in known]
 
 
 def list_models() -> None:
@@ -221,12 +211,15 @@ def upgrade(models: list[str], version: str | None) -> int:
             continue
         facts = json.loads(generated.provenance)
         old, new = record["symbols"], facts["symbols"]
-        changed = sorted(symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol])
-        gone, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+        changes = {
+            "changed": [symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol]],
+            "gone": old.keys() - new.keys(),
+            "added": new.keys() - old.keys(),
+        }
         sites = {hit["site"].split(".")[0] for p in facts["passes"] for hit in p["hits"]}
         console.print(f"{name}: {record['upstream']['version']} -> {generated.upstream.version}")
-        for label, symbols in (("changed", changed), ("gone", gone), ("added", added)):
-            for symbol in symbols:
+        for label, symbols in changes.items():
+            for symbol in sorted(symbols):
                 touched = " (a pass rewrites it)" if symbol in sites else ""
                 console.print(f"  {label:8}{symbol}{touched}")
         for step in generated.steps:
@@ -236,6 +229,6 @@ def upgrade(models: list[str], version: str | None) -> int:
         for symbol, reason in facts["census"].items():
             if reason != (before := record.get("census", {}).get(symbol, reason)):
                 console.print(f"  census  {symbol}: {before} -> {reason}")
-        if not (changed or gone or added):
+        if not any(changes.values()):
             console.print("  no class or function changed")
     return 1 if failed else 0

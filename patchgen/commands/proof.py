@@ -8,7 +8,7 @@ from pathlib import Path
 
 from patchgen import provenance
 from patchgen.commands import models_page, records, support_matrix
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, named
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.verify.layout import Layout
 
@@ -78,10 +78,7 @@ def _prove_on_ranks(names: list[str], layout: Layout, directory: Path | None, he
 def _names(models: list[str], *, every: bool, directory: Path | None) -> list[str]:
     """The models that a command is about; with a directory, the one in it."""
     if directory is None:
-        names = committed() if every else models
-        if not names:
-            raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
-        return names
+        return named(models, every=every)
     record = provenance.read(directory)  # a folder that is none is named before torch is loaded
     if every or len(models) > 1:
         raise ConfigError(f"--directory {directory} is one model, and several were named. Name one, or none.")

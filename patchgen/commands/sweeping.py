@@ -8,13 +8,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import Progress
+from rich.progress import track
 
 from patchgen import source, upstream
 from patchgen.anatomy import Anatomy, Role, media, study
 from patchgen.anatomy.roles import AUDIO_INPUTS
 from patchgen.commands import records, source_keys, support_matrix
+from patchgen.commands.console import console
 from patchgen.commands.examination import (
     CAUSAL_MAP,
     EAGER_ONLY,
@@ -28,8 +28,6 @@ from patchgen.commands.examination import (
     row,
 )
 from patchgen.errors import ConfigError
-
-console = Console(highlight=False)
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
@@ -56,24 +54,22 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     known = {kind: "" if fresh else _proven_bytes(rows.get((takes_media, kind)), key) for kind in wanted}
     sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
     todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("sweeping", total=len(wanted), completed=len(wanted) - len(todo))
-        for found in _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media):
-            kind = found["model_type"]
-            found["family"] = _family(kind, release) if takes_media else TEXT
-            place = (takes_media, kind)
-            before = rows.get(place, {})
-            generated = found.pop("generated")
-            made_with = records.row_key(generated, key)
-            kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
-            rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
-            if not records.needs_ranks(rows[place]):
-                rows[place].pop("ranks", None)
-            records.write(path, rows)
-            progress.update(task, advance=1, description=kind)
-            if not console.is_terminal:
-                told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
-                console.print(f"{kind}: {told}", soft_wrap=True)
+    made = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
+    for found in track(made, "sweeping", len(todo), console=console, disable=not console.is_terminal):
+        kind = found["model_type"]
+        found["family"] = _family(kind, release) if takes_media else TEXT
+        place = (takes_media, kind)
+        before = rows.get(place, {})
+        generated = found.pop("generated")
+        made_with = records.row_key(generated, key)
+        kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
+        rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
+        if not records.needs_ranks(rows[place]):
+            rows[place].pop("ranks", None)
+        records.write(path, rows)
+        if not console.is_terminal:
+            told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
+            console.print(f"{kind}: {told}", soft_wrap=True)
     records.write(path, rows)
     if output is None:
         support_matrix.write()
