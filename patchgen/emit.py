@@ -140,7 +140,6 @@ def summary(outcome: Outcome) -> str:
 
 
 def diff(
-    model: str,
     upstream: Upstream,
     before: str,
     after: str,
@@ -160,7 +159,7 @@ def diff(
     """
     head = render(
         "diff_head.jinja",
-        model=model,
+        model=upstream.model,
         upstream=f"{upstream.origin} ({upstream.path})",
         dropped=textwrap.wrap(", ".join(dropped), 110),
         roots=", ".join(roots),
@@ -169,7 +168,7 @@ def diff(
         before.splitlines(keepends=True),
         after.splitlines(keepends=True),
         fromfile=f"a/{upstream.path}",
-        tofile=f"b/generated_models/{model}/modeling_{model}.py",
+        tofile=f"b/generated_models/{upstream.model}/modeling_{upstream.model}.py",
         n=3,
     )
     return head + "".join(_renumbered(line, before_lines, lines_above) for line in lines)

@@ -117,13 +117,12 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
     return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
 
 
-def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:
+def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated:
     """Generates one model.
 
     Args:
         upstream: the source.
         config: what is particular to the model; by default its file in `model_configs`, if any.
-        passes: by default the pipeline of `config`. An empty sequence makes imports absolute and changes nothing else.
 
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
@@ -131,21 +130,16 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     config = config or config_for(upstream.model)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
-    if passes is None:
-        passes = default_pipeline(config)
-    if not passes:
-        return _verbatim(upstream, config, original, anatomy)
-
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
-    steps = run_passes(original, anatomy, passes, config)
+    steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
     _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
 
-    command = provenance.command(upstream)
-    record = emit.header(module, upstream, [(s.name, s.outcome) for s in steps], command)
+    outcomes = [(step.name, step.outcome) for step in steps]
+    record = emit.header(module, upstream, outcomes, provenance.command(upstream))
     text = record + "".join(block.text for block in module) + module.footer
     emit.check_parses(text, upstream.path)
 
@@ -155,9 +149,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
     lines_above = text.count("\n") - body.count("\n")
-    diff = emit.diff(
-        upstream.model, upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above
-    )
+    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above)
     facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff))
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
@@ -199,15 +191,3 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
             f"`allow_sync` of '{config.model}' names {', '.join(unknown)}, which {original.path} does not have or prune "
             f"dropped. Nearest: {', '.join(nearest) or 'none'}."
         )
-
-
-def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy: Anatomy) -> Generated:
-    """An empty pipeline: upstream's file with absolute imports."""
-    from patchgen.passes.absolute_imports import AbsoluteImports
-
-    module = AbsoluteImports().apply(original, anatomy).module
-    before_lines = range(1, original.text.count("\n") + 1)
-    diff = emit.diff(
-        upstream.model, upstream, original.text, module.text, (), (), before_lines=before_lines, lines_above=0
-    )
-    return Generated(upstream, config, anatomy, (), module.text, diff, "{}\n")

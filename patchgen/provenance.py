@@ -117,9 +117,9 @@ def edited_files(directory: Path, facts: dict) -> list[str]:
     return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
 
 
-def _recorded(facts: dict) -> dict[str, str]:
+def _recorded(facts: dict) -> dict[str, str | None]:
     """File name -> the hash of what was written."""
-    return {f"modeling_{facts['model']}.py": facts["generated_sha256"], **facts.get("other_sha256", {})}
+    return {f"modeling_{facts.get('model')}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
 
 
 def _sha256(content: bytes) -> str:

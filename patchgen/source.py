@@ -165,11 +165,6 @@ def _header_end(lines: list[str], first_statement: int) -> int:
     return end if end > 0 and end < first_statement else first_statement
 
 
-@functools.lru_cache(maxsize=4096)
-def _parse_ast(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_cst(text: str) -> cst.Module:
-    return cst.parse_module(text)
+# A pass asks for the tree of a block more often than it changes one.
+_parse_ast = functools.lru_cache(maxsize=4096)(ast.parse)
+_parse_cst = functools.lru_cache(maxsize=1024)(cst.parse_module)

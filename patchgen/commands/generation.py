@@ -38,18 +38,17 @@ def generate(
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
     several = len(names) > 1
-    for name in track(
-        names, console=console, description="generating", disable=not several or not console.is_terminal
-    ):
+    for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         generated = pipeline.generate(upstream.load(name, version, source))
         changed = [] if dry_run else provenance.write(generated, root / name, force=force)
         seconds = time.perf_counter() - start
         if several:
-            state = "dry run" if dry_run else f"{len(changed)} files changed"
-            console.print(
-                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
+            lines, state = (
+                emit.changed_lines(generated.diff),
+                "dry run" if dry_run else f"{len(changed)} files changed",
             )
+            console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
 
@@ -67,11 +66,10 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
     for step in generated.steps:
         for note in step.outcome.notes:
             console.print(f"  note {step.name}: {note}")
-    if generated.steps[2:]:
-        console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
-        dropped = [hit.site for step in generated.steps if step.name == "prune" for hit in step.outcome.hits]
-        if dropped:
-            console.print(f"  {len(dropped)} classes and functions dropped, listed at the top of the diff")
+    console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
+    dropped = sum(len(step.outcome.hits) for step in generated.steps if step.name == "prune")
+    if dropped:
+        console.print(f"  {dropped} classes and functions dropped, listed at the top of the diff")
     console.print(f"  {emit.changed_lines(generated.diff)} changed lines against upstream, {seconds:.2f} s")
     if dry_run:
         console.print("  dry run: nothing written")

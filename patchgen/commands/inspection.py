@@ -73,10 +73,8 @@ def _explain_pass(kind: type[Pass]) -> None:
 def _explain_model(generated: Generated) -> None:
     console.print(f"{generated.model} from {generated.upstream.origin} ({generated.upstream.path})")
     for step in generated.steps:
-        if step.name in ("prune", "absolute_imports"):
-            continue
-        sites = [*step.outcome.hits, *step.outcome.upstream]
-        if not sites and not step.outcome.notes:
+        told = step.outcome.hits or step.outcome.upstream or step.outcome.notes
+        if step.name in ("prune", "absolute_imports") or not told:
             continue
         console.rule(step.name, align="left")
         for hit in step.outcome.hits:

@@ -41,11 +41,8 @@ def read(path: Path) -> dict[Place, dict]:
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {place_of(row): {"family": TEXT, "inputs": [], **row} for row in rows}
-
-
-def place_of(row: Mapping) -> Place:
-    return row.get("family", TEXT) != TEXT, row["model_type"]
+    rows = ({"family": TEXT, "inputs": [], **row} for row in rows)
+    return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
 
 
 def write(path: Path, rows: Mapping[Place, dict]) -> None:
@@ -171,15 +168,10 @@ def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int =
 
 def present_digests(rows: Iterable[Mapping], release: upstream.Release, jobs: int) -> dict[str, str]:
     """What generation gives now for the type of each row; generated only where its sources are not those of the row."""
-    found: dict[str, str] = {}
-    unknown: dict[str, None] = {}
-    for row in rows:
-        kind = row["model_type"]
-        if row.get("sources") == source_keys.model_sources(kind, release):
-            found[kind] = row["made_with"]["generated"]
-        else:
-            unknown[kind] = None
-    todo = [kind for kind in unknown if kind not in found]
+    rows = list(rows)
+    unmoved = (row for row in rows if row.get("sources") == source_keys.model_sources(row["model_type"], release))
+    found = {row["model_type"]: row["made_with"]["generated"] for row in unmoved}
+    todo = list(dict.fromkeys(row["model_type"] for row in rows if row["model_type"] not in found))
     return found | (_digests(todo, release.version, jobs) if todo else {})
 
 
