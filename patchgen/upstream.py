@@ -220,10 +220,8 @@ def load_file(release: Release, path: str, model: str | None = None) -> Upstream
     text = release.read(path)
     if text is None:
         raise UpstreamNotFound(f"{release.origin} has no file {path}.")
-    folder, _, name = path.rpartition("/")
-    stem = name.removesuffix(".py")
-    model = model or stem.removeprefix("modeling_")
-    configs = read_configs(release.read(f"{folder}/{stem.replace('modeling_', 'configuration_', 1)}.py") or "", path)
+    model = model or path.rpartition("/")[2].removeprefix("modeling_").removesuffix(".py")
+    configs = read_configs(release.read(path.replace("modeling_", "configuration_", 1)) or "", path)
     return Upstream(
         model=model,
         text=text,

@@ -103,8 +103,7 @@ def _was_made_by(row: Mapping, key: Mapping[str, str]) -> bool:
 
 def _may_hold(row: Mapping, key: Mapping[str, str]) -> bool:
     """Whether a row, or a comparison of it on ranks, holds if its bytes are those that generation gives now."""
-    generated = row.get("made_with", {}).get("generated")
-    return _was_made_by(row, key) or bool(cells_that_hold(row, key, generated))
+    return _was_made_by(row, key) or bool(cells_that_hold(row, key, row.get("made_with", {}).get("generated")))
 
 
 def holds(row: Mapping | None, key: Mapping[str, str], generated: str | None) -> bool:
