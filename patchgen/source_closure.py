@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -82,11 +83,8 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = name.split(".")
-    parts = parts[: len(parts) - node.level + is_package]
-    return ".".join([*parts, *([node.module] if node.module else [])])
+    package = name if is_package else name.rpartition(".")[0]
+    return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
 def _lies_in(name: str, packages: tuple[str, ...]) -> bool:

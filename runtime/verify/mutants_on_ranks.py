@@ -32,6 +32,7 @@ from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import importable
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, inputs_of, on_ranks
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.seam_proof import all_eager
@@ -62,17 +63,7 @@ class Subject:
     files: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How two ranks share the work."""
-
-    name: str
-    sp: int = 1
-    ep: int = 1
-    fsdp: bool = True
-
-
-LAYOUTS = (Layout("sp", sp=2, fsdp=False), Layout("ep", ep=2), Layout("fsdp"))
+LAYOUTS = (Layout(2, sp=2), Layout(2, ep=2, fsdp=True), Layout(2, fsdp=True))
 
 
 def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
