@@ -18,8 +18,8 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
+from patchgen.runtime.verify.source_closure import symbol_hash
 from patchgen.source import Module
-from patchgen.source_closure import symbol_hash
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:

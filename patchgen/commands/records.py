@@ -18,10 +18,11 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchgen import __version__, provenance, source_closure, upstream
+from patchgen import __version__, provenance, upstream
 from patchgen.commands import source_keys
 from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, docs
 from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
+from patchgen.runtime.verify import source_closure
 from patchgen.templates import render
 
 FILE = "coverage.json"

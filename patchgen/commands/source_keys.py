@@ -9,8 +9,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from patchgen import model_configs, provenance, source_closure, upstream
-from patchgen.source_closure import PACKAGE, RUNTIME, closure, hash_of, short_hash
+from patchgen import model_configs, provenance, upstream
+from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify.source_closure import PACKAGE, RUNTIME, closure, hash_of, short_hash
 
 GENERATOR = ("patchgen.pipeline",)
 PINS = ("transformers", "torch")

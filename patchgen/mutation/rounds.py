@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import source_closure, upstream
+from patchgen import upstream
 from patchgen.commands import source_keys
 from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
+from patchgen.runtime.verify import source_closure
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.ranks import RankPool

@@ -22,4 +22,5 @@
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
 | `report.py` | the table and `verify.json` |
 | `coverage.py` | for how many types of transformers there is a small config |
+| `source_closure.py` | what code a proof depends on, as a hash |
 """

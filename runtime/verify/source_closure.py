@@ -19,7 +19,7 @@ RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
 # What a proof executes, beside what generated code imports (`ops`). Built from parts: a whole name counts as an import.
 PROVER = tuple(f"{PACKAGE}.{name}" for name in ("commands.examination", "runtime.verify.verify_model", "runtime.ops"))
 RANK_PROVER = tuple(f"{PACKAGE}.runtime.{name}" for name in ("verify.parallel_coverage", "verify.media_ranks", "ops"))
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 """The folder of the package whose sources are read."""
 
 
