@@ -58,7 +58,7 @@ def launch(
         LaunchFailed: the ranks failed.
         RecipeError: the arguments contradict each other, or the model cannot train: told before any rank starts.
     """
-    from patchgen.runtime.train import preflight
+    from patchgen.runtime.train import preflight, run_lock
     from patchgen.runtime.train.plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -78,6 +78,8 @@ def launch(
             f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
         )
     require_valid(recipe, world=processes * int(least))
+    if int(most) == 1:  # of several machines one may be the first to have started it
+        run_lock.require_free(recipe.directory)
     recipe = preflight.require_trainable(recipe)
     if fresh:
         if int(most) > 1:
