@@ -21,6 +21,7 @@ def train(
     rdzv_endpoint: str,
     fresh: bool,
     dry_run: bool,
+    verbose: bool,
     print_config: bool,
     script: str | None,
 ) -> int:
@@ -40,14 +41,17 @@ def train(
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
-        from patchgen.runtime.train import plan, preflight
+        from patchgen.runtime.train import checks, plan, preflight
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
                 plan.require_valid(recipe, world)
-                print(plan.describe(preflight.require_trainable(recipe), world))
+                recipe = preflight.require_trainable(recipe)
+                print(plan.describe(recipe, checks.require_runnable(recipe, world), world))
+                if verbose:
+                    print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0
             return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
         except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
@@ -67,10 +71,12 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
     )
-    quoted = [shlex.quote(assignment) for assignment in assignments]
-    sets = "".join(f" \\\n  --set {assignment}" for assignment in quoted)
-    if kind == "ssh":  # one line, within double quotes
-        sets = "".join(" --set " + re.sub(r'(["$`\\])', r"\\\1", assignment) for assignment in quoted)
+    command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
+    for assignment in assignments:
+        command += ["--set", assignment]
+    start = shlex.join(command)
+    if kind == "ssh":  # within double quotes
+        start = re.sub(r'(["$`\\])', r"\\\1", start)
     return environment.get_template(f"{kind}.jinja").render(
-        recipe=path, name=name, processes=processes, nodes=nodes, assignments=sets, port=29_500
+        start=start, name=re.sub(r"[^\w.-]+", "_", name), processes=processes, nodes=nodes, port=29_500
     )
