@@ -13,8 +13,9 @@ from patchgen.errors import ConfigError, UpstreamNotFound
 
 
 def verify(models: list[str], *, every: bool, directory: Path | None, head: str | None, outdated: bool = False) -> int:
-    """Proves models, prints a table each, writes `verify.json` beside each file and docs/models.md; 0 if all are proven.
+    """Proves models, prints a table each, writes `verify.json` beside each file; 0 if all are proven.
 
+    Pages that speak of other models too (docs/models.md, docs/parallel.md, the README) are written with `every` only.
     With a directory, that file alone is proven, and nothing is written outside of it.
     """
     names = _names(models, every=every, directory=directory)
@@ -41,7 +42,7 @@ def verify(models: list[str], *, every: bool, directory: Path | None, head: str 
         report.write_proof(proof, folder, records.made_with(key["prover"], key))
         if not proof.is_proven:
             failed.append(name)
-    if directory is None:
+    if every:
         write_models_page()
         support_matrix.write()
     return 1 if failed else 0
@@ -83,7 +84,7 @@ def verify_on_ranks(
 ) -> int:
     """Proves models on gloo processes against upstream's class on one; writes `verify_ranks.json`; 0 if all agree.
 
-    With a directory, that file alone is proven, and nothing is written outside of it.
+    Pages are written with `every` only. With a directory, that file alone is proven, and nothing is written outside of it.
     """
     names = _names(models, every=every, directory=directory)
     if outdated:
@@ -112,7 +113,7 @@ def verify_on_ranks(
                 failed.append(name)
     finally:
         pool.close()
-    if directory is None:
+    if every:
         write_models_page()
         support_matrix.write()
     return 1 if failed else 0
