@@ -247,6 +247,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
     ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="with --dry-run: the recipe with all defaults, too")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="show the recipe with all defaults")] = False,
     script: Annotated[str | None, typer.Option("--script", help="print a start script: slurm or ssh")] = None,
 ) -> None:
@@ -267,6 +270,7 @@ def train(
             rdzv_endpoint=rdzv_endpoint,
             fresh=fresh,
             dry_run=dry_run,
+            verbose=verbose,
             print_config=print_config,
             script=script,
         )

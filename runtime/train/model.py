@@ -142,8 +142,13 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def require_attention(wanted: str | None) -> None:
-    """Refuses a name of no attention."""
-    if wanted is None or wanted in BACKENDS:
+    """Refuses a name of no attention, and one that cannot run on this machine."""
+    if wanted is None:
+        return
+    if wanted in BACKENDS:
+        reason = BACKENDS[wanted].unavailable()
+        if reason is not None:
+            raise RecipeError(f"model.attention = '{wanted}' cannot run here: {reason}.")
         return
     near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
     raise RecipeError(
@@ -217,6 +222,10 @@ def require_kernels(section: KernelsConfig) -> None:
     for name in seams.names():
         wanted = getattr(section, name)
         reason = seams.unavailable(name, wanted) if wanted is not None else None
+        if reason is None and wanted == "triton" and not torch.cuda.is_available():
+            import triton
+
+            reason = None if triton.knobs.runtime.interpret else "it needs a CUDA device"
         if reason is not None:
             raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
 
