@@ -118,7 +118,9 @@ def export_run(
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
-    require_content(folder, manifest, sorted(manifest.checksums))
+    others = [other for other in Checkpointer.reader(folder.parent).complete() if other != manifest.step]
+    advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
+    require_content(folder, manifest, sorted(manifest.checksums), advice)
     stored = _stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
     model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)

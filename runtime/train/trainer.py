@@ -28,10 +28,10 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, wa
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
-from patchgen.runtime.train.recipe import Recipe, to_dict
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
 from patchgen.runtime.train.signals import StopRequest
 
@@ -217,14 +217,28 @@ class Trainer:
     # ------------------------------------------------------------------------------------ saving, resuming
 
     def resume(self) -> dict[str, Any]:
-        """Continues from the newest checkpoint of the run, if there is one; returns the loader's position."""
-        latest = [self.checkpointer.latest() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(latest, src=0)  # what rank 0 sees on the disk counts for all
-        if latest[0] is None:
+        """Continues from the newest unchanged checkpoint of the run, if there is one; returns the loader's position.
+
+        Raises:
+            RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
+        """
+        found = [(None, "", "")]
+        if dist.get_rank() == 0:  # what it sees on the disk counts for all
+            try:
+                found = [(self.checkpointer.latest(), continuing.changes(self.recipe), "")]
+            except RecipeError as error:
+                found = [(None, "", str(error))]
+        dist.broadcast_object_list(found, src=0)
+        latest, changed, refusal = found[0]
+        if refusal:
+            raise RecipeError(refusal)
+        if latest is None:
             return self.loader.state_dict()
+        if changed and dist.get_rank() == 0:
+            print(changed, flush=True)
         groups = self.optimizer.param_groups
         wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
+        saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, wanted, strict=True):
             group.update(options)  # the recipe decides, changed or not since then
         own = saved["rank"]["loader"] if saved["rank"] is not None else None
@@ -241,6 +255,7 @@ class Trainer:
                 model=self.model,
                 optimizer=self.optimizer,
                 extra_state={"rank": {"loader": position}},
+                files={continuing.RECIPE: to_yaml(self.recipe)},
                 asynchronous=asynchronous,
             )
         self.saved_step = self.step
