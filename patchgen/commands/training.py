@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from patchgen.errors import ConfigError, PatchgenError
+from patchgen.templates import render
 
 SCRIPTS = ("slurm", "ssh")
 
@@ -62,21 +63,13 @@ def train(
 
 def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     if kind not in SCRIPTS:
         raise ConfigError(f"--script knows {', '.join(SCRIPTS)}, not '{kind}'.")
     if not nodes.isdigit():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
-    environment = Environment(
-        loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
-    for assignment in assignments:
-        command += ["--set", assignment]
-    start = shlex.join(command)
+    start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
     if kind == "ssh":  # within double quotes
         start = re.sub(r'(["$`\\])', r"\\\1", start)
-    return environment.get_template(f"{kind}.jinja").render(
-        start=start, name=re.sub(r"[^\w.-]+", "_", name), processes=processes, nodes=nodes, port=29_500
-    )
+    name = re.sub(r"[^\w.-]+", "_", name)
+    return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=nodes, port=29_500)
