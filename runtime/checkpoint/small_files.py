@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,3 +59,9 @@ def write_file(file: Path, data: bytes) -> None:
         stream.write(data)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def free_space(folder: Path) -> str:
+    """How much the disk of a folder, which need not be there yet, still takes: for messages."""
+    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB free there"

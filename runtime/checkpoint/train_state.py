@@ -51,7 +51,7 @@ from patchgen.runtime.checkpoint.manifest import (
 )
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
-from patchgen.runtime.checkpoint.small_files import RankStates, plain_bytes, rank_file, write_file
+from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
@@ -158,6 +158,14 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    def failure(self, seconds: float) -> BaseException | None:
+        """What the save in the background ran into, if it comes to that within so many seconds; for a run that ends."""
+        pending, self._pending = self._pending, None
+        try:
+            return pending.exception(seconds) if pending is not None else None
+        except TimeoutError:
+            return None
+
     @property
     def is_saving(self) -> bool:
         """Whether an asynchronous save is still being written."""
@@ -249,7 +257,7 @@ class Checkpointer:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         if failed:
             raise CheckpointError(
-                f"Step {step} could not be saved in {self.directory} ({_free(self.directory)}); earlier checkpoints "
+                f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
                 "are as they were:",
                 failed,
             )
@@ -449,11 +457,6 @@ def _origin(model: nn.Module) -> tuple[str, dict | None]:
 def _model_files(model: nn.Module) -> dict[str, bytes]:
     """The config files that an export needs."""
     return {name: text.encode() for name, text in config_files(model).items()} if hasattr(model, "config") else {}
-
-
-def _free(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB free there"
 
 
 def _cause(error: BaseException) -> str:

@@ -175,7 +175,9 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     if dist.get_rank() != 0:
         return ()
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
-    return (RunLog(recipe.directory), *trackers, RunPage(recipe.directory), view(recipe.log.every))
+    failed = recipe.checkpoint.on_failed
+    log, page = RunLog(recipe.directory, on_failed=failed), RunPage(recipe.directory, on_failed=failed)
+    return (log, *trackers, page, view(recipe.log.every))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
+from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
@@ -32,12 +34,11 @@ from patchgen.runtime.train import continuing, flops, lora, objects, optimizers,
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
 
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on: too many steps in a row had gradients that are not finite."""
+FAILED_SAVE_SECONDS = 10.0
+"""How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
 
 
 class Trainer:
@@ -100,6 +101,7 @@ class Trainer:
         recipe, steps = self.recipe, self.recipe.train.steps
         with ExitStack() as whole, ExitStack() as watched:
             whole.enter_context(run_lock.held(recipe.directory))
+            whole.push(self.tell_failed_save)
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
@@ -135,9 +137,9 @@ class Trainer:
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
+            self.settle()
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
-            self.checkpointer.wait()
             return self.finish(upcoming.reason)
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
@@ -250,15 +252,45 @@ class Trainer:
     def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
         """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
         with watch.paused():
-            self.checkpointer.save(
-                self.step,
-                model=self.model,
-                optimizer=self.optimizer,
-                extra_state={"rank": {"loader": position}},
-                files={continuing.RECIPE: to_yaml(self.recipe)},
-                asynchronous=asynchronous,
-            )
+            self.settle()
+            try:
+                self.checkpointer.save(
+                    self.step,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    extra_state={"rank": {"loader": position}},
+                    files={continuing.RECIPE: to_yaml(self.recipe)},
+                    asynchronous=asynchronous,
+                )
+            except CheckpointError as error:
+                self.go_on_without(error)
+                return
         self.saved_step = self.step
+
+    def settle(self) -> None:
+        """Waits for the save that still writes; one that failed ends the run, or not, as the recipe says."""
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            self.go_on_without(error)
+
+    def go_on_without(self, error: CheckpointError) -> None:
+        """Tells of a save that failed; all ranks have the same error.
+
+        Raises:
+            CheckpointError: `checkpoint.on_failed` is to stop.
+        """
+        if self.recipe.checkpoint.on_failed == "stop":
+            raise error
+        self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
+        if dist.get_rank() == 0:
+            print(f"{error}\nThe run goes on without it (checkpoint.on_failed: continue).", flush=True)
+
+    def tell_failed_save(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
+        """When the run ends by an error: what went wrong in a save behind it, which nobody asks for any more."""
+        failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
+        if failed is not None and failed is not error and dist.get_rank() == 0:
+            print(failed, file=sys.stderr, flush=True)
 
     def finish(self, reason: str) -> Summary:
         """Exports what was trained, unless the run was stopped before its end.

@@ -96,6 +96,22 @@ def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_
     assert len(one_rank.run(cases.train, changed)[0][0]) == 4, "from step 4: step 6 is damaged"
 
 
+def test_a_save_that_fails_ends_the_run_or_not_as_the_recipe_says(trainer_folder, tmp_path, one_rank):
+    for on_failed in ("stop", "continue"):
+        values = cases.recipe_of(
+            trainer_folder,
+            train={"steps": 7},
+            checkpoint={"every": 2, "export": False, "asynchronous": False, "on_failed": on_failed},
+            log={"directory": str(tmp_path / on_failed)},
+        )
+        steps, error = one_rank.run(cases.train_with_a_disk_that_fails, values, 3, 5)[0]
+        if on_failed == "stop":
+            assert steps == 4 and re.search(r"Step 4 could not be saved in .*checkpoints \(.* GB free there\)", error)
+        else:
+            saved = sorted(path.name for path in (tmp_path / on_failed / "checkpoints").glob("step-*"))
+            assert (steps, error) == (7, "") and saved == ["step-00000002", "step-00000006", "step-00000007"]
+
+
 def test_a_changed_learning_rate_counts_when_a_run_continues(trainer_folder, tmp_path, one_rank):
     values = cases.recipe_of(
         trainer_folder, optim={"warmup_steps": 0}, train={"steps": 2}, log={"directory": str(tmp_path / "run")}
