@@ -26,6 +26,7 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError, flat, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
+from patchgen.runtime.verify.verdict import one_line
 
 SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
 
@@ -46,14 +47,20 @@ def data_parts(recipe: Recipe) -> DataParts:
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"model.source = '{source}' has no tokenizer that can be read here: {one_line(error)}"
+        ) from error
     require_fitting(tokenizer, config, source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
     # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
     # A model whose positions simply count has none.
     find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
-    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), find() if find else None)
+    processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    return DataParts(tokenizer, processor, find() if find else None)
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
@@ -174,7 +181,9 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     if dist.get_rank() != 0:
         return ()
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
-    return (RunLog(recipe.directory), *trackers, RunPage(recipe.directory), view(recipe.log.every))
+    failed = recipe.checkpoint.on_failed
+    log, page = RunLog(recipe.directory, on_failed=failed), RunPage(recipe.directory, on_failed=failed)
+    return (log, *trackers, page, view(recipe.log.every))
 
 
 @contextlib.contextmanager
