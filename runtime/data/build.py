@@ -54,6 +54,7 @@ def build_loader(
         prepare: Prepare = PrepareMultimodal(config, processor, position_function)
         tokenizer = tokenizer or processor.tokenizer
         encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
+        encodings += [part for part in (config.media, config.special_tokens) if part]
     else:
         encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
         prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)

@@ -110,6 +110,13 @@ class DataConfig:
         default="error",
         metadata={"help": "what happens to a sample that cannot be read: skipped and counted, or refused"},
     )
+    special_tokens: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "special tokens that the data's texts may write and mean (<|box_start|>); any other in a text is text, "
+            "as its characters"
+        },
+    )
     append_eos: bool = field(
         default=True, metadata={"help": "plain text: end each document with the tokenizer's end-of-sequence token"}
     )
@@ -124,14 +131,24 @@ class DataConfig:
     num_workers: int = field(
         default=0, metadata={"help": "processes that prepare streamed and multimodal samples; 0: in this one"}
     )
+    media: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that "
+            "have them or under images, videos, audios for one; multimodal only"
+        },
+    )
     video_fps: float = field(default=2.0, metadata={"help": "frames a second that are taken of videos"})
     max_frames: int = field(default=64, metadata={"help": "most frames that are taken of a video"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(self.sources))
+        object.__setattr__(self, "special_tokens", tuple(self.special_tokens))
         require_choice("kind", self.kind, Kind)
         require_choice("on_long", self.on_long, OnLong)
         require_choice("on_bad", self.on_bad, OnBad)
+        if self.media and self.kind != "multimodal":
+            raise ValueError(f"data.media has options of a processor, which data.kind = {self.kind} does not use.")
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]

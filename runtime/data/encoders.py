@@ -18,5 +18,8 @@ def make_encoder(config: DataConfig, source: SourceConfig, tokenizer: Any) -> En
             "or train one on the data with patchgen.runtime.data.train_tokenizer(config, vocab_size=...)."
         )
     if config.kind == "chat":
-        return ChatEncoder(tokenizer, messages_field=source.messages_field, tools_field=source.tools_field)
-    return TextEncoder(tokenizer, field=source.text_field, append_eos=config.append_eos)
+        fields = {"messages_field": source.messages_field, "tools_field": source.tools_field}
+        return ChatEncoder(tokenizer, **fields, special_tokens=config.special_tokens)
+    return TextEncoder(
+        tokenizer, field=source.text_field, append_eos=config.append_eos, special_tokens=config.special_tokens
+    )

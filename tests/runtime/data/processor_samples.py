@@ -30,7 +30,8 @@ import torch  # noqa: E402
 from patchgen.runtime.data import DataConfig, SourceConfig  # noqa: E402
 from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
-from patchgen.runtime.data.multimodal import KINDS, PrepareMultimodal  # noqa: E402
+from patchgen.runtime.data.items import KINDS  # noqa: E402
+from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
 
 CONFIG = DataConfig(sources=(SourceConfig("builtin:omni"),), kind="multimodal", tokens_per_batch=4096)
@@ -123,6 +124,51 @@ def check_videos_with_sound(processor: Any, prepare: PrepareMultimodal) -> None:
     assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "yes<|im_end|>"
 
 
+def check_odd_samples(processor: Any, prepare: PrepareMultimodal, kinds: set[str]) -> int:
+    """What upstream's processors refuse is a bad sample, special tokens in texts are text, small clips are looked at."""
+
+    def prepared(*content: dict[str, Any], answer: str = "yes") -> Any:
+        turns = (("user", list(content)), ("assistant", [{"type": "text", "text": answer}]))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return prepare(0, Record("odd", {"messages": messages}))
+
+    count = 0
+    image = {"type": "image", "image": np.full((60, 60, 3), 90, dtype=np.uint8)}
+    for token in (processor.image_token, processor.tokenizer.eos_token):
+        (sample,) = prepared(image, {"type": "text", "text": f"What is {token}?"}, answer=f"It is {token}.").samples
+        text = processor.tokenizer.decode(sample["input_ids"])
+        assert text.count(f"What is {token}?") == text.count(f"It is {token}.") == 1, text
+        (plain,) = prepared(image, {"type": "text", "text": "What is @?"}, answer="It is @.").samples
+        for name, own in (("input_ids", processor.image_token_id), ("mm_token_type_ids", 1), ("token_type_ids", 1)):
+            if name not in sample:
+                continue
+            assert len(sample[name]) - len(plain[name]) == 2 * (len(token) - 1)
+            assert (sample[name] == own).sum() == (plain[name] == own).sum() > 0
+        assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == f"It is {token}.<|im_end|>"
+        count += 1
+    if "video" not in kinds:
+        colour = np.array([200, 40, 90], dtype=np.uint8)
+        ranges = set()
+        for height, width in ((60, 60), (1, 1), (1, 9), (3, 3), (3, 20), (20, 3)):
+            frames = np.broadcast_to(colour, (4, height, width, 3)).copy()
+            (sample,) = prepared({"type": "video", "video": frames}).samples
+            pixels = sample["pixel_values_videos"].view(len(sample["pixel_values_videos"]), 3, -1)
+            ranges |= {(float(one.min()), float(one.max())) for one in pixels.transpose(0, 1)}
+        assert len(ranges) == 3, ranges  # one colour, whatever the size of the clip
+        count += 1
+    refused = [{"type": "image", "image": np.zeros((3, 700, 3), dtype=np.uint8)}] if "video" not in kinds else []
+    if "audio" not in kinds:
+        sound = {"array": np.zeros(40, dtype=np.float32), "sampling_rate": 16000}
+        refused.append({"type": "audio", "audio": sound})
+    for part in refused:
+        outcome, where, reason = prepared(part).problem
+        assert (outcome, where) == ("bad", "odd"), reason
+        own = (f"{type(processor).__name__} refuses the sample: ", "too small for a token")
+        assert any(words in reason for words in own), reason
+        count += 1
+    return count
+
+
 def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
@@ -155,6 +201,7 @@ def compare(name: str) -> dict[str, Any]:
     if "audios" in prepare.processor.modalities:
         check_videos_with_sound(marked, prepare)
     check_batch(samples)
+    compared["odd"] = check_odd_samples(marked, PrepareMultimodal(CONFIG, marked, None), kinds)
     return {"processor": name, **compared}
 
 
