@@ -97,4 +97,6 @@ def build_loader(
         "longest": config.longest,
         "on_long": config.on_long,
     }
+    if config.separate_modalities:
+        settings["separate_modalities"] = [list(pair) for pair in config.separate_modalities]
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)

@@ -10,6 +10,7 @@ Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
 Kind = Literal["text", "chat", "multimodal"]
 OnLong = Literal["skip", "truncate", "split", "error"]
 OnBad = Literal["skip", "error"]
+Modality = Literal["image", "video", "audio"]
 
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
 BUILTIN = "builtin:"
@@ -92,6 +93,13 @@ class DataConfig:
         default=True,
         metadata={"help": "fill batches with the samples that fit best; otherwise in order until one is full"},
     )
+    separate_modalities: tuple[tuple[Modality, Modality], ...] | None = field(
+        default=None,
+        metadata={
+            "help": "pairs of modalities of which no row holds both; none: those that the model cannot tell apart in one row, "
+            "which is tried before the run"
+        },
+    )
     pool: int | None = field(
         default=None,
         metadata={
@@ -147,6 +155,11 @@ class DataConfig:
         require_choice("kind", self.kind, Kind)
         require_choice("on_long", self.on_long, OnLong)
         require_choice("on_bad", self.on_bad, OnBad)
+        pairs = self.separate_modalities
+        if pairs is not None:
+            object.__setattr__(self, "separate_modalities", tuple(tuple(sorted(pair)) for pair in pairs))
+            for name in {name for pair in pairs for name in pair}:
+                require_choice("separate_modalities", name, Modality)
         if self.media and self.kind != "multimodal":
             raise ValueError(f"data.media has options of a processor, which data.kind = {self.kind} does not use.")
         if not self.sources:

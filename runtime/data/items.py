@@ -28,6 +28,12 @@ class Items:
         self.audios.append(sound)
         self.of_videos.append(of_video)
 
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Those of image, video and audio that there are."""
+        found = {"image": self.images, "video": self.videos, "audio": self.audios}
+        return frozenset(kind for kind, items in found.items() if items)
+
     def placed(self, kind: str) -> int:
         """How many items of a kind have a place of their own in the messages."""
         return {"image": len(self.images), "video": len(self.videos), "audio": self.of_videos.count(None)}[kind]

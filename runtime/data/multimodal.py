@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +78,7 @@ class PrepareMultimodal:
             raise messages
         require_messages(record.where, messages)
         messages, items = self.options.reader(record.where, source, fields, messages)
+        self._require_apart(record.where, items.modalities)
         text, spans = rendered(
             record.where,
             self.literals.marked(messages),
@@ -87,7 +89,20 @@ class PrepareMultimodal:
         if not spans:
             raise BadSample(record.where, "no assistant turn to learn from")
         sample, is_media = self._process(record.where, text, spans, items)
-        return self._fit(record.where, sample, is_media)
+        return replace(self._fit(record.where, sample, is_media), modalities=items.modalities)
+
+    def _require_apart(self, where: str, modalities: frozenset[str]) -> None:
+        """Refuses a sample that no row may hold.
+
+        Raises:
+            BadSample: with the modalities.
+        """
+        for pair in self.config.separate_modalities or ():
+            if modalities.issuperset(pair):
+                raise BadSample(
+                    where,
+                    f"{' and '.join(pair)} in one sample, which the model cannot tell apart (separate_modalities)",
+                )
 
     # -------------------------------------------------------------------------------------------- text and labels
 

@@ -27,7 +27,7 @@ use_torchvision()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from patchgen.runtime.data import DataConfig, SourceConfig  # noqa: E402
+from patchgen.runtime.data import DataConfig, SourceConfig, build_loader  # noqa: E402
 from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
 from patchgen.runtime.data.items import KINDS  # noqa: E402
@@ -169,6 +169,24 @@ def check_odd_samples(processor: Any, prepare: PrepareMultimodal, kinds: set[str
     return count
 
 
+def check_modalities_apart(processor: Any) -> None:
+    """Rows of images and rows of clips, where both at once are not to be; a sample with both is bad."""
+    sources = tuple(SourceConfig(f"builtin:{name}", weight=1) for name in ("vision", "video"))
+    for apart in (None, (("video", "image"),)):
+        config = DataConfig(
+            sources=sources, kind="multimodal", tokens_per_batch=512, pool=1, separate_modalities=apart
+        )
+        loader = build_loader(config, processor=processor, batch_index=0, num_batches=1)
+        batches = [next(loader) for _ in range(6)]
+        held = [tuple(name in batch for name in ("pixel_values", "pixel_values_videos")) for batch in batches]
+        assert any(len(batch["cu_seq_lens_q"]) > 2 for batch in batches)
+        assert set(held) == ({(True, False), (False, True)} if apart else {(True, True)}), held
+    outcome, _, reason = PrepareMultimodal(config, processor, None)(
+        0, Record("both", {"messages": without(omni_sample(0)["messages"], {"audio"})})
+    ).problem
+    assert (outcome, reason[:31]) == ("bad", "image and video in one sample, "[:31]), reason
+
+
 def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
@@ -201,6 +219,8 @@ def compare(name: str) -> dict[str, Any]:
     if "audios" in prepare.processor.modalities:
         check_videos_with_sound(marked, prepare)
     check_batch(samples)
+    if name == "Glm4v":
+        check_modalities_apart(marked)
     compared["odd"] = check_odd_samples(marked, PrepareMultimodal(CONFIG, marked, None), kinds)
     return {"processor": name, **compared}
 
