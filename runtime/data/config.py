@@ -49,6 +49,12 @@ class SourceConfig:
     streaming: bool = field(
         default=False, metadata={"help": "read in order while training, without an index or a tokenised cache"}
     )
+    transform: str | None = field(
+        default=None,
+        metadata={
+            "help": "module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels"
+        },
+    )
     text_field: str = field(default="text", metadata={"help": "field that holds plain text"})
     messages_field: str = field(
         default="messages", metadata={"help": "field that holds the messages of a conversation"}
@@ -69,6 +75,10 @@ class SourceConfig:
         require_choice("format", self.format, Format)
         if not self.path:
             raise ValueError("A source needs a path: a file, a folder, a glob, a dataset name or builtin:NAME.")
+        if self.transform is not None and not all(self.transform.rpartition(":")[::2]):
+            raise ValueError(
+                f"The transform of {self.path} is {self.transform!r}; it must be module:function or file.py:function."
+            )
         if self.weight is not None and not self.weight > 0:
             raise ValueError(
                 f"The weight of {self.path} is {self.weight}; weights are above 0. Leave the source out instead."

@@ -28,8 +28,10 @@ from patchgen.runtime.data.problems import BadSample, DataError, refusals_of, re
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import required
+from patchgen.runtime.data.transform import Inputs, transforms_of
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.fields import RULES, rule_of
+from patchgen.runtime.verify.media import INPUTS, OTHER_INPUTS
 
 NOT_FIELDS = ("attention_mask", "offset_mapping", "text_replacement_offsets", "video_metadata", "num_audio_tokens")
 
@@ -60,6 +62,7 @@ class PrepareMultimodal:
         if isinstance(self.template, dict):
             self.template = self.template["default"]
         self.missing = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
+        self.transforms = transforms_of(config)
         self.options = MediaOptions(config, self.processor)
         self.literals = Literals(
             self.processor.tokenizer, kept=config.special_tokens, placeholders=self.processor.placeholders
@@ -67,29 +70,45 @@ class PrepareMultimodal:
 
     def __call__(self, source: int, record: Record) -> Prepared:
         try:
-            return self._prepare(self.config.sources[source], record)
+            fields = record.fields()
+            transform = self.transforms[source]
+            made = transform(record.where, fields) if transform is not None else fields
+            if isinstance(made, Inputs):
+                return self._given(record.where, made.fields)
+            return self._prepare(self.config.sources[source], record.where, made)
         except BadSample as error:
             return Prepared(problem=("bad", error.where, error.reason))
 
-    def _prepare(self, source: SourceConfig, record: Record) -> Prepared:
-        fields = record.fields()
-        messages = required(record.where, fields, source.messages_field, list)
+    def _prepare(self, source: SourceConfig, where: str, fields: dict[str, Any]) -> Prepared:
+        messages = required(where, fields, source.messages_field, list)
         if isinstance(messages, BadSample):
             raise messages
-        require_messages(record.where, messages)
-        messages, items = self.options.reader(record.where, source, fields, messages)
-        self._require_apart(record.where, items.modalities)
+        require_messages(where, messages)
+        messages, items = self.options.reader(where, source, fields, messages)
+        self._require_apart(where, items.modalities)
         text, spans = rendered(
-            record.where,
+            where,
             self.literals.marked(messages),
             self.literals.marked(fields.get(source.tools_field) or None),
             template=self.template,
             tokenizer=self.processor.tokenizer,
         )
         if not spans:
-            raise BadSample(record.where, "no assistant turn to learn from")
-        sample, is_media = self._process(record.where, text, spans, items)
-        return replace(self._fit(record.where, sample, is_media), modalities=items.modalities)
+            raise BadSample(where, "no assistant turn to learn from")
+        sample, is_media = self._process(where, text, spans, items)
+        return replace(self._fit(where, sample, is_media), modalities=items.modalities)
+
+    def _given(self, where: str, sample: dict[str, Tensor]) -> Prepared:
+        """A sample that a transform made: only its positions are left to find."""
+        names = {name: kind for kind, own in INPUTS.items() for name in (own, *OTHER_INPUTS.get(kind, ()))}
+        modalities = frozenset(names[name] for name in sample if name in names)
+        self._require_apart(where, modalities)
+        if "position_ids" not in sample:
+            found = {name: value[None] if RULES[name].pack_dim == -1 else value for name, value in sample.items()}
+            sample = {**sample, "position_ids": self._positions(where, found)}
+        # Which of its tokens stand for an item is not known: one with items is not cut.
+        is_media = torch.full(sample["input_ids"].shape, bool(modalities))
+        return replace(self._fit(where, sample, is_media), modalities=modalities)
 
     def _require_apart(self, where: str, modalities: frozenset[str]) -> None:
         """Refuses a sample that no row may hold.

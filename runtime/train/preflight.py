@@ -31,7 +31,7 @@ from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.parallel import loss
-from patchgen.runtime.train import modalities
+from patchgen.runtime.train import data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
@@ -75,6 +75,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
     Raises:
         RecipeError: the model cannot train, in one sentence.
     """
+    data_check.require_data(recipe)
     found = examine(recipe)
     if found.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
