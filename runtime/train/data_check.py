@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from patchgen.runtime.data import DataError
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
@@ -26,12 +29,18 @@ def require_data(recipe: Recipe) -> None:
                 check_first_rows(config, [open_source(source) for source in config.sources])
             if not config.media and not config.special_tokens:
                 continue
-            parts = setup.data_parts(recipe)
             if config.kind != "multimodal":
-                Literals(parts.tokenizer, kept=config.special_tokens)
+                Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
                 continue
-            prepare = PrepareMultimodal(config, parts.processor, parts.position_function)
+            prepare = PrepareMultimodal(config, _processor(recipe.model.source), None)
             if config.media:
                 prepare.options.require_accepted()
         except DataError as error:
             raise RecipeError(str(error) if name == "data" else f"{name}: {error}") from error
+
+
+def _processor(source: str) -> Any:
+    """The processor that comes with a model; None: a bare type has none."""
+    from transformers import CONFIG_MAPPING, AutoProcessor
+
+    return None if not Path(source).is_dir() and source in CONFIG_MAPPING else AutoProcessor.from_pretrained(source)

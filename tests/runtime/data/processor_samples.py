@@ -187,6 +187,26 @@ def check_modalities_apart(processor: Any) -> None:
     assert (outcome, reason[:31]) == ("bad", "image and video in one sample, "[:31]), reason
 
 
+def check_media_options(processor: Any, kinds: set[str]) -> None:
+    """Options of the recipe reach upstream's processors: sizes of images and clips, each its own, and frames a second."""
+
+    def sample(media: dict[str, Any]) -> dict[str, torch.Tensor]:
+        config = DataConfig(sources=CONFIG.sources, kind="multimodal", tokens_per_batch=4096, media=media)
+        prepare = PrepareMultimodal(config, processor, None)
+        prepare.options.require_accepted()
+        (found,) = prepare(0, Record("sample", {"messages": without(omni_sample(0)["messages"], kinds)})).samples
+        return found
+
+    plain, side = sample({}), processor.image_processor.patch_size * 2
+    small = sample({"max_pixels": side**2, "min_pixels": side**2})
+    clips = sample({"videos": {"max_pixels": side**2, "min_pixels": side**2}})
+    for name, found in (("image_grid_thw", small), ("video_grid_thw", small), ("video_grid_thw", clips)):
+        assert found[name].prod(-1).sum() < plain[name].prod(-1).sum(), name
+    assert torch.equal(clips["pixel_values"], plain["pixel_values"])
+    if "video_second_per_grid" in plain:
+        assert sample({"fps": 4.0})["video_second_per_grid"] == plain["video_second_per_grid"] / 2
+
+
 def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
@@ -219,6 +239,8 @@ def compare(name: str) -> dict[str, Any]:
     if "audios" in prepare.processor.modalities:
         check_videos_with_sound(marked, prepare)
     check_batch(samples)
+    if name in ("Qwen3OmniMoe", "Qwen2_5_VL"):
+        check_media_options(marked, kinds)
     if name == "Glm4v":
         check_modalities_apart(marked)
     compared["odd"] = check_odd_samples(marked, PrepareMultimodal(CONFIG, marked, None), kinds)
