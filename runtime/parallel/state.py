@@ -110,11 +110,6 @@ class ParallelState:
         return self.data_mesh.get_local_rank("sp")
 
     @property
-    def ep_rank(self) -> int:
-        """Which group of experts this rank holds."""
-        return self.expert_mesh.get_local_rank("ep")
-
-    @property
     def batch_index(self) -> int:
         """Which of the `num_batches` batches of a micro-step this rank works on."""
         return self.data_mesh.get_local_rank("data")

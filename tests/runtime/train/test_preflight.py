@@ -12,14 +12,14 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from patchgen import pipeline, provenance, source_closure, upstream
+from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
 from patchgen.runtime import launch, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"
@@ -171,7 +171,7 @@ def test_a_machine_that_trains_needs_no_generator():
     code = (
         "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
         "from patchgen.runtime.train import preflight\n"
-        "from patchgen import source_closure\n"
+        "from patchgen.runtime.verify import source_closure\n"
         "print(source_closure.prover())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
