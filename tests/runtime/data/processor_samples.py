@@ -11,7 +11,9 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from small_processors import (
@@ -33,6 +35,7 @@ from patchgen.runtime.data.collate import collate  # noqa: E402
 from patchgen.runtime.data.items import KINDS  # noqa: E402
 from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
+from patchgen.runtime.train.recipe import load  # noqa: E402
 
 CONFIG = DataConfig(sources=(SourceConfig("builtin:omni"),), kind="multimodal", tokens_per_batch=4096)
 PROCESSORS = {
@@ -41,6 +44,8 @@ PROCESSORS = {
     **{name: partial(vision_processor, name) for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")},
     "Gemma3": gemma_processor,
 }
+FOLDER = Path(__file__).parents[3] / "recipes"
+RECIPES = {"Qwen3OmniMoe": FOLDER / "qwen3_omni_30b.yaml", "Qwen3VL": FOLDER / "qwen3_vl_8b.yaml"}
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features")
 
 
@@ -207,6 +212,14 @@ def check_media_options(processor: Any, kinds: set[str]) -> None:
         assert sample({"fps": 4.0})["video_second_per_grid"] == plain["video_second_per_grid"] / 2
 
 
+def check_recipe(path: Path, processor: Any) -> None:
+    """What a recipe for a real checkpoint wants of its processor is there."""
+    config = load(path).data
+    prepare = PrepareMultimodal(replace(config, special_tokens=()), processor, None)
+    prepare.options.require_accepted()
+    assert prepare.options.fps == 1
+
+
 def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
@@ -239,6 +252,8 @@ def compare(name: str) -> dict[str, Any]:
     if "audios" in prepare.processor.modalities:
         check_videos_with_sound(marked, prepare)
     check_batch(samples)
+    if name in RECIPES:
+        check_recipe(RECIPES[name], marked)
     if name in ("Qwen3OmniMoe", "Qwen2_5_VL"):
         check_media_options(marked, kinds)
     if name == "Glm4v":
