@@ -41,6 +41,6 @@ def require_data(recipe: Recipe) -> None:
 
 def _processor(source: str) -> Any:
     """The processor that comes with a model; None: a bare type has none."""
-    from transformers import CONFIG_MAPPING, AutoProcessor
+    from transformers import CONFIG_MAPPING
 
-    return None if not Path(source).is_dir() and source in CONFIG_MAPPING else AutoProcessor.from_pretrained(source)
+    return None if not Path(source).is_dir() and source in CONFIG_MAPPING else setup.load_processor(source)

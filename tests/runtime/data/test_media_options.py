@@ -13,6 +13,7 @@ from patchgen.runtime.data import DataConfig, DataError, SourceConfig
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.train.data_check import require_data
 from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.setup import load_processor
 
 
 def options(processor, media):
@@ -89,6 +90,19 @@ def test_it_is_told_before_ranks_start(tmp_path):
         require_data(recipe(special_tokens=["<imag>"]))
     with pytest.raises(RecipeError, match="builtin:vision, sample 1: the transform .*own.py:nothing returned None"):
         require_data(recipe(sources=[{"path": "builtin:vision", "transform": f"{tmp_path / 'own.py'}:nothing"}]))
+
+
+def test_a_model_without_a_processor_is_told(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    image_processor().tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(
+        RecipeError, match=r"has no processor that can be used, .*: transformers makes a \w+ of its files, alone"
+    ):
+        load_processor(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(RecipeError, match="has no processor that can be used"):
+        load_processor(str(tmp_path))
 
 
 def test_text_has_no_media():
