@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
     ClassInfo,
-    called_names,
     calls,
     dotted,
     loaded,
@@ -180,7 +179,7 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
     found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
     for one in found:
         method = anatomy.method(one.name, "forward")
-        if method is None or LENGTHS_TEST not in called_names(method[1]):
+        if method is None or not any(dotted(call.func) == LENGTHS_TEST for call in calls(method[1])):
             raise Unread(f"{one.name} does not choose between lengths and one call per input")
     if not found:
         raise Unread(f"self.{layers} holds no attention of this file")

@@ -174,7 +174,8 @@ class SitePass(Pass):
             if isinstance(result, Upstream):
                 upstream.append(Hit(site.name, site.line, result.what))
             else:
-                assert result.block.text != block.text, f"{self.name} reports a hit on {site.name} and changed nothing"
+                if result.block.text == block.text:
+                    raise PassMismatch(f"The pass '{self.name}' reports a hit on {site.name} and changed nothing.")
                 module = module.swap(block, *result.before, result.block)
                 hits.append(Hit(site.name, site.line, result.what))
         if misses:

@@ -11,6 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted
+from patchgen.anatomy.names import local_names
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import MarkStatements, code_of, edit_function, insert_at_start, marked, statements, transform
@@ -20,6 +21,7 @@ OWN = "ops.own_features"
 COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
+MASKS = "transformers.masking_utils."
 
 
 class FillBack(SitePass):
@@ -65,7 +67,7 @@ class FillBack(SitePass):
         told = dict.fromkeys(towers_held_whole(anatomy, info, language), "hold_whole")
         builds = [build for build in anatomy.auto_builds(info.name) if build.attribute in language]
         told |= {b.attribute: "attend_only" for b in builds if anatomy.target_of(b) not in anatomy.classes}
-        rewriter = _FillBack(told, embedding_names(info.methods["forward"]), self.mark)
+        rewriter = _FillBack(told, embedding_names(anatomy, info.methods["forward"], language), self.mark)
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
@@ -96,14 +98,23 @@ def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
     return called & (built | set(info.attributes))
 
 
-def embedding_names(forward: FunctionNode) -> set[str]:
-    """The names that a forward hands on as `inputs_embeds`, by keyword or in a dict, and those that hold them too."""
-    nodes = list(ast.walk(forward))
-    named = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
+def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str]) -> set[str]:
+    """The names that a forward hands to its language model, or to the functions that make its mask, as `inputs_embeds`, by
+    keyword or in a dict, and those that hold them too."""
+    nodes, local = list(ast.walk(forward)), local_names(forward)
+    takers = {f"self.{name}" for name in language}
+    handed = [
+        keyword
+        for call in calls(forward)
+        if any(f"{dotted(call.func)}.".startswith(f"{taker}.") for taker in takers)
+        or (anatomy.names.resolve(call.func, local) or "").startswith(MASKS)
+        for keyword in call.keywords
+    ]
+    named = [(keyword.arg, keyword.value) for keyword in handed]
     for node in nodes:
         if isinstance(node, ast.Dict):
             named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
-    names = {_first_name(value) for name, value in named if name == "inputs_embeds"} - {""}
+    names = {_first_name(value) for name, value in named if name == "inputs_embeds"} & (local - {"self"})
     for node in reversed(nodes):  # `filled = rows.masked_scatter(...)`
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
             names.add(_first_name(node.value))

@@ -10,7 +10,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -71,14 +71,18 @@ class HostValues(SitePass):
         kwargs = method.args.kwarg.arg
 
         def edit(function: cst.FunctionDef) -> cst.FunctionDef:
-            body = []
+            body, found = [], []
             for node in function_body(function):
-                variable = _listed_name(ast.parse(code_of(node)).body[0])
+                parsed = ast.parse(code_of(node)).body
+                variable = _listed_name(parsed[0]) if len(parsed) == 1 else None
                 if variable in keys:
+                    found.append(variable)
                     code = f"if {variable} is None:\n    {code_of(node.body[0])}"
                     body += replace_statement(node, statements(code, depth=2))
                 else:
                     body.append(node)
+            if found != listed:
+                raise Missed("`sizes = (...).tolist()`, a statement on lines of its own", code_of(function))
             code = "\n".join(f'{variable} = {kwargs}.pop("{key}", None)' for variable, key in keys.items())
             return insert_at_start(with_body(function, body), statements(code, depth=2, comment=self.mark))
 
@@ -122,7 +126,7 @@ def _listed(method: FunctionNode) -> list[str]:
 
 def _listed_name(node: ast.stmt) -> str | None:
     """`sizes` of `sizes = (...).tolist()`."""
-    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
         return None
     is_list = isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
     return node.targets[0].id if is_list and node.value.func.attr == "tolist" else None

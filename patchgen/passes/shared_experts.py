@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
+from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     code_of,
@@ -202,6 +204,5 @@ def _is_reshaped(statement: cst.SimpleStatementLine, call: cst.Call) -> bool:
 
 
 def _written(statement: cst.BaseStatement) -> set[str]:
-    """The names that a statement assigns, nested blocks included."""
-    targets = m.findall(statement, m.AssignTarget() | m.AnnAssign() | m.AugAssign() | m.For())
-    return {name.value for node in targets for name in m.findall(node.target, m.Name())}
+    """The names that a statement assigns or may change in place, nested blocks included."""
+    return stored_names(ast.parse(code_of(statement)))

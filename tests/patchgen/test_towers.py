@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from generation_cases import applied
 
@@ -106,3 +108,38 @@ def test_features_that_land_elsewhere_are_refused():
         "inputs_embeds = inputs_embeds.masked", "image_ids = input_ids.masked"
     )
     assert "ops.require_whole_sequence" in applied(FillBack(), source).module.text
+
+
+def changed(model: str, *edits: tuple[str, str]):
+    found = upstream.load(model)
+    text = found.text
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    return replace(found, text=text)
+
+
+def test_a_method_of_the_same_name_is_no_question_for_lengths():
+    found = changed("qwen3_vl", ("is_flash_attention_requested(self.config)", "self.is_flash_attention_requested()"))
+    anatomy = study(source.parse(found.text, found.path), found)
+    with pytest.raises(Unread, match="does not choose between lengths"):
+        layer_loop(anatomy, anatomy.with_role(Role.VISION)[0])
+
+
+def test_features_scattered_into_what_no_language_model_gets_are_refused():
+    """`noise` goes to a method of the model's own by the name of embeddings."""
+    call = "            image_mask, _ = self.get_placeholder_mask(\n"
+    noise = "            noise = torch.zeros(7, 1).masked_scatter(input_ids[0] > 0, image_embeds)\n"
+    noise += "            self.get_placeholder_mask(input_ids, inputs_embeds=noise, image_features=image_embeds)\n"
+    outcome = pipeline.generate(changed("qwen3_vl", (call, noise + call)))
+    step = next(step for step in outcome.steps if step.name == "fill_back")
+    assert [hit.what for hit in step.outcome.hits] == [
+        "refuses slices: `torch.zeros(7, 1).masked_scatter(input_ids[0] > 0, image_embeds)`"
+    ]
+
+
+def test_experts_beside_a_change_in_place_are_left_alone():
+    call = "hidden_states = self.experts(hidden_states, topk_indices, topk_weights).view(*orig_shape)\n"
+    outcome = pipeline.generate(changed("deepseek_v3", (call, call + "        residuals.mul_(2)\n")))
+    step = next(step for step in outcome.steps if step.name == "shared_experts")
+    assert not step.outcome.hits and "is written between" in " ".join(step.outcome.notes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from generation_cases import applied, load
 
+from patchgen.errors import PassMismatch
 from patchgen.passes.host_values import HostValues
 
 MODEL = """
@@ -45,3 +46,15 @@ def test_upstreams_decorator_does_the_same_where_it_stands():
     outcome = applied(HostValues(), text[start : text.index("class Qwen3VLForConditionalGeneration(")])
     assert ast.unparse(outcome.module.block("Qwen3VLModel").node).count("kwargs.pop('split_sizes', None)") == 1
     assert "video_split_sizes" not in outcome.module.text
+
+
+def test_sizes_that_share_their_line_are_missed():
+    """What stands behind them on the line would go with them."""
+    with pytest.raises(PassMismatch, match="a statement on lines of its own"):
+        applied(HostValues(), MODEL.replace(".tolist()", ".tolist(); pixel_values = pixel_values * 2"))
+
+
+def test_sizes_under_two_names_are_left_alone():
+    """Handed in under the one, the other would have no value."""
+    outcome = applied(HostValues(), MODEL.replace("split_sizes = image", "split_sizes = sizes = image"))
+    assert not outcome.hits and "is None" not in outcome.module.text
