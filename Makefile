@@ -9,6 +9,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH ?= torch==$(shell sed -n 's/^torch==//p' constraints.txt)
 # Built for CUDA only: beside torch for the CPU it lies where only the tests that know it look for it.
 TORCHVISION ?= torchvision==0.28.0
+# An older one fails late, in pip's resolver; an environment that was made with one is made again.
+IS_NEW_ENOUGH := import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else "patchgen needs Python 3.11 or newer, and \
+	%s is %d.%d. Name another: make PYTHON=python3.12 TARGET" % (sys.executable, v[0], v[1]))
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
@@ -21,7 +24,7 @@ help:  ## list the targets
 	@echo "  MODEL=qwen3_moe picks a model, TRANSFORMERS=5.17.0 another upstream release"
 
 $(VENV)/.setup: pyproject.toml constraints.txt
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c '$(IS_NEW_ENOUGH)' 2>/dev/null || { $(PYTHON) -c '$(IS_NEW_ENOUGH)' && $(PYTHON) -m venv --clear $(VENV); }
 	@echo "setting up $(VENV) (generator only)"
 	@$(PIP) install --constraint constraints.txt --editable .
 	@touch $@

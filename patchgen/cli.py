@@ -214,6 +214,7 @@ def train(
     ] = None,
     fresh: Annotated[bool, Option("--fresh", help="start anew; an earlier run is moved away")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="with --dry-run: the recipe with all defaults, too")] = False,
     print_config: Annotated[bool, Option("--print-config", help="show the recipe with all defaults")] = False,
     script: Annotated[str | None, Option(help="print a start script: slurm or ssh")] = None,
 ) -> None:
@@ -224,7 +225,7 @@ def train(
     if allow_missing:
         assignments = [*(assignments or []), f"model.allow_missing={json.dumps(allow_missing)}"]
     ranks = {"processes": processes, "nodes": nodes, "rdzv_endpoint": rdzv_endpoint}
-    shown = {"dry_run": dry_run, "print_config": print_config, "script": script}
+    shown = {"dry_run": dry_run, "verbose": verbose, "print_config": print_config, "script": script}
     raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **shown))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import logging
 import os
 import shutil
 import sys
@@ -25,12 +26,15 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
 
 # A rank that was asked to stop finishes its step and saves; only then is it ended by force.
 SHUTDOWN_SECONDS = "900"
 STOPPED = 130  # the exit status of a run that was asked to stop, and has saved
+MEANT_FOR_READERS = ("RecipeError", "DataError", "CheckpointError", "TrainingStopped")
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -56,9 +60,10 @@ def launch(
 
     Raises:
         LaunchFailed: the ranks failed.
-        RecipeError: the arguments contradict each other, or the model cannot train: told before any rank starts.
+        RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run cannot be: told before any
+            rank starts.
     """
-    from patchgen.runtime.train import preflight
+    from patchgen.runtime.train import checks, preflight, run_lock
     from patchgen.runtime.train.plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -78,7 +83,10 @@ def launch(
             f"--nproc {processes}, but this machine has {torch.cuda.device_count()} GPUs: one rank each."
         )
     require_valid(recipe, world=processes * int(least))
+    if int(most) == 1:  # of several machines one may be the first to have started it
+        run_lock.require_free(recipe.directory)
     recipe = preflight.require_trainable(recipe)
+    checks.require_runnable(recipe, world=processes * int(least))
     if fresh:
         if int(most) > 1:
             raise RecipeError("--fresh is for one machine: several would race. Name another log.directory.")
@@ -96,6 +104,7 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
     # A store per start: in one that outlives them, ranks that start again find addresses of those that are gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # told below, once
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,
@@ -129,12 +138,14 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
 
 
 def _reason(failure: Any) -> str:
-    """The message and the end of the traceback that the rank left behind."""
+    """What the rank left behind: the message, and the traceback if it was not written for a reader."""
     content = failure.message
-    if isinstance(content, dict):
-        details = content.get("extraInfo", {}).get("py_callstack", "")
-        return f"{details}\n{content.get('message', '')}".strip()
-    return str(content)
+    if not isinstance(content, dict):
+        return str(content)
+    kind, _, message = content.get("message", "").partition(": ")
+    if kind in MEANT_FOR_READERS:
+        return message
+    return content.get("extraInfo", {}).get("py_callstack", "").strip() or f"{kind}: {message}"
 
 
 @record
@@ -165,11 +176,14 @@ def worker(values: dict[str, Any], *, decided: bool = True) -> str:
 
 def _decide(recipe: Recipe) -> tuple[dict[str, Any] | None, str]:
     """The recipe that trains, as a dict, or why none does."""
-    from patchgen.runtime.train import preflight
+    from patchgen.runtime.train import checks, preflight, run_lock
 
     try:
-        return to_dict(preflight.require_trainable(recipe)), ""
-    except RecipeError as error:
+        run_lock.require_free(recipe.directory)
+        recipe = preflight.require_trainable(recipe)
+        checks.require_runnable(recipe, world=int(os.environ["WORLD_SIZE"]))
+        return to_dict(recipe), ""
+    except (RecipeError, DataError, CheckpointError) as error:
         return None, str(error)
 
 
@@ -211,7 +225,12 @@ def process_group():
 
 def main() -> None:
     """One rank, as the agent starts it: the recipe is the only argument, as JSON."""
-    worker(json.loads(sys.argv[1]))
+    try:
+        worker(json.loads(sys.argv[1]))
+    except Exception:
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+            raise
+        sys.exit(1)  # `record` has written it down: the agent tells the first of all ranks, once
 
 
 def move_away(directory: Path) -> None:

@@ -18,8 +18,9 @@ def verify(
 ) -> int:
     """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
 
-    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file, and the pages that tell of them. With
-    a directory, that file alone is proven, and nothing is written outside of it.
+    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file; pages that speak of other models too
+    (docs/models.md, docs/parallel.md, the README) are written with `every` only. With a directory, that file alone is
+    proven, and nothing is written outside of it.
     """
     names = _names(models, every=every, directory=directory)
     if outdated:
@@ -33,7 +34,7 @@ def verify(
         failed = [is_proven for is_proven in proven if not is_proven]
     except registry.UnknownModelError as error:
         raise UpstreamNotFound(str(error)) from error
-    if directory is None:
+    if every:
         models_page.write()
         support_matrix.write()
     return 1 if failed else 0

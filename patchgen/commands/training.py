@@ -22,6 +22,7 @@ def train(
     rdzv_endpoint: str,
     fresh: bool,
     dry_run: bool,
+    verbose: bool,
     print_config: bool,
     script: str | None,
 ) -> int:
@@ -41,14 +42,17 @@ def train(
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
-        from patchgen.runtime.train import plan, preflight
+        from patchgen.runtime.train import checks, plan, preflight
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
                 plan.require_valid(recipe, world)
-                print(plan.describe(preflight.require_trainable(recipe), world))
+                recipe = preflight.require_trainable(recipe)
+                print(plan.describe(recipe, checks.require_runnable(recipe, world), world))
+                if verbose:
+                    print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0
             return launch.launch(recipe, processes=processes, nodes=nodes, rdzv_endpoint=rdzv_endpoint, fresh=fresh)
         except (launch.LaunchFailed, CheckpointError, DataError, TrainingStopped) as error:
@@ -63,10 +67,11 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
         raise ConfigError(f"--script knows {', '.join(SCRIPTS)}, not '{kind}'.")
     if not nodes.isdigit():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
-    quoted = [shlex.quote(assignment) for assignment in assignments]
-    sets = "".join(f" \\\n  --set {assignment}" for assignment in quoted)
-    if kind == "ssh":  # one line, within double quotes
-        sets = "".join(" --set " + re.sub(r'(["$`\\])', r"\\\1", assignment) for assignment in quoted)
-    return render(
-        f"{kind}.jinja", recipe=path, name=name, processes=processes, nodes=nodes, assignments=sets, port=29_500
-    )
+    command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
+    for assignment in assignments:
+        command += ["--set", assignment]
+    start = shlex.join(command)
+    if kind == "ssh":  # within double quotes
+        start = re.sub(r'(["$`\\])', r"\\\1", start)
+    name = re.sub(r"[^\w.-]+", "_", name)
+    return render(f"{kind}.jinja", start=start, name=name, processes=processes, nodes=nodes, port=29_500)

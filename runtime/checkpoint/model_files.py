@@ -82,17 +82,18 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
 
     fields = read_config(directory)
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"transformers does not know the model of {directory / CONFIG}: {error}") from error
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
     is_known = False
     for cls in _classes(named):
         is_known = True
-        yield _on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config)))
+        # Whatever attention the folder asks for: kernels of the Hub are code, and names and shapes are the same.
+        yield _on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
     if not is_known:
         try:
-            yield _on_meta(lambda: AutoModel.from_config(config))
+            yield _on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -39,6 +38,7 @@ from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_fi
 from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.tensor_index import read_index
 from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
 
@@ -287,14 +287,14 @@ class _Shard:
 
 def _stored_shards(folder: Path) -> dict[str, Moved]:
     """The tensors of the model in a training checkpoint, as leaves whose source is a list of shards."""
-    metadata = FileSystemReader(folder).read_metadata()
+    index = read_index(folder)
     found = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if not key.startswith(MODEL) or not isinstance(entry, TensorStorageMetadata):
+    for key, entry in index.state_dict_metadata.items():
+        if not key.startswith(MODEL):
             continue
         shards = []
         for chunk in entry.chunks:
-            place = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+            place = index.storage_data[MetadataIndex(key, chunk.offsets)]
             file = folder / place.relative_path
             offset = place.offset + _data_offset(file, place.offset, place.length, key)
             box = tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))

@@ -36,8 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import FileSystemWriter
 
 from patchgen.runtime.checkpoint import optimizer_state, random_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -54,6 +53,7 @@ from patchgen.runtime.checkpoint.manifest import (
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
 from patchgen.runtime.checkpoint.staging import Staged, Staging
+from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
 
 if TYPE_CHECKING:
@@ -335,11 +335,7 @@ class Checkpointer:
                 folder, manifest, sorted(manifest.checksums)[self._rank :: self._world], self._others(step)
             )
             shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
-            saved = {
-                key: value
-                for key, value in FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-                if isinstance(value, TensorStorageMetadata)
-            }
+            saved = read_index(folder).state_dict_metadata
             tensors = distinct_state(model)
             _require_same_tensors(folder, tensors, saved)
             wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
@@ -358,7 +354,7 @@ class Checkpointer:
         manifest, shared, wanted, state = together(prepare, unread, self._group)
         with torch.no_grad():
             try:
-                reader = FileSystemReader(folder)
+                reader = IndexReader(folder)
                 dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except FAILURES as error:
                 raise CheckpointError(

@@ -95,9 +95,9 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
     targets = folder / "targets.npy"
     return TokenCache(
         contents=(folder / "contents.txt").read_text(),
-        tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
-        targets=np.load(targets, mmap_mode="r") if targets.exists() else None,
-        bounds=np.load(folder / "bounds.npy", mmap_mode="r"),
+        tokens=np.load(folder / "tokens.npy", mmap_mode="r", allow_pickle=False),
+        targets=np.load(targets, mmap_mode="r", allow_pickle=False) if targets.exists() else None,
+        bounds=np.load(folder / "bounds.npy", mmap_mode="r", allow_pickle=False),
         places=Places(folder / "places.txt"),
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )

@@ -34,7 +34,9 @@ def check(directory: Path, below: float) -> str:
         )
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(directory / "export", output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        directory / "export", output_loading_info=True, trust_remote_code=False
+    )
     wrong = {kind: sorted(names) for kind, names in report.items() if names}
     if wrong:
         raise ValueError(f"transformers does not load {directory / 'export'} whole: {wrong}")

@@ -9,6 +9,7 @@ model with no conversion.
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,16 +42,9 @@ def add_adapters(
     Raises:
         RecipeError: PEFT is not installed, a target matches nothing, or experts are divided over ranks.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise RecipeError("A recipe with a section lora needs `pip install peft`.") from error
-    if config.target_parameters and dist.get_world_size() > 1:
-        raise RecipeError(
-            f"lora.target_parameters = {list(config.target_parameters)}: PEFT replaces a stacked parameter while its "
-            "module runs, which FSDP2 does as well; both at once is not supported. Train adapters of experts on one "
-            "rank, or target linear layers (lora.target_modules)."
-        )
+    require_possible(config, dist.get_world_size())
+    import peft
+
     require_targets(model, config)
     # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
@@ -69,6 +63,22 @@ def add_adapters(
         )
     adapted.peft_config["default"].base_model_name_or_path = source
     return adapted
+
+
+def require_possible(config: LoraConfig, world: int) -> None:
+    """Refuses adapters that `world` ranks cannot train.
+
+    Raises:
+        RecipeError: PEFT is not installed, or experts are divided over ranks.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise RecipeError("A recipe with a section lora needs `pip install peft`.")
+    if config.target_parameters and world > 1:
+        raise RecipeError(
+            f"lora.target_parameters = {list(config.target_parameters)}: PEFT replaces a stacked parameter while its "
+            "module runs, which FSDP2 does as well; both at once is not supported. Train adapters of experts on one "
+            "rank, or target linear layers (lora.target_modules)."
+        )
 
 
 def require_targets(model: nn.Module, config: LoraConfig) -> None:

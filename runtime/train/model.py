@@ -43,13 +43,22 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
     is_type = not Path(model.source).exists() and model.source in CONFIG_MAPPING
     try:
-        config = CONFIG_MAPPING[model.source]() if is_type else AutoConfig.from_pretrained(model.source)
+        config = (
+            CONFIG_MAPPING[model.source]()
+            if is_type
+            else AutoConfig.from_pretrained(model.source, trust_remote_code=False)
+        )
     except StrictDataclassError as error:
         refused = "its defaults, so name a folder with a config.json" if is_type else "this config.json"
         raise RecipeError(
             f"model.source = '{model.source}': transformers' config class refuses {refused} ({one_line(error)})."
         ) from error
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            raise RecipeError(
+                f"model.source = '{model.source}': its config.json asks for code of its own (auto_map), which is not run: "
+                "what trains is the generated file of a model type that transformers has."
+            ) from error
         near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
         raise RecipeError(
             f"model.source = '{model.source}' is no folder with a config.json, no model on the Hub that can be "
@@ -133,8 +142,13 @@ def weights_folder(model: ModelConfig) -> Path | None:
 
 
 def require_attention(wanted: str | None) -> None:
-    """Refuses a name of no attention."""
-    if wanted is None or wanted in BACKENDS:
+    """Refuses a name of no attention, and one that cannot run on this machine."""
+    if wanted is None:
+        return
+    if wanted in BACKENDS:
+        reason = BACKENDS[wanted].unavailable()
+        if reason is not None:
+            raise RecipeError(f"model.attention = '{wanted}' cannot run here: {reason}.")
         return
     near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
     raise RecipeError(
@@ -208,6 +222,10 @@ def require_kernels(section: KernelsConfig) -> None:
     for name in seams.names():
         wanted = getattr(section, name)
         reason = seams.unavailable(name, wanted) if wanted is not None else None
+        if reason is None and wanted == "triton" and not torch.cuda.is_available():
+            import triton
+
+            reason = None if triton.knobs.runtime.interpret else "it needs a CUDA device"
         if reason is not None:
             raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
 

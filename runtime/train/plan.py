@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import flops, memory, optimizers, run_log
+from patchgen.runtime.train import flops, lora, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # bfloat16 has 8 bits: near 0.02, a usual size of weights, an update of less than half of 1.2e-4 is rounded away.
 SMALL_LR = 6e-5
@@ -28,12 +31,26 @@ def require_valid(recipe: Recipe, world: int) -> None:
     layout = models.parallel_config(recipe.parallel, world)
     train = recipe.train
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
+    if recipe.eval_data is not None:
+        try:
+            micro_batches_per_step(train.eval_batches, layout.num_batches)
+        except RecipeError as error:
+            raise RecipeError(str(error).replace("batches_per_step", "eval_batches")) from error
     models.require_attention(recipe.model.attention)
     models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
-    if recipe.lora is not None and recipe.model.freeze:
-        raise RecipeError("lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them.")
+    if recipe.parallel.expert_exchange == "peer_memory" and recipe.parallel.expert_capacity is not None:
+        raise RecipeError(
+            "parallel.expert_capacity bounds the rows of an all-to-all: leave it out, or parallel.expert_exchange = "
+            "peer_memory."
+        )
+    if recipe.lora is not None:
+        if recipe.model.freeze:
+            raise RecipeError(
+                "lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them."
+            )
+        lora.require_possible(recipe.lora, world)
     first_rank = os.environ.get("RANK", "0") == "0"
     if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
         warnings.warn(
@@ -43,21 +60,14 @@ def require_valid(recipe: Recipe, world: int) -> None:
         )
 
 
-def describe(recipe: Recipe, world: int) -> str:
-    """Config, rank map, what runs where, cost and memory of a run on `world` ranks; allocates and downloads no weights.
+def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
+    """Rank map, what runs where, cost and memory of a run on `world` ranks.
 
-    Raises:
-        RecipeError, DataError: what a run would refuse, data sources that are not there among it.
+    Args:
+        model: as `checks.require_runnable` returns it.
     """
-    require_valid(recipe, world)
-    for data in (recipe.data, recipe.eval_data):
-        for source in data.sources if data else ():
-            open_source(source)
     layout = models.parallel_config(recipe.parallel, world)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = models.build_on_meta(recipe)
-    if layout.ep > 1:
-        models.sharding.check_plan(model, models.sharding.own_plan(model), layout.ep)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
     chosen = models.configure_seams(recipe, model)
     cost = flops.model_cost(model)
@@ -69,9 +79,6 @@ def describe(recipe: Recipe, world: int) -> str:
     rates = [optimizers.factor(step, recipe.optim, train.steps) * recipe.optim.lr for step in (0, train.steps - 1)]
     weights = models.find_weights(recipe.model)
     lines = [
-        to_yaml(recipe),
-        draw(layout),
-        "",
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
@@ -81,8 +88,11 @@ def describe(recipe: Recipe, world: int) -> str:
         f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *(f"{name.replace(':', '    ')}    {sum(users.values())} layers" for name, users in _attention(model)),
+        f"run          {recipe.directory}",
         "",
         estimate.text(),
+        "",
+        draw(layout),
     ]
     return "\n".join(lines)
 

@@ -46,14 +46,15 @@ def data_parts(recipe: Recipe) -> DataParts:
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     require_fitting(tokenizer, config, source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
     # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
     # A model whose positions simply count has none.
     find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
-    return DataParts(tokenizer, AutoProcessor.from_pretrained(source), find() if find else None)
+    processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    return DataParts(tokenizer, processor, find() if find else None)
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:

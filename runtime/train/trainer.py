@@ -28,7 +28,7 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, wa
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora, objects, optimizers, run_log, setup
+from patchgen.runtime.train import flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, to_dict
@@ -99,6 +99,7 @@ class Trainer:
         """Trains until the last step, the end of the data, or a request to stop; saves; returns what came of it."""
         recipe, steps = self.recipe, self.recipe.train.steps
         with ExitStack() as whole, ExitStack() as watched:
+            whole.enter_context(run_lock.held(recipe.directory))
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())

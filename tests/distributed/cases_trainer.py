@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import time
 from pathlib import Path
 
@@ -62,6 +63,25 @@ def learning_rates(values: dict) -> list[float]:
     kept = Kept()
     Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
     return [record.lr for record in kept.steps]
+
+
+def second_start(values: dict) -> list[str]:
+    """What `patchgen train` says on a directory in which a run takes its steps."""
+    from patchgen.runtime import launch
+
+    told = []
+
+    class Second(Listener):
+        def on_step(self, record: StepRecord) -> None:
+            ranks = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
+            try:
+                launch.launch(from_dict(values), fresh=record.step == 1)
+            except Exception as error:
+                told.append(str(error))
+            os.environ.update(ranks)
+
+    Trainer(from_dict(values), torch.device("cpu"), (Second(),)).run()
+    return told
 
 
 def divergence(values: dict) -> str:

@@ -135,6 +135,19 @@ def test_two_agents_train_as_one_and_outlive_a_killed_rank(trainer_folder, tmp_p
         assert losses(place / "run") == losses(tmp_path / "one" / "run")
 
 
+def test_an_error_of_a_rank_is_told_once_by_the_agent(tmp_path):
+    """The rank itself writes it down and says nothing: of a thousand ranks all would say the same."""
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    file = tmp_path / "error.json"
+    rank = [sys.executable, "-m", "patchgen.runtime.launch", '{"model": {"source": "x"}, "data": {}, "zebra": 1}']
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(file)}
+    done = subprocess.run(rank, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    told = launch._reason(ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(file)))
+    assert told.startswith("recipe has 1 problem(s):\n  zebra: no such key.") and "Traceback" not in told
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as found:
@@ -170,7 +183,7 @@ def test_contradictions_are_refused_in_one_sentence(asked, assignments, told, tr
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     command(trainer_folder, tmp_path)
     defaults = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False}
-    defaults |= {"dry_run": False, "print_config": False, "script": None}
+    defaults |= {"dry_run": False, "verbose": False, "print_config": False, "script": None}
     with pytest.raises(PatchgenError) as refusal:
         training.train(tmp_path / "mine.yaml", assignments, **defaults | asked)
     assert told in str(refusal.value)

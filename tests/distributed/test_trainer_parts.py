@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+import socket
 
 import cases_trainer as cases
 import pytest
@@ -44,6 +46,15 @@ def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank
     rest, _, summary = one_rank.run(cases.train, {**values, "parallel": {}})[0]
     assert summary.steps == 6
     require_rounding(rest, losses[3:])
+
+
+def test_a_second_run_in_a_directory_is_refused_and_names_the_first(trainer_folder, tmp_path, one_rank):
+    values = cases.recipe_of(trainer_folder, train={"steps": 3}, log={"directory": str(tmp_path / "run")})
+    told = one_rank.run(cases.second_start, values)[0]
+    assert len(told) == 3 and (tmp_path / "run" / "checkpoints").is_dir() and not (tmp_path / "run.1").exists()
+    for text in told:
+        assert re.search(rf"run is in use: process \d+ on {socket.gethostname()}, since 20.* trains there", text), text
+    assert not (tmp_path / "run" / "running.json").exists()
 
 
 def test_a_run_that_is_done_writes_only_an_export_that_is_gone(trainer_folder, tmp_path, one_rank):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
-from patchgen.commands import records, support_matrix
+from patchgen import provenance
+from patchgen.commands import proof, records, support_matrix
 from patchgen.errors import PatchgenError
 
 
@@ -32,3 +34,23 @@ def test_a_page_without_marks_is_refused():
         support_matrix.page("# Training on many ranks")
     with pytest.raises(PatchgenError, match="has lost its marks"):
         support_matrix.readme("# patchgen")
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkeypatch):
+    """Here its proof holds, so that it writes nothing at all; with all of them the pages are written."""
+    root, docs = tmp_path / "generated_models", tmp_path / "docs"
+    shutil.copytree(provenance.generated_root() / "llama", root / "llama")
+    shutil.copytree(support_matrix.docs(), docs)
+    monkeypatch.setattr(provenance, "generated_root", lambda: root)
+    monkeypatch.setattr(records, "proof_holds", lambda *which: True)
+    before = {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir()}
+
+    def verify(models: list[str], *, every: bool) -> set[str]:
+        what = {"every": every, "directory": None, "head": None, "outdated": True}
+        done = proof.verify_on_ranks(models, proof.Layout(2, sp=2), **what) if ranks else proof.verify(models, **what)
+        assert done == 0
+        return {path.name for path in docs.iterdir() if path.read_text(encoding="utf-8") != before.get(path.name)}
+
+    assert verify(["llama"], every=False) == set()
+    assert verify([], every=True) == {"models.md", "parallel.md"}, "only one model is committed here"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import memory, model, plan
+from patchgen.runtime.train import checks, memory, model, plan
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
 SMALL = {
@@ -24,9 +26,13 @@ def recipe_of(**sections: dict):
     return from_dict(values)
 
 
+def described(recipe, world: int) -> str:
+    return plan.describe(recipe, checks.require_runnable(recipe, world), world)
+
+
 def test_a_dry_run_says_what_would_run():
-    text = plan.describe(recipe_of(parallel={"ep": 2, "sp": 2}), world=8)
-    assert "batches_per_step: 8" in text, "the recipe with its defaults"
+    text = described(recipe_of(parallel={"ep": 2, "sp": 2}), world=8)
+    assert text.startswith("model        Qwen3MoeForCausalLM"), "facts first, and no recipe"
     assert "ep groups (share the experts; tokens are exchanged): [0 1] [2 3]" in text
     assert "Qwen3MoeForCausalLM, 0.1 M parameters" in text
     assert "8 batches of up to 256 tokens, 2 per batch group" in text
@@ -39,7 +45,25 @@ def test_a_dry_run_says_what_would_run():
     ("sections", "world", "told"),
     [
         ({"parallel": {"ep": 3}}, 3, "does not divide"),
-        ({"parallel": {"ep": 16}}, 16, "which ep=16 does not divide evenly"),
+        ({"parallel": {"ep": 16}}, 16, "parallel.ep = 16: model.layers.0.mlp.experts.gate_up_proj has 8 experts"),
+        ({"parallel": {"sp": 8}}, 8, "parallel.sp = 8: model.layers.0.self_attn has 4 query heads"),
+        ({"lora": {"target_parameters": ["mlp.experts.gate_up_proj"]}}, 2, "both at once is not supported"),
+        (
+            {
+                "data": {"sources": [{"path": "builtin:stdlib"}]},
+                "eval_data": {},
+                "train": {"eval_every": 2, "eval_batches": 3},
+            },
+            2,
+            "train.eval_batches = 3 does not divide over the 2 batch groups",
+        ),
+        (
+            {"parallel": {"expert_exchange": "peer_memory", "expert_capacity": 8}},
+            1,
+            "bounds the rows of an all-to-all",
+        ),
+        ({"model": {"attention": "patchgen_flash_attention_4"}}, 1, "cannot run here: it needs a CUDA device"),
+        ({"kernels": {"rms_norm": "quack"}}, 1, "kernels.rms_norm = 'quack' cannot run here"),
         ({"parallel": {"sp": 3}}, 4, "parallel: dp_replicate=1 times sp=3 does not divide the 4 ranks"),
         ({"kernels": {"swiglu": "compiled"}}, 1, "no module of this model calls that seam"),
         ({"model": {"overrides": {"hiden_size": 64}}}, 1, "has no such field. Near: hidden_size"),
@@ -51,15 +75,59 @@ def test_a_dry_run_says_what_would_run():
 )
 def test_what_cannot_run_is_refused(sections, world, told, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises((RecipeError, ValueError)) as refusal:
-        plan.describe(recipe_of(train={"batches_per_step": world * 4}, **sections), world)
+    sections = {**sections, "train": {"batches_per_step": world * 4, **sections.get("train", {})}}
+    with pytest.raises(RecipeError) as refusal:
+        described(recipe_of(**sections), world)
     assert told in str(refusal.value)
+
+
+def test_kernels_that_need_a_gpu_are_refused_without_one(monkeypatch):
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    with pytest.raises(RecipeError, match="kernels.fused_moe = 'triton' cannot run here: it needs a CUDA device"):
+        plan.require_valid(recipe_of(kernels={"fused_moe": "triton"}), 1)
 
 
 def test_a_dry_run_names_data_that_are_not_there(tmp_path):
     missing = str(tmp_path / "my.jsonl")
     with pytest.raises(DataError, match="my.jsonl"):
-        plan.describe(recipe_of(data={"sources": [{"path": missing}]}), world=8)
+        described(recipe_of(data={"sources": [{"path": missing}]}), world=8)
+
+
+def test_weights_that_do_not_fit_are_known_from_their_headers(tmp_path):
+    """As are tokens without an embedding; nothing of a tensor is read."""
+    recipe = recipe_of()
+    whole = model.build_on_meta(recipe)
+    type(whole)._from_config(whole.config).save_pretrained(tmp_path)
+    (weights,) = tmp_path.glob("*.safetensors")
+    held = load_file(weights)
+    save_file({key: tensor for key, tensor in held.items() if "layers.1.mlp.gate" not in key}, weights)
+    with pytest.raises(CheckpointError, match="missing: model.layers.1.mlp.gate.weight"):
+        checks.require_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
+    save_file(held, weights)
+    checks.require_runnable(recipe_of(model={"weights": str(tmp_path)}), 1)
+    with pytest.raises((RecipeError, ValueError, OSError), match="tokenizer"):
+        checks.require_runnable(recipe_of(model={"source": str(tmp_path), "overrides": {}}), 1)
+
+
+def test_a_folder_with_the_name_of_a_type_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model.build_on_meta(recipe_of()).config.save_pretrained(tmp_path / "qwen3_moe")
+    monkeypatch.setattr(checks.setup, "data_parts", lambda recipe: None)
+    with pytest.warns(
+        UserWarning, match=f"is a model type, and here also {tmp_path / 'qwen3_moe'}, which is what is read"
+    ):
+        checks.require_runnable(recipe_of(), 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_heads_are_those_that_attention_gets(name):
+    """In every layer: what a rank counts when it exchanges them."""
+    built = model.build_on_meta(from_dict({"model": {"source": name}, "data": {}}))
+    found = checks._attention_heads(built)
+    assert len(found) == built.config.num_hidden_layers
+    assert {query for query, _ in found.values()} == {built.config.num_attention_heads}
 
 
 def test_a_dry_run_fetches_no_weights(monkeypatch):
@@ -69,7 +137,7 @@ def test_a_dry_run_fetches_no_weights(monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     config = model.read_config(recipe_of().model)
     monkeypatch.setattr(model, "read_config", lambda section: config)
-    assert "weights: some/model" in plan.describe(recipe_of(model={"source": "some/model", "overrides": {}}), world=8)
+    assert "weights: some/model" in described(recipe_of(model={"source": "some/model", "overrides": {}}), world=8)
 
 
 def test_updates_that_would_round_to_nothing_are_told():

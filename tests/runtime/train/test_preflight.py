@@ -76,7 +76,7 @@ def test_it_is_refused_in_the_proofs_words_before_any_rank(planted, tmp_path, mo
         file.write_text(yaml.safe_dump(recipe_of("llama", tmp_path / "run")))
         options = {"processes": 1, "nodes": "1", "rdzv_endpoint": "", "fresh": False, "print_config": False}
         with pytest.raises(ConfigError, match="proven, eager only: a later token"):
-            training.train(file, [], dry_run=True, script=None, **options)
+            training.train(file, [], dry_run=True, verbose=False, script=None, **options)
     assert not (tmp_path / "run").exists()
 
     # Under somebody else's agent rank 0 decides, for all.

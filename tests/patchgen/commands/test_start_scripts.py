@@ -1,0 +1,47 @@
+"""The scripts of `--script` hand on every word as it was given, run by bash with the cluster's commands replaced."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from patchgen.commands.training import start_script
+
+RECIPE = "my recipes/it's $HOME; `touch broken`.yaml"
+ASSIGNMENTS = [
+    'data.sources.0.path=/data/a b/"c"',
+    "model.freeze=['model.*', \"$x\"]",
+    "name=two\nlines; touch broken",
+]
+STAND_INS = {
+    "srun": 'shift; exec "$@"',  # on this machine
+    "scontrol": "echo node0; echo node1",
+    "ssh": 'exec bash -c "$3"',  # as sshd does: the words of a command are one text for a shell
+    "patchgen": 'printf "%s\\0" "$@" > "arguments.$$"',
+}
+
+
+@pytest.mark.parametrize("kind", ["slurm", "ssh"])
+def test_what_was_given_arrives(kind: str, tmp_path: Path):
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    for name, does in STAND_INS.items():
+        (binaries / name).write_text(f"#!/bin/bash\n{does}\n")
+        (binaries / name).chmod(0o755)
+    script = start_script(kind, Path(RECIPE), "a run\n#SBATCH --account=other", ASSIGNMENTS, 8, "2")
+    assert "\n#SBATCH --account" not in script, "a name is one word"
+    place = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_ID": "7", "HOSTS": "node0 node1"}
+    environment = {**os.environ, **place, "PATH": f"{binaries}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    arrived = [path.read_text().split("\0")[:-1] for path in tmp_path.glob("arguments.*")]
+    sets = [word for assignment in ASSIGNMENTS for word in ("--set", assignment)]
+    port = "20007" if kind == "slurm" else "29500"
+    started = ["train", RECIPE, "--nproc", "8", "--nnodes", "2", *sets, "--rdzv-endpoint", f"node0:{port}"]
+    assert arrived == [started] * (1 if kind == "slurm" else 2)
+    assert not (tmp_path / "broken").exists()
