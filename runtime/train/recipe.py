@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from patchgen.runtime.data import DataConfig
+from patchgen.runtime.train import project
+from patchgen.runtime.train.nested import section_type
 
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -45,6 +46,10 @@ class ModelConfig:
     Attributes:
         source: a folder or Hub name with a config.json, or the type of a generated model ("qwen3_moe") for that type's
             default config.
+        code: a folder or module with an architecture that transformers does not know (configuration_*.py, modeling_*.py,
+            processing_*.py); each process registers its classes and `patchgen generate --source` has read it.
+        generated: the folder that `patchgen generate --output` wrote; null: the generated models of this installation.
+        trust_remote_code: run the code that `source` itself brings, as `code`. Nothing else runs it.
         overrides: fields of the config that are replaced, nested like the config.
         weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
@@ -56,6 +61,9 @@ class ModelConfig:
     """
 
     source: str
+    code: str | None = None
+    generated: str | None = None
+    trust_remote_code: bool = False
     overrides: dict[str, Any] = Field(default_factory=dict)
     weights: str = "auto"
     allow_missing: tuple[str, ...] = ()
@@ -356,6 +364,11 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     values.setdefault("name", path.stem)
     for key, value in (overrides or {}).items():
         _place(values, key, _read(key, value) if isinstance(value, str) else value)
+    if isinstance(model := values.get("model"), dict) and not model.keys() & {"code", "trust_remote_code"}:
+        try:
+            values["model"] = project.code(Path()) | model
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     return from_dict(values, where=str(path))
 
 
@@ -402,15 +415,6 @@ def parse_overrides(assignments: list[str]) -> dict[str, str]:
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """Nested dicts of plain values, every default included."""
     return TypeAdapter(Recipe).dump_python(recipe, mode="json")
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested dicts and lists, as `--set` takes them."""
-    found = {}
-    for key, value in values.items():
-        inner = dict(enumerate(value)) if isinstance(value, list) else value
-        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": value}
-    return found
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -473,23 +477,6 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------- reading the types
-
-
-def sections() -> Iterator[tuple[str, type]]:
-    """The sections of a recipe with their types, and the types that occur inside them."""
-    for name, kind in typing.get_type_hints(Recipe, include_extras=True).items():
-        section = section_type(kind)
-        if section is not None:
-            yield name, section
-
-
-def section_type(kind: Any) -> type | None:
-    """The dataclass that an annotation names, alone, optional or in a tuple."""
-    if dataclasses.is_dataclass(kind):
-        return kind
-    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list):
-        return next(filter(None, map(section_type, typing.get_args(kind))), None)
-    return None
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:
