@@ -64,7 +64,7 @@ def launch(
         RecipeError, DataError, CheckpointError: the arguments contradict each other, or the run cannot be: told before any
             rank starts.
     """
-    from patchgen.runtime.train import checks, preflight, run_lock
+    from patchgen.runtime.train import checks, continuing, preflight, run_lock
     from patchgen.runtime.train.plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
@@ -86,6 +86,8 @@ def launch(
     require_valid(recipe, world=processes * int(least))
     if int(most) == 1:  # of several machines one may be the first to have started it
         run_lock.require_free(recipe.directory)
+    if not fresh:
+        continuing.changes(recipe)
     recipe = preflight.require_trainable(recipe)
     checks.require_runnable(recipe, world=processes * int(least))
     if fresh:

@@ -18,9 +18,8 @@ def verify(
 ) -> int:
     """Proves models in one process, or on ranks against upstream's class on one; 0 if all are proven.
 
-    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file; pages that speak of other models too
-    (docs/models.md, docs/parallel.md, the README) are written with `every` only. With a directory, that file alone is
-    proven, and nothing is written outside of it.
+    Prints a table each, writes `verify.json` or `verify_ranks.json` beside each file; with `every` also the pages, which
+    tell of all models. With a directory, that file alone is proven, and nothing is written outside of it.
     """
     names = _names(models, every=every, directory=directory)
     if outdated:

@@ -68,9 +68,7 @@ def start_script(kind: str, path: Path, name: str, assignments: list[str], proce
     if not nodes.isdigit():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
     command = ["patchgen", "train", str(path), "--nproc", str(processes), "--nnodes", nodes]
-    for assignment in assignments:
-        command += ["--set", assignment]
-    start = shlex.join(command)
+    start = shlex.join([*command, *(word for assignment in assignments for word in ("--set", assignment))])
     if kind == "ssh":  # within double quotes
         start = re.sub(r'(["$`\\])', r"\\\1", start)
     name = re.sub(r"[^\w.-]+", "_", name)

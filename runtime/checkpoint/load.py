@@ -99,7 +99,8 @@ def load_pretrained(
 
     Raises:
         CheckpointError: on every rank, with every missing, unexpected and mis-shaped key, or the file and key that
-            cannot be read or holds NaN. Before bytes are read nothing has changed in the model.
+            cannot be read or holds NaN or, if it is no buffer's, an infinite value. Before bytes are read nothing has changed in
+            the model.
     """
     started = time.perf_counter()
     directory = Path(directory)
@@ -116,7 +117,10 @@ def load_pretrained(
         state = model.state_dict()
         initialise.initialise(model, fit.initialised, seed=seed)
         with (
-            FileReader(keeps_pages=_is_worth_keeping(fit.num_bytes, state)) as reader,
+            FileReader(
+                keeps_pages=_is_worth_keeping(fit.num_bytes, state),
+                may_be_infinite=keys_of_buffers(model, fit.parameters),
+            ) as reader,
             ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool,
         ):
             wanted = {owner: fit.parameters[name] for owner, name in fit.wanted.items()}
@@ -205,6 +209,9 @@ def _fit(
             advice="New parts are initialised with allow_missing=[PATTERN], parts without use left out with "
             "allow_unexpected=[PATTERN].",
         )
+    problems = of_another_kind(state, assembly.parameters, stored)
+    if problems:
+        raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
     origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes)
@@ -213,6 +220,27 @@ def _fit(
 def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, Moved]:
     """The tensors of files as leaves."""
     return {key: leaf(key, tensor.shape, tensor.dtype, tensor) for key, tensor in stored.items()}
+
+
+def keys_of_buffers(model: nn.Module, made: Mapping[str, Moved]) -> set[str]:
+    """The keys that buffers are made of: bounds and masks among them may be infinite, weights may not."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {part.name for name, moved in made.items() if name not in weights for part in leaves(moved)}
+
+
+def of_another_kind(
+    state: Mapping[str, Tensor], made: Mapping[str, Moved], stored: Mapping[str, StoredTensor]
+) -> list[str]:
+    """Floating-point tensors of a model that a checkpoint has whole numbers for: quantised without a word, or others."""
+    found = {}
+    for name, moved in made.items():
+        for part in leaves(moved) if state[name].is_floating_point() else ():
+            if not stored[part.name].dtype.is_floating_point:
+                kind = str(stored[part.name].dtype).removeprefix("torch.")
+                found[part.name] = (
+                    f"{part.name} in {stored[part.name].file.name} is {kind}, which is no weight of {name}."
+                )
+    return list(found.values())
 
 
 def require_same_type(model: PreTrainedModel, directory: Path) -> None:

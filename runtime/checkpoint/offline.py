@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from patchgen.runtime.checkpoint.load import (
     DERIVED,
     distinct_state,
     finish,
+    keys_of_buffers,
+    of_another_kind,
     require_same_type,
     stored_leaves,
     tied_groups,
@@ -35,7 +37,7 @@ from patchgen.runtime.checkpoint.load import (
 )
 from patchgen.runtime.checkpoint.manifest import examine, require_content
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
-from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, pull, whole
+from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_index import read_index
@@ -91,7 +93,8 @@ def convert(
     made = outputs(model, written, dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
     unchanged = [Output(key, moved, moved.dtype) for key, moved in opened.others.items()]
-    _write(directory, made + unchanged, files | side_files(source), max_file)
+    infinite = keys_of_buffers(model, parameters) | opened.others.keys()
+    _write(directory, made + unchanged, files | side_files(source), max_file, infinite)
     return Converted(tuple(made), tuple(unchanged))
 
 
@@ -118,7 +121,9 @@ def export_run(
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
-    require_content(folder, manifest, sorted(manifest.checksums))
+    others = [other for other in Checkpointer.reader(folder.parent).complete() if other != manifest.step]
+    advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
+    require_content(folder, manifest, sorted(manifest.checksums), advice)
     stored = _stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
     model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
@@ -137,7 +142,7 @@ def export_run(
         beside = Path(origin.directory)
     files |= {GENERATION_CONFIG: folder / GENERATION_CONFIG} if (folder / GENERATION_CONFIG).is_file() else {}
     files |= side_files(beside) if beside is not None else {}
-    _write(Path(directory), made, files, max_file)
+    _write(Path(directory), made, files, max_file, _keys_of_buffers_in_run(model))
     return folder
 
 
@@ -207,6 +212,7 @@ def _open(source: Path) -> _Opened:
         problems += [
             f"unexpected: {key} in {stored[key].file.name}" for key in assembly.unexpected if key not in ignored
         ]
+        problems += of_another_kind(model.state_dict(), assembly.parameters, stored)
         if best is None or len(problems) < len(best[0]):
             best = problems, model, assembly, ignored
         if not problems:
@@ -243,10 +249,17 @@ def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
     return True
 
 
-def _write(directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int) -> None:
+def _keys_of_buffers_in_run(model: PreTrainedModel) -> set[str]:
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {f"{MODEL}{name}" for name in model.state_dict() if name not in weights}
+
+
+def _write(
+    directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int, infinite: Collection[str]
+) -> None:
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
-    with FileReader() as reader:
+    with FileReader(may_be_infinite=infinite) as reader:
         for output in (output for file in planned for output in file.outputs):
             writer.attempt(lambda output=output: writer.write(output, _read_whole(reader, output)))
             if writer.has_failed:
@@ -373,7 +386,9 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
         made |= {key: moved for key, moved in opened.others.items() if not key.endswith(DERIVED)}
     else:
         made = _stored_shards(find_checkpoint(directory))
-    with FileReader() as reader:
+    # What is damaged has a hash as well; NaN has none, for it equals nothing.
+    every = {part.name for moved in made.values() for part in leaves(moved)} | {f"{MODEL}{name}" for name in made}
+    with FileReader(may_be_infinite=every) as reader:
         return {name: _hash(reader, moved) for name, moved in sorted(made.items())}
 
 

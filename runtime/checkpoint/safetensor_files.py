@@ -15,9 +15,9 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.moves import Box, box_shape
 
@@ -140,7 +141,15 @@ def _read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(f"{index} is not an index of safetensors files: {error!r}.") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index} lists no tensors.")
+    astray = [f"{key} in {file!r}" for key, file in weight_map.items() if not _lies_inside(file)]
+    if astray:
+        raise CheckpointError(f"{index} points outside of its folder:", astray)
     return weight_map
+
+
+def _lies_inside(file: object) -> bool:
+    """Whether a path that an index gives leads to its own folder; what lies there may be a link, as in the Hub's cache."""
+    return isinstance(file, str) and not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
 def read_header(file: Path) -> list[StoredTensor]:
@@ -245,10 +254,12 @@ class FileReader:
     Attributes:
         keeps_pages: False: what comes from the disk does not stay in the page cache, where the system can do that.
             Finding memory for pages that nobody reads again costs more than the disk does.
+        may_be_infinite: keys of what holds bounds or masks: buffers, not weights.
         bytes_read: how many bytes were asked of the files.
     """
 
-    def __init__(self, *, keeps_pages: bool = True) -> None:
+    def __init__(self, *, keeps_pages: bool = True, may_be_infinite: Collection[str] = ()) -> None:
+        self.may_be_infinite = may_be_infinite
         self.keeps_pages = keeps_pages or sys.platform != "linux"
         self._descriptors: set[int] = set()  # of all threads
         self._lock = threading.Lock()
@@ -268,8 +279,8 @@ class FileReader:
         """Fills `out` (any dtype, strides and device) with a box of a stored tensor.
 
         Raises:
-            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; it holds NaN or what
-                the dtype of `out` has no room for. Names file and key.
+            CheckpointError: the file ends before the bytes that are asked for, or cannot be read; it holds NaN, an
+                infinite value or what the dtype of `out` has no room for. Names file and key.
         """
         problem = self._read(stored, box, out).get(stored.name)
         if problem is not None:
@@ -359,7 +370,7 @@ class FileReader:
         return buffer[:num_bytes]
 
     def _fill(self, runs: Sequence[_Run], *, keeps_pages: bool = False) -> dict[str, str]:
-        """Reads runs that follow each other in a file, block by block, and looks for NaN while a block is in the cache.
+        """Reads runs that follow each other in a file, block by block, and looks for NaN and infinities in the cache.
 
         Returns what went wrong, by key.
         """
@@ -386,8 +397,9 @@ class FileReader:
                 start, end = (
                     max(0, place - run.offset) // run.values.itemsize for place in (position, position + got)
                 )
-                if run.values.is_floating_point() and has_nan(run.values[start:end]):
-                    problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds NaN.")
+                wrong = self._not_finite(run.stored.name, run.values[start:end])
+                if wrong:
+                    problems.setdefault(run.stored.name, f"{run.stored.name} in {run.stored.file} holds {wrong}.")
             position += got
             while waiting and waiting[0].end <= position:
                 waiting.popleft()
@@ -397,6 +409,14 @@ class FileReader:
         with self._lock:
             self.bytes_read += sum(run.values.nbytes for run in runs)
         return problems
+
+    def _not_finite(self, name: str, values: Tensor) -> str:
+        """What values hold that no weight has; "" if nothing."""
+        if not values.is_floating_point() or is_finite(values):
+            return ""
+        if bool(values.isnan().any()):
+            return "NaN"
+        return "" if name in self.may_be_infinite else "an infinite value"
 
     def _pread(self, descriptor: int, views: list[memoryview], offset: int, keeps_pages: bool) -> int:
         if not keeps_pages:
@@ -473,23 +493,3 @@ def _without_room(values: Tensor, dtype: torch.dtype) -> float | None:
     else:
         return None
     return float(lost[0]) if lost.numel() else None
-
-
-def has_nan(tensor: Tensor) -> bool:
-    """Whether a floating-point tensor on the CPU holds NaN: taken as integers, only NaN lies beyond the infinities.
-
-    By numpy, which works in the calling thread: torch would wake a team of threads for every block of every reader.
-    """
-    if tensor.numel() == 0:
-        return False
-    signed, infinity = _as_integers(tensor.dtype)
-    bits = tensor.view(signed).numpy()
-    minus_infinity = infinity + (1 << (8 * tensor.dtype.itemsize - 1))
-    return bool(bits.max() > infinity) or bool(bits.view(f"u{bits.dtype}").max() > minus_infinity)
-
-
-@cache
-def _as_integers(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """The integers as wide as a floating-point dtype, and which of them has infinity's bits."""
-    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    return signed, int(torch.tensor(math.inf, dtype=dtype).view(signed))

@@ -19,14 +19,12 @@ On disk, below the directory:
 from __future__ import annotations
 
 import datetime
-import io
 import json
-import os
 import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +46,12 @@ from patchgen.runtime.checkpoint.manifest import (
     Manifest,
     checksum,
     examine,
+    read_manifest,
     require_content,
 )
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
+from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
@@ -106,6 +106,7 @@ class Checkpointer:
         optimizer: Optimizer | None = None,
         scheduler: LRScheduler | None = None,
         extra_state: dict | None = None,
+        files: Mapping[str, str] | None = None,
         asynchronous: bool = True,
     ) -> None:
         """Saves the state after optimizer step `step`. An earlier save that still writes is waited for.
@@ -114,6 +115,7 @@ class Checkpointer:
             model: sharded or not; its parameters and persistent buffers are saved.
             extra_state: `{"shared": {...}, "rank": {...}}` of plain values and tensors: what all ranks have in common
                 (rank 0's is saved), and what is each rank's own.
+            files: text files that lie beside the state (rank 0's), by name: the recipe of the run.
             asynchronous: return once the state is being copied, and write in the background. The next optimizer step
                 waits for the copy on the device; training must change parameters in no other way meanwhile.
 
@@ -132,10 +134,10 @@ class Checkpointer:
             if scheduler is not None:
                 shared["scheduler"] = scheduler.state_dict()
             own = {"random": random_state.capture(), "extra": (extra_state or {}).get("rank", {})}
-            small = {_rank_file(self._rank): _plain_bytes(own, "extra_state['rank']")}
+            small = {rank_file(self._rank): plain_bytes(own, "extra_state['rank']")}
             if self._rank == 0:
-                small[SHARED] = _plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
-                small |= _model_files(model)
+                small[SHARED] = plain_bytes(shared, "extra_state['shared'], the scheduler or the optimizer's options")
+                small |= _model_files(model) | {name: text.encode() for name, text in (files or {}).items()}
             if asynchronous:
                 self._staged = self._staging.copy(tensors)
             return tensors, small, Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
@@ -155,6 +157,14 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def failure(self, seconds: float) -> BaseException | None:
+        """What the save in the background ran into, if it comes to that within so many seconds; for a run that ends."""
+        pending, self._pending = self._pending, None
+        try:
+            return pending.exception(seconds) if pending is not None else None
+        except TimeoutError:
+            return None
 
     @property
     def is_saving(self) -> bool:
@@ -180,7 +190,7 @@ class Checkpointer:
 
         def write_small() -> None:
             for name, data in small.items():
-                _write_file(partial / name, data)
+                write_file(partial / name, data)
 
         self._agree(write_small, manifest.step)
 
@@ -219,7 +229,7 @@ class Checkpointer:
         }
         serial = 1 + max((known.serial for _, known, problem in self._found() if not problem), default=0)
         fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
-        _write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
+        write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
         sync_folder(partial)
         final = self.directory / _folder(manifest.step)
         if final.exists():  # a run that was resumed before this step saves it again
@@ -247,7 +257,7 @@ class Checkpointer:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         if failed:
             raise CheckpointError(
-                f"Step {step} could not be saved in {self.directory} ({_free(self.directory)}); earlier checkpoints "
+                f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
                 "are as they were:",
                 failed,
             )
@@ -305,7 +315,8 @@ class Checkpointer:
         """Puts a saved state into model, optimizer, scheduler and the random generators, on any number of ranks.
 
         Args:
-            step: which one; None: the newest whole one.
+            step: which one; None: the newest whole one. One whose bytes changed since it was saved is passed over, with a
+                warning that names it.
             model: sharded in whatever way; its values are overwritten.
 
         Returns:
@@ -319,7 +330,8 @@ class Checkpointer:
             CheckpointError: there is none, or it is not whole, or of another model.
         """
         self.wait()
-        step = self._same_step(step)
+        is_compared = step is None
+        step = self._unchanged() if step is None else step
         folder = self.folder_of(step)
 
         def prepare() -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
@@ -330,10 +342,8 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
                 )
-            # Each file is read by one rank.
-            require_content(
-                folder, manifest, sorted(manifest.checksums)[self._rank :: self._world], self._others(step)
-            )
+            if not is_compared:
+                self._require_content(step)
             shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
             saved = read_index(folder).state_dict_metadata
             tensors = distinct_state(model)
@@ -360,7 +370,7 @@ class Checkpointer:
                 raise CheckpointError(
                     f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self._others(step)
                 ) from error
-        ranks = _RankStates(folder, manifest.world)
+        ranks = RankStates(folder, manifest.world)
 
         def restore() -> dict | None:
             if optimizer is not None:
@@ -378,46 +388,42 @@ class Checkpointer:
             model.checkpoint_origin = Origin.from_json(manifest.origin)
         return {"step": step, "shared": shared["extra"], "rank": own, "ranks": ranks, "world": manifest.world}
 
-    def _same_step(self, step: int | None) -> int:
-        """The step that rank 0 finds, so that ranks that see the folder differently do not part."""
-        found = [step]
-        if step is None:
-            what = f"{self.directory} cannot be searched for checkpoints:"
-            found = [together(self.latest if self._rank == 0 else lambda: None, what, self._group)]
-            if self._group is not None:
-                dist.broadcast_object_list(found, src=0, group=self._group)
-        if found[0] is None:
-            raise CheckpointError(f"{self.directory} holds no whole checkpoint.")
-        return found[0]
+    def _unchanged(self) -> int:
+        """The newest whole checkpoint with the bytes that were saved; those before it that have others are named.
+
+        As rank 0 finds them, so that ranks that see the folder differently do not part.
+        """
+        what = f"{self.directory} cannot be searched for checkpoints:"
+        steps = [together(self._newest_first if self._rank == 0 else list, what, self._group)]
+        if self._group is not None:
+            dist.broadcast_object_list(steps, src=0, group=self._group)
+        damaged: list[str] = []
+        for step in steps[0]:
+            try:
+                together(lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group)
+            except CheckpointError as error:
+                damaged += [f"{_folder(step)}: {problem}" for problem in error.problems]
+                continue
+            if damaged and self._rank == 0:
+                listed = "\n".join(f"  {problem}" for problem in damaged)
+                warnings.warn(f"{self.directory} is damaged; {_folder(step)} is loaded:\n{listed}", stacklevel=3)
+            return step
+        raise CheckpointError(f"{self.directory} holds no whole checkpoint{':' if damaged else '.'}", damaged)
+
+    def _newest_first(self) -> list[int]:
+        self.latest()  # names those that are not whole
+        return self.complete()[::-1]
+
+    def _require_content(self, step: int) -> None:
+        """Compares this rank's share of a checkpoint's files with their checksums: each is read by one rank."""
+        folder = self.folder_of(step)
+        manifest = read_manifest(folder)
+        mine = sorted(manifest.checksums)[self._rank :: self._world]
+        require_content(folder, manifest, mine, self._others(step))
 
     def _others(self, step: int) -> str:
         others = [_folder(other) for other in self.complete() if other != step]
         return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
-
-
-class _RankStates(Sequence):
-    """The own `extra_state` of every rank of a saved run, read when it is asked for: of a thousand, one uses its own."""
-
-    def __init__(self, folder: Path, world: int) -> None:
-        self._folder, self._world = folder, world
-        self._read: dict[int, dict] = {}
-
-    def __len__(self) -> int:
-        return self._world
-
-    def __getitem__(self, place: int) -> dict:
-        return self.whole(range(self._world)[place])["extra"]
-
-    def whole(self, rank: int) -> dict:
-        """All that a rank kept."""
-        if rank not in self._read:
-            file = self._folder / _rank_file(rank)
-            self._read[rank] = torch.load(file, weights_only=True, map_location="cpu")
-        return self._read[rank]
-
-
-def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.pt"
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:
@@ -451,32 +457,6 @@ def _origin(model: nn.Module) -> tuple[str, dict | None]:
 def _model_files(model: nn.Module) -> dict[str, bytes]:
     """The config files that an export needs."""
     return {name: text.encode() for name, text in config_files(model).items()} if hasattr(model, "config") else {}
-
-
-def _plain_bytes(value: object, what: str) -> bytes:
-    """The value in torch's format, after a check that it can be read without running code."""
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    stream.seek(0)
-    try:
-        torch.load(stream, weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{what} must hold plain values and tensors only (numbers, strings, lists, dicts): {error}"
-        ) from error
-    return stream.getvalue()
-
-
-def _write_file(file: Path, data: bytes) -> None:
-    with file.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _free(folder: Path) -> str:
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    return f"{shutil.disk_usage(existing).free / 1e9:.2f} GB free there"
 
 
 def _cause(error: BaseException) -> str:

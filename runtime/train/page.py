@@ -5,15 +5,18 @@ from __future__ import annotations
 import html
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from patchgen.runtime.train import run_log
-from patchgen.runtime.train.records import Listener, RunStart, Summary
+from patchgen.runtime.train.records import Listener, RunStart, StepRecord, Summary
 from patchgen.runtime.train.view import ENDINGS, headline
 
+PAGE = "index.html"
+SECONDS = 30.0  # between two writings of a page that runs
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 240, 64, 28
 PLOTS = {
     "loss": "loss",
@@ -25,33 +28,48 @@ PLOTS = {
 
 
 class RunPage(Listener):
-    """Writes the page at the end."""
+    """Writes the page at the start, now and then, and at the end; until then it loads itself again in a browser."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, on_failed: str = "stop", seconds: float = SECONDS) -> None:
+        self.directory, self.on_failed, self.seconds = directory, on_failed, seconds
+        self._written = float("-inf")
 
     def on_start(self, start: RunStart) -> None:
         self._start = start
+        self._write(f"step {start.first_step} of {start.steps}: running", reload=True)
+
+    def on_step(self, record: StepRecord) -> None:
+        if time.monotonic() - self._written >= self.seconds:
+            self._write(f"step {record.step} of {self._start.steps}: running", reload=True)
 
     def on_end(self, summary: Summary) -> None:
-        entries = run_log.read(self.directory)
-        (self.directory / "index.html").write_text(page(self._start, summary, entries))
-        write_png(entries, self.directory / "report.png")
+        self._write(f"step {summary.steps} of {self._start.steps}: {ENDINGS[summary.reason]}", summary.data)
+        with run_log.writing(self.directory / "report.png", self.on_failed) as path:
+            write_png(run_log.read(self.directory), path)
+
+    def _write(self, state: str, data: str = "", *, reload: bool = False) -> None:
+        """Replaces the page, so that a reader, or a kill, never meets half of one."""
+        text = page(self._start, state, data, run_log.read(self.directory), reload=self.seconds if reload else None)
+        with run_log.writing(self.directory / PAGE, self.on_failed) as path:
+            path.with_suffix(".new").write_text(text)
+            path.with_suffix(".new").replace(path)
+        self._written = time.monotonic()
 
 
-def page(start: RunStart, summary: Summary, entries: list[dict[str, Any]]) -> str:
-    """The HTML of a run from the lines of its log."""
+def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], *, reload: float | None = None) -> str:
+    """The HTML of a run from the lines of its log; `reload`: seconds after which a browser loads it again."""
     environment = Environment(
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True
     )
     return environment.get_template("run_page.jinja").render(
         title=start.name,
         headline=headline(start),
-        ending=f"step {summary.steps} of {start.steps}: {ENDINGS[summary.reason]}",
+        ending=state + (time.strftime(", %Y-%m-%d %H:%M:%S") if reload is not None else ""),
+        reload=None if reload is None else max(1, round(reload)),
         figures=figures(entries),
         plots=[svg(series(entries, key), name) for key, name in PLOTS.items() if len(series(entries, key)) > 1]
         + ([svg(series(entries, "eval_loss"), "evaluation loss")] if len(series(entries, "eval_loss")) > 1 else []),
-        data=summary.data,
+        data=data,
         report=start.report,
         recipe=json.dumps(start.recipe, indent=1),
     )

@@ -231,12 +231,14 @@ class CheckpointConfig:
         every: steps between checkpoints; 0: only at the end and when stopped.
         keep: the newest that stay.
         asynchronous: write while training goes on.
+        on_failed: a save that fails (a full disk) stops the run, or is told, and so is a line of the log; the next is tried.
         export: write the trained model in upstream's layout to `export/` at the end.
     """
 
     every: CountOrZero = 0
     keep: Count = 3
     asynchronous: bool = True
+    on_failed: Literal["stop", "continue"] = "stop"
     export: bool = True
 
 

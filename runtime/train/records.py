@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class TrainingStopped(RuntimeError):
+    """The run cannot go on: its gradients are not finite, or its disk takes no more."""
+
+
 @dataclass(frozen=True)
 class RunStart:
     """Once, before the first step.

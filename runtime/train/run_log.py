@@ -6,18 +6,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import math
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
 import yaml
 
+from patchgen.runtime.checkpoint.small_files import free_space
 from patchgen.runtime.train.recipe import RecipeError
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 
 STEPS, SUMMARY = "steps.jsonl", "summary.json"
 
@@ -25,18 +29,27 @@ STEPS, SUMMARY = "steps.jsonl", "summary.json"
 class RunLog(Listener):
     """Writes the files; a continued run loses the lines of steps that are taken again."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, on_failed: str = "stop") -> None:
+        self.directory, self.on_failed = directory, on_failed
         self._file: TextIO | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def on_start(self, start: RunStart) -> None:
-        (self.directory / "recipe.yaml").write_text(yaml.safe_dump(start.recipe, sort_keys=False))
-        (self.directory / "report.txt").write_text(start.report + "\n")
-        path = self.directory / STEPS
+        for name, text in (
+            ("recipe.yaml", yaml.safe_dump(start.recipe, sort_keys=False)),
+            ("report.txt", start.report + "\n"),
+        ):
+            with writing(self.directory / name, self.on_failed) as path:
+                path.write_text(text)
         kept = [entry for entry in read(self.directory) if entry["step"] <= start.first_step]
-        path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        self._file = path.open("a", buffering=1)  # a line is on disk when it is written
+        path = self.directory / STEPS
+        replaced = path.with_suffix(".new")
+        with writing(
+            path, "stop"
+        ):  # nothing to go on with: the lines of earlier steps are there until the new ones are
+            replaced.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+            replaced.replace(path)
+            self._file = path.open("a", buffering=1)  # a line is on disk when it is written
 
     def on_step(self, record: StepRecord) -> None:
         self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})
@@ -46,14 +59,33 @@ class RunLog(Listener):
         self._write({"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]})
 
     def on_end(self, summary: Summary) -> None:
-        (self.directory / SUMMARY).write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
+        with writing(self.directory / SUMMARY, self.on_failed) as path:
+            path.write_text(json.dumps(dataclasses.asdict(summary), indent=1) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what a full disk did not take was told when it was written
+                self._file.close()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
+        with writing(self.directory / STEPS, self.on_failed):
+            self._file.write(json.dumps(entry) + "\n")
+
+
+@contextlib.contextmanager
+def writing(path: Path, on_failed: str) -> Iterator[Path]:
+    """What cannot be written stops the run, or is told and left out, as `checkpoint.on_failed` says.
+
+    Raises:
+        TrainingStopped: with the path and what is free there.
+    """
+    try:
+        yield path
+    except OSError as error:
+        told = f"{path} cannot be written ({free_space(path.parent)}): {error.strerror or error}."
+        if on_failed == "stop":
+            raise TrainingStopped(f"{told} checkpoint.on_failed: continue goes on without it.") from error
+        warnings.warn(f"{told} The run goes on without it.", stacklevel=3)
 
 
 def read(directory: Path) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
+from patchgen.runtime.verify.verdict import one_line
 
 SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
 
@@ -47,7 +48,12 @@ def data_parts(recipe: Recipe) -> DataParts:
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise RecipeError(
+            f"model.source = '{source}' has no tokenizer that can be read here: {one_line(error)}"
+        ) from error
     require_fitting(tokenizer, config, source)
     if recipe.data.kind != "multimodal":
         return DataParts(tokenizer)
@@ -176,7 +182,9 @@ def listeners(recipe: Recipe) -> tuple[Listener, ...]:
     if dist.get_rank() != 0:
         return ()
     trackers = [Tracker(kind, recipe.log.project, recipe.directory) for kind in recipe.log.trackers]
-    return (RunLog(recipe.directory), *trackers, RunPage(recipe.directory), view(recipe.log.every))
+    failed = recipe.checkpoint.on_failed
+    log, page = RunLog(recipe.directory, on_failed=failed), RunPage(recipe.directory, on_failed=failed)
+    return (log, *trackers, page, view(recipe.log.every))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,22 +23,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime import parallel
+from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
-from patchgen.runtime.train.recipe import Recipe, to_dict
-from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
+from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
 
-
-class TrainingStopped(RuntimeError):
-    """The run cannot go on: too many steps in a row had gradients that are not finite."""
+FAILED_SAVE_SECONDS = 10.0
+"""How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
 
 
 class Trainer:
@@ -100,6 +101,7 @@ class Trainer:
         recipe, steps = self.recipe, self.recipe.train.steps
         with ExitStack() as whole, ExitStack() as watched:
             whole.enter_context(run_lock.held(recipe.directory))
+            whole.push(self.tell_failed_save)
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
@@ -135,9 +137,9 @@ class Trainer:
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
+            self.settle()
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
-            self.checkpointer.wait()
             return self.finish(upcoming.reason)
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
@@ -217,14 +219,28 @@ class Trainer:
     # ------------------------------------------------------------------------------------ saving, resuming
 
     def resume(self) -> dict[str, Any]:
-        """Continues from the newest checkpoint of the run, if there is one; returns the loader's position."""
-        latest = [self.checkpointer.latest() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(latest, src=0)  # what rank 0 sees on the disk counts for all
-        if latest[0] is None:
+        """Continues from the newest unchanged checkpoint of the run, if there is one; returns the loader's position.
+
+        Raises:
+            RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
+        """
+        found = [(None, "", "")]
+        if dist.get_rank() == 0:  # what it sees on the disk counts for all
+            try:
+                found = [(self.checkpointer.latest(), continuing.changes(self.recipe), "")]
+            except RecipeError as error:
+                found = [(None, "", str(error))]
+        dist.broadcast_object_list(found, src=0)
+        latest, changed, refusal = found[0]
+        if refusal:
+            raise RecipeError(refusal)
+        if latest is None:
             return self.loader.state_dict()
+        if changed and dist.get_rank() == 0:
+            print(changed, flush=True)
         groups = self.optimizer.param_groups
         wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        saved = self.checkpointer.load(latest[0], model=self.model, optimizer=self.optimizer)
+        saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
         for group, options in zip(groups, wanted, strict=True):
             group.update(options)  # the recipe decides, changed or not since then
         own = saved["rank"]["loader"] if saved["rank"] is not None else None
@@ -236,14 +252,45 @@ class Trainer:
     def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
         """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
         with watch.paused():
-            self.checkpointer.save(
-                self.step,
-                model=self.model,
-                optimizer=self.optimizer,
-                extra_state={"rank": {"loader": position}},
-                asynchronous=asynchronous,
-            )
+            self.settle()
+            try:
+                self.checkpointer.save(
+                    self.step,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    extra_state={"rank": {"loader": position}},
+                    files={continuing.RECIPE: to_yaml(self.recipe)},
+                    asynchronous=asynchronous,
+                )
+            except CheckpointError as error:
+                self.go_on_without(error)
+                return
         self.saved_step = self.step
+
+    def settle(self) -> None:
+        """Waits for the save that still writes; one that failed ends the run, or not, as the recipe says."""
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            self.go_on_without(error)
+
+    def go_on_without(self, error: CheckpointError) -> None:
+        """Tells of a save that failed; all ranks have the same error.
+
+        Raises:
+            CheckpointError: `checkpoint.on_failed` is to stop.
+        """
+        if self.recipe.checkpoint.on_failed == "stop":
+            raise error
+        self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
+        if dist.get_rank() == 0:
+            print(f"{error}\nThe run goes on without it (checkpoint.on_failed: continue).", flush=True)
+
+    def tell_failed_save(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
+        """When the run ends by an error: what went wrong in a save behind it, which nobody asks for any more."""
+        failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
+        if failed is not None and failed is not error and dist.get_rank() == 0:
+            print(failed, file=sys.stderr, flush=True)
 
     def finish(self, reason: str) -> Summary:
         """Exports what was trained, unless the run was stopped before its end.

@@ -190,14 +190,14 @@ def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> st
     checkpointer = Checkpointer(directory)
     checkpointer.save(1, model=model)
     checkpointer.wait()
-    write, rank = train_state._write_file, dist.get_rank()
+    write, rank = train_state.write_file, dist.get_rank()
 
     def full(file: pathlib.Path, data: bytes) -> None:
         if rank == rank_that_fails and file.name.startswith("rank-"):
             raise OSError(28, "No space left on device", str(file))
         write(file, data)
 
-    train_state._write_file = full
+    train_state.write_file = full
     try:
         checkpointer.save(2, model=model)
         checkpointer.wait()
@@ -206,7 +206,7 @@ def one_rank_cannot_write(name: str, directory: str, rank_that_fails: int) -> st
     else:
         text = ""
     finally:
-        train_state._write_file = write
+        train_state.write_file = write
     assert checkpointer.complete() == [1]
     checkpointer.save(3, model=model)
     checkpointer.wait()

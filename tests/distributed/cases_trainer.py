@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from patchgen.runtime import parallel
+from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.train import setup
 from patchgen.runtime.train.recipe import RecipeError, from_dict
@@ -63,6 +64,28 @@ def learning_rates(values: dict) -> list[float]:
     kept = Kept()
     Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
     return [record.lr for record in kept.steps]
+
+
+def train_with_a_disk_that_fails(values: dict, fails: int, works: int) -> tuple[int, str]:
+    """Steps that are taken, and the error of the run, when no checkpoint can be written between two steps."""
+    recipe, kept = from_dict(values), Kept()
+    folder = recipe.directory / "checkpoints"
+
+    class Disk(Listener):
+        def on_step(self, record: StepRecord) -> None:
+            if record.step == fails:
+                folder.rename(folder.with_name("aside"))
+                folder.touch()
+            elif record.step == works:
+                folder.unlink()
+                folder.with_name("aside").rename(folder)
+
+    trainer = Trainer(recipe, torch.device("cpu"), (kept, Disk()))
+    try:
+        trainer.run()
+    except CheckpointError as error:
+        return len(kept.steps), str(error)
+    return len(kept.steps), ""
 
 
 def second_start(values: dict) -> list[str]:

@@ -11,6 +11,10 @@ import pytest
 import torch
 from rounding import require_rounding
 
+from patchgen.runtime import launch
+from patchgen.runtime.train import continuing
+from patchgen.runtime.train import recipe as recipes
+
 FOUR = {"ep": 2, "sp": 2}
 
 
@@ -70,6 +74,42 @@ def test_a_run_that_is_done_writes_only_an_export_that_is_gone(trainer_folder, t
     weights.unlink()
     one_rank.run(cases.train_and_log, values)
     assert weights.is_file()
+
+
+def test_what_changed_is_told_and_another_optimizer_refused(trainer_folder, tmp_path, one_rank):
+    """By the recipe of the newest checkpoint; one whose bytes changed on the disk is passed over."""
+    values = cases.recipe_of(
+        trainer_folder, train={"steps": 6}, checkpoint={"every": 4}, log={"directory": str(tmp_path / "run")}
+    )
+    one_rank.run(cases.train, values)
+    folders = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [recipes.load(folder / "recipe.yaml").train.steps for folder in folders] == [6, 6]
+    data = next(folders[-1].glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-2] + b"xx")
+    other = recipes.from_dict({**values, "optim": {**values["optim"], "name": "muon"}})
+    for refused in (lambda: one_rank.run(cases.train, recipes.to_dict(other)), lambda: launch.launch(other)):
+        with pytest.raises(Exception, match=r"(?s)cannot be continued .* optim.name: 'adamw' -> 'muon'.*--fresh"):
+            refused()
+    changed = {**values, "train": {**values["train"], "steps": 8}}
+    told = continuing.changes(recipes.from_dict(changed))
+    assert told == "Continued with another recipe than that of step-00000006:\n  train.steps: 6 -> 8"
+    assert len(one_rank.run(cases.train, changed)[0][0]) == 4, "from step 4: step 6 is damaged"
+
+
+def test_a_save_that_fails_ends_the_run_or_not_as_the_recipe_says(trainer_folder, tmp_path, one_rank):
+    for on_failed in ("stop", "continue"):
+        values = cases.recipe_of(
+            trainer_folder,
+            train={"steps": 7},
+            checkpoint={"every": 2, "export": False, "asynchronous": False, "on_failed": on_failed},
+            log={"directory": str(tmp_path / on_failed)},
+        )
+        steps, error = one_rank.run(cases.train_with_a_disk_that_fails, values, 3, 5)[0]
+        if on_failed == "stop":
+            assert steps == 4 and re.search(r"Step 4 could not be saved in .*checkpoints \(.* GB free there\)", error)
+        else:
+            saved = sorted(path.name for path in (tmp_path / on_failed / "checkpoints").glob("step-*"))
+            assert (steps, error) == (7, "") and saved == ["step-00000002", "step-00000006", "step-00000007"]
 
 
 def test_a_changed_learning_rate_counts_when_a_run_continues(trainer_folder, tmp_path, one_rank):

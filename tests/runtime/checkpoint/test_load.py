@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from patchgen import cli
 from patchgen.runtime.checkpoint import (
     CheckpointError,
+    convert,
     export_pretrained,
     fingerprint,
     load,
@@ -262,9 +263,9 @@ def test_files_beside_which_memory_is_short_do_not_stay_in_the_page_cache(
     made = []
 
     class Recorded(safetensor_files.FileReader):
-        def __init__(self, *, keeps_pages: bool) -> None:
+        def __init__(self, *, keeps_pages: bool, **options) -> None:
             made.append(keeps_pages)
-            super().__init__(keeps_pages=keeps_pages)
+            super().__init__(keeps_pages=keeps_pages, **options)
 
     monkeypatch.setattr(load, "FileReader", Recorded)
     model = empty()
@@ -319,12 +320,36 @@ def test_nan_is_named_with_file_and_key(checkpoint, tmp_path):
     )
 
 
-def test_infinity_is_no_nan(checkpoint, tmp_path):
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+def test_an_infinite_weight_is_named_with_file_and_key(value, checkpoint, tmp_path):
     def change(found):
-        found["model.norm.weight"][:2] = torch.tensor([float("inf"), float("-inf")])
+        found["model.norm.weight"][3] = value
         return found
 
-    load_pretrained(empty(), small_models.rewrite(checkpoint, tmp_path / "inf", change))
+    folder = small_models.rewrite(checkpoint, tmp_path / "inf", change)
+    for read in (lambda: load_pretrained(empty(), folder), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(CheckpointError, match=r"model.norm.weight in .*model.safetensors holds an infinite value"):
+            read()
+
+
+def test_bounds_in_a_buffer_may_be_infinite(checkpoint, tmp_path):
+    model = small_models.build(small_models.generated_class(), small_models.moe_config())
+    model.register_buffer("bounds", torch.zeros(2))
+    bounds = {"bounds": torch.tensor([float("-inf"), float("inf")])}
+    load_pretrained(model, small_models.rewrite(checkpoint, tmp_path / "bounds", lambda found: found | bounds))
+    assert model.bounds.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool])
+def test_whole_numbers_in_place_of_a_weight_are_refused(dtype, checkpoint, tmp_path):
+    key = "model.layers.0.self_attn.q_proj.weight"
+    folder = small_models.rewrite(checkpoint, tmp_path / "whole", lambda found: found | {key: found[key].to(dtype)})
+    kind = str(dtype).removeprefix("torch.")
+    for read in (lambda: load_pretrained(empty(), folder), lambda: convert(folder, tmp_path / "out")):
+        with pytest.raises(
+            CheckpointError, match=f"{key} in model.safetensors is {kind}, which is no weight of {key}"
+        ):
+            read()
 
 
 def test_another_model_type_is_refused(checkpoint, tmp_path):

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from patchgen.runtime.checkpoint import CheckpointError, safetensor_files
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, has_nan, read_folder
+from patchgen.runtime.checkpoint.finite import is_finite
+from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
 from patchgen.runtime.checkpoint.writing import Output, plan
 
 
@@ -186,15 +187,15 @@ def test_files_that_do_not_stay_in_the_page_cache_hold_the_same(folder):
     st.lists(st.sampled_from([0.0, -0.0, 1e-30, -3.0, float("inf"), float("-inf")]), max_size=6),
 )
 @settings(max_examples=300)
-def test_nan_is_found_in_any_bits(kind, patterns, plain):
-    """Beside torch.isnan: of bits that are drawn, NaN of both signs and infinities with it."""
+def test_what_is_not_finite_is_found_in_any_bits(kind, patterns, plain):
+    """Beside torch.isfinite: of bits that are drawn, NaN and infinities of both signs with it."""
     dtype, width = kind
     drawn = torch.tensor([list(bits[:width]) for bits in patterns], dtype=torch.uint8).view(-1).view(dtype)
-    both_signs_of_nan = [torch.tensor([value]).to(dtype) for value in (float("nan"), -float("nan"))]
+    others = [torch.tensor([value]).to(dtype) for value in (float("nan"), -float("nan"), float("inf"), -float("inf"))]
     values = torch.cat([drawn, torch.tensor(plain).to(dtype)])
-    assert has_nan(values) == bool(values.isnan().any())
-    for nan in both_signs_of_nan:
-        assert has_nan(torch.cat([values, nan])) and bool(nan.isnan())
+    assert is_finite(values) == bool(values.isfinite().all())
+    for other in others:
+        assert not is_finite(torch.cat([values, other])) and not bool(other.isfinite())
 
 
 def test_only_the_bytes_of_the_box_are_read(folder):
@@ -248,7 +249,7 @@ def test_headers_that_make_no_sense(header, told, tmp_path):
 
 @pytest.mark.parametrize("shape", [(6,), (3, 5), (4, 3, 5)])
 def test_values_that_the_dtype_has_no_room_for(shape, tmp_path):
-    """Whole and in short rows; infinities of the file itself stay what they are."""
+    """Whole and in short rows; infinities of the file itself stay what they are, where they may be."""
     values = torch.ones(shape)
     values.view(-1)[0] = float("inf")
     save_file(
@@ -258,7 +259,12 @@ def test_values_that_the_dtype_has_no_room_for(shape, tmp_path):
     box = tuple((0, size) for size in shape)
     box = (*box[:-1], (0, shape[-1] - 1)) if len(shape) > 1 else box
     out = torch.empty([stop for _, stop in box], dtype=torch.float16)
-    with FileReader() as reader:
+    with (
+        FileReader() as reader,
+        pytest.raises(CheckpointError, match="fits in .*h.safetensors holds an infinite value"),
+    ):
+        reader.read(stored["fits"], box, out)
+    with FileReader(may_be_infinite={"fits", "large"}) as reader:
         reader.read(stored["fits"], box, out)
         assert torch.equal(out, values[tuple(slice(*bounds) for bounds in box)].half())
         with pytest.raises(
@@ -266,6 +272,14 @@ def test_values_that_the_dtype_has_no_room_for(shape, tmp_path):
         ):
             reader.read(stored["large"], box, out)
         reader.read(stored["large"], box, out.bfloat16())
+
+
+@pytest.mark.parametrize("astray", ["../other.safetensors", "/etc/passwd", "a/../../b.safetensors", 7, None])
+def test_an_index_leads_to_its_own_folder(astray, sharded):
+    index = sharded / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"] | {"c": astray}}))
+    with pytest.raises(CheckpointError, match=f"index.json points outside of its folder:\n  c in {astray!r}"):
+        read_folder(sharded)
 
 
 def test_every_damage_is_listed_with_file_and_key(sharded):

@@ -155,18 +155,29 @@ def test_a_broken_one_is_named_and_the_one_before_is_used(damage, tmp_path):
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "shared.pt", "rank-00000.pt"])
 def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
     """Before anything is loaded or exported; what looks for the newest checkpoint reads sizes only."""
-    checkpointer, model, optimizer, _ = saved_twice(tmp_path)
-    file = tmp_path / "step-00000002" / name
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
+    checkpointer, model, optimizer, expected = saved_twice(tmp_path)
+    flip_a_byte(tmp_path / "step-00000002" / name)
     before = everything(model, optimizer)
     assert checkpointer.latest() == 2
     with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved\n.*step-00000001"):
-        checkpointer.load(model=model, optimizer=optimizer)
-    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved"):
+        checkpointer.load(2, model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointError, match=f"{name} holds other bytes than were saved\n--step takes another: 1"):
         export_run(tmp_path, tmp_path / "out")
     require_equal(everything(model, optimizer), before)
+    with pytest.warns(UserWarning, match=f"step-00000001 is loaded:\n  step-00000002: {name} holds other bytes"):
+        assert checkpointer.load(model=model, optimizer=optimizer)["step"] == 1
+    require_equal(everything(model, optimizer), expected)
+    flip_a_byte(tmp_path / "step-00000001" / name)
+    with pytest.raises(
+        CheckpointError, match=f"no whole checkpoint:\n  step-00000002: {name} .*\n  step-00000001: {name}"
+    ):
+        checkpointer.load(model=model, optimizer=optimizer)
+
+
+def flip_a_byte(file):
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
 
 
 def test_what_torch_cannot_read_is_an_error_of_the_checkpoint(tmp_path):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
 
 import pytest
 
 from patchgen.runtime.train import page, run_log, view
 from patchgen.runtime.train.recipe import RecipeError
-from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary
+from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary, TrainingStopped
 
 START = RunStart(
     name="mine", directory="runs/mine", steps=4, first_step=0, devices=2, device="cpu", parameters=3_000_000,
@@ -128,6 +130,45 @@ def test_the_page_is_one_file_with_plots_and_escapes_what_it_shows(tmp_path):
     assert "src=" not in text and "href=" not in text, "nothing is fetched"
     assert ("last loss", "1.0000") in page.figures(run_log.read(tmp_path))
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_is_alive_while_a_run_takes_its_steps(tmp_path):
+    """And is there after a kill; it loads itself again until the run has ended."""
+    log, listener = run_log.RunLog(tmp_path), page.RunPage(tmp_path, seconds=0)
+
+    def shown() -> str:
+        return (tmp_path / "index.html").read_text()
+
+    for one in (log, listener):
+        one.on_start(START)
+    assert "step 0 of 4: running" in shown()
+    for step in (1, 2, 3):
+        for one in (log, listener):
+            one.on_step(record(step))
+        assert f"step {step} of 4: running" in shown() and '<meta http-equiv="refresh"' in shown()
+    assert "<svg" in shown()
+    listener.seconds = 1000.0
+    log.on_step(record(4))
+    listener.on_step(record(4))
+    assert "step 3 of 4" in shown(), "now and then, not at every step"
+    listener.on_end(END)
+    assert "step 4 of 4: all steps taken" in shown() and "refresh" not in shown()
+    assert not list(tmp_path.glob("*.new"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_with_path_and_space(tmp_path):
+    """The device is full whatever the disk has; the run ends, or goes on, as the recipe says."""
+    for on_failed in ("stop", "continue"):
+        log = run_log.RunLog(tmp_path / on_failed, on_failed=on_failed)
+        log.on_start(START)
+        log._file.close()
+        told = r"steps.jsonl cannot be written \(\d.* GB free there\): No space left on device"
+        noted = pytest.raises(TrainingStopped, match=told) if on_failed == "stop" else pytest.warns(match=told)
+        with Path("/dev/full").open("a", buffering=1) as log._file, contextlib.suppress(OSError):
+            with noted:
+                log.on_step(record(1))
+            log.close()
 
 
 def test_without_matplotlib_the_picture_is_left_out_and_said(tmp_path, monkeypatch, capsys):

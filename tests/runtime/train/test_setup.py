@@ -29,8 +29,8 @@ def test_positions_are_those_of_the_head_and_reach_workers(model, tmp_path, monk
     head = getattr(registry.find_model(model).load(), name)
     config = small_config(head.config_class).config
     # The parts that are read from files besides the config are of no interest here.
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source: three_words())
-    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source: "processor")
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda source, **options: three_words())
+    monkeypatch.setattr("transformers.AutoProcessor.from_pretrained", lambda source, **options: "processor")
     monkeypatch.setattr(setup.models, "read_config", lambda section: config)
     recipe = from_dict({"model": {"source": str(tmp_path)}, "data": {"kind": "multimodal"}})
     parts = setup.data_parts(recipe)

@@ -1,0 +1,29 @@
+"""Whether values are numbers that a weight may have, at the speed of the processor's cache."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a floating-point tensor on the CPU holds no NaN and no infinity: taken as integers, they lie beyond the rest.
+
+    By numpy, which works in the calling thread: torch would wake a team of threads for every block of every reader.
+    """
+    if tensor.numel() == 0:
+        return True
+    signed, infinity = _as_integers(tensor.dtype)
+    bits = tensor.view(signed).numpy()
+    minus_infinity = infinity + (1 << (8 * tensor.dtype.itemsize - 1))
+    return bool(bits.max() < infinity) and bool(bits.view(f"u{bits.dtype}").max() < minus_infinity)
+
+
+@cache
+def _as_integers(dtype: torch.dtype) -> tuple[torch.dtype, int]:
+    """The integers as wide as a floating-point dtype, and which of them has infinity's bits."""
+    signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    return signed, int(torch.tensor(math.inf, dtype=dtype).view(signed))

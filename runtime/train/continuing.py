@@ -1,0 +1,57 @@
+"""What changed since the checkpoint that a run continues from: each keeps the recipe that it was made with.
+
+Continued with another recipe than that of step-00000300:
+  optim.lr: 0.001 -> 0.0005
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from patchgen.runtime.checkpoint import Checkpointer
+from patchgen.runtime.train.recipe import Recipe, RecipeError, flat, to_dict
+
+RECIPE = "recipe.yaml"
+# With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
+FIXED = ("optim.name.", "lora.")
+
+
+def changes(recipe: Recipe) -> str:
+    """How a recipe differs from that of the newest whole checkpoint of its run, a line a key; "" if it does not.
+
+    Raises:
+        RecipeError: in a way that cannot be meant.
+    """
+    checkpointer = Checkpointer.reader(recipe.directory / "checkpoints")
+    steps = checkpointer.complete()
+    folder = checkpointer.folder_of(steps[-1]) if steps else None
+    before = _read(folder / RECIPE) if folder is not None else None
+    if before is None:
+        return ""
+    now = flat(to_dict(recipe))
+    keys = [key for key in before | now if before.get(key) != now.get(key)]
+    told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
+    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key != "lora.dropout"]
+    if fixed:
+        listed = "".join(f"\n  {line}" for line in fixed)
+        raise RecipeError(
+            f"{recipe.directory} cannot be continued with another optimizer or other adapters than {folder.name} was "
+            f"trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
+        )
+    return "\n  ".join([f"Continued with another recipe than that of {folder.name}:", *told.values()]) if told else ""
+
+
+def _read(file: Path) -> dict[str, Any] | None:
+    """The recipe of a checkpoint, flat; None if it kept none that can be read: its content is checked when it loads."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return flat(values) if isinstance(values, dict) else None
+
+
+def _show(values: dict[str, Any], key: str) -> str:
+    return repr(values[key]) if key in values else "not there"
