@@ -22,7 +22,7 @@ from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import architecture, lora, optimizers
+from patchgen.runtime.train import architecture, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.verify.training_path import asked_of_attention
 from patchgen.runtime.verify.verdict import one_line
@@ -208,7 +208,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)
     else:  # groups are of adapters, which are not there yet
-        lora.require_targets(model, recipe.lora)
+        lora_targets.find_targets(model, recipe.lora)
     return model.train()
 
 
