@@ -43,13 +43,9 @@ def made(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
     """A process that has registered nothing yet."""
-    for mapping in (CONFIG_MAPPING, PROCESSOR_MAPPING, modeling_auto.MODEL_MAPPING):
-        monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
-    monkeypatch.setattr(
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        "_extra_content",
-        dict(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content),
-    )
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    for mapping in (CONFIG_MAPPING, PROCESSOR_MAPPING, modeling_auto.MODEL_MAPPING, causal):
+        monkeypatch.setattr(mapping, "_extra_content", {})
     architecture._register.cache_clear()
     yield
     architecture._register.cache_clear()
