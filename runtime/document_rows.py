@@ -56,7 +56,7 @@ class DocumentRows:
         What counts each token (a router loss) reads in `real_tokens` `(D, L)` which are none.
         """
         done = {name: self._take(name, value) for name, value in arguments.items() if name not in PACKING}
-        if not bool(self.is_token.all()):
+        if "real_tokens" not in done and not bool(self.is_token.all()):
             done["real_tokens"] = self.is_token
         return done
 
@@ -80,5 +80,9 @@ class DocumentRows:
         for name in BY_TOKEN:
             value = getattr(output, name, None)
             if isinstance(value, Tensor) and value.shape[:2] == self.is_token.shape:
-                output[name] = value[self.is_token].unflatten(0, self.shape)
+                output[name] = self.packed(value)
         return output
+
+    def packed(self, value: Tensor) -> Tensor:
+        """Numbers of each token `(D, L, ...)` in packed rows again, `(B, S, ...)`."""
+        return value[self.is_token].unflatten(0, self.shape)

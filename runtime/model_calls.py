@@ -93,6 +93,11 @@ def documents_of(config: object) -> Tensor | None:
     return None
 
 
+def documents_apart() -> DocumentRows | None:
+    """Where the documents of the packed rows went that a model computes now in rows of their own; None: nowhere."""
+    return next((call.rows for call in reversed(_RUNNING.calls) if call.rows is not None), None)
+
+
 _COUNTED_THROUGH = WeakIdKeyDictionary()  # position ids -> their version when the host knew it
 
 

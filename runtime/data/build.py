@@ -19,6 +19,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.stream import MixedStream, Share
 from patchgen.runtime.data.streamed import StreamedLoader
 from patchgen.runtime.data.text import digest, tokenizer_fingerprint
+from patchgen.runtime.data.transform import check_first_rows
 
 
 def build_loader(
@@ -48,12 +49,15 @@ def build_loader(
     if not 0 <= batch_index < num_batches:
         raise ValueError(f"batch_index must be one of 0 to {num_batches - 1}, not {batch_index}.")
     sources = [open_source(source) for source in config.sources]
+    check_first_rows(config, sources)
     streaming = any(source.streaming for source in config.sources)
     multimodal = config.kind == "multimodal"
     if multimodal:
         prepare: Prepare = PrepareMultimodal(config, processor, position_function)
         tokenizer = tokenizer or processor.tokenizer
         encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
+        encodings += [part for part in (config.media, config.special_tokens) if part]
+        encodings += [transform.fingerprint() for transform in prepare.transforms if transform is not None]
     else:
         encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
         prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
@@ -96,4 +100,6 @@ def build_loader(
         "longest": config.longest,
         "on_long": config.on_long,
     }
+    if config.separate_modalities:
+        settings["separate_modalities"] = [list(pair) for pair in config.separate_modalities]
     return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)

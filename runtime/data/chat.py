@@ -20,8 +20,10 @@ from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from patchgen.runtime.data.problems import BadSample, DataError
+from patchgen.runtime.data.literals import Literals
+from patchgen.runtime.data.problems import BadSample, DataError, refusals_of
 from patchgen.runtime.data.text import Tokens, required, tokenizer_fingerprint
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -29,9 +31,15 @@ OTHER = "\ue000\ue001\ue000"  # private characters, which no conversation has
 
 
 class ChatEncoder:
-    """Conversations: a list of messages with `role` and `content` in one field, tools (JSON schemas) in another."""
+    """Conversations: a list of messages with `role` and `content` in one field, tools (JSON schemas) in another.
 
-    def __init__(self, tokenizer: Any, *, messages_field: str, tools_field: str) -> None:
+    Args:
+        special_tokens: those that the messages may write and mean; any other in them is text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, messages_field: str, tools_field: str, special_tokens: Sequence[str] = ()
+    ) -> None:
         if tokenizer.chat_template is None:
             raise DataError(
                 "data.kind = chat needs a tokenizer with a chat template; this one has none (chat_template)."
@@ -39,6 +47,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         self.messages_field = messages_field
         self.tools_field = tools_field
+        self.literals = Literals(tokenizer, kept=special_tokens)
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         return [self._encode(where, fields) for where, fields in samples]
@@ -49,17 +58,17 @@ class ChatEncoder:
             return messages
         try:
             require_messages(where, messages)
-            ids, targets = chat_tokens(self.tokenizer, messages, fields.get(self.tools_field) or None)
+            tools = fields.get(self.tools_field) or None
+            ids, targets = chat_tokens(self.tokenizer, messages, tools, literals=self.literals, where=where)
         except BadSample as error:
             return error
-        except (TemplateError, TypeError) as error:
-            return BadSample(where, f"the chat template refuses the messages: {error}")
         if not targets.any():
             return BadSample(where, "no assistant turn to learn from")
         return Tokens(ids, targets)
 
     def fingerprint(self) -> list[Any]:
-        return ["chat", self.messages_field, self.tools_field, tokenizer_fingerprint(self.tokenizer)]
+        fields = [self.messages_field, self.tools_field, self.literals.kept]
+        return ["chat", *fields, tokenizer_fingerprint(self.tokenizer)]
 
 
 def require_messages(where: str, messages: list[Any]) -> None:
@@ -69,35 +78,53 @@ def require_messages(where: str, messages: list[Any]) -> None:
             raise BadSample(where, f"message {number} is {message!r:.80}, expected a dict with a role and content")
 
 
-def chat_tokens(tokenizer: Any, messages: list[dict[str, Any]], tools: Any = None) -> tuple[np.ndarray, np.ndarray]:
+def chat_tokens(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    tools: Any = None,
+    *,
+    literals: Literals | None = None,
+    where: str = "messages",
+) -> tuple[np.ndarray, np.ndarray]:
     """The ids `(n,)` int64 of a conversation and which are learned `(n,)` bool."""
-    if has_mask(tokenizer.chat_template):
-        found = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return np.array(found["input_ids"], dtype=np.int64), np.array(found["assistant_masks"], dtype=bool)
+    literals = literals or Literals(tokenizer)
+    text, spans = rendered(
+        where,
+        literals.marked(messages),
+        literals.marked(tools),
+        template=tokenizer.get_chat_template(None, tools=tools),
+        tokenizer=tokenizer,
+    )
+    return literals.encode(where, text, spans)
+
+
+def rendered(
+    where: str, messages: list[dict[str, Any]], tools: Any, *, template: str, tokenizer: Any
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of a conversation, and the characters of the assistant's turns in it.
+
+    Raises:
+        BadSample: the template refuses the messages.
+    """
+    options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}
+
+    # As transformers does: templates would write None where a key says that there is nothing.
+    messages = [{key: value for key, value in one.items() if value is not None} for one in messages]
 
     def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
-        return tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt)
+        return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
 
-    text = render(messages)
-    spans = assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
-    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return np.array(found["input_ids"], dtype=np.int64), mask_of_spans(found["offset_mapping"], spans)
+    with refusals_of("the chat template", where, "the messages"):
+        if has_mask(template):
+            texts, marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
+            return texts[0], [tuple(span) for span in marks[0]]
+        text = render(messages)
+        return text, assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
 
 
-def has_mask(template: str | dict[str, str]) -> bool:
+def has_mask(template: str) -> bool:
     """Whether a chat template marks the assistant's turns."""
-    return bool(GENERATION.search(template if isinstance(template, str) else template.get("default", "")))
-
-
-def mask_of_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
-    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        mask |= (ends > start) & (starts < end)
-    return mask
+    return bool(GENERATION.search(template))
 
 
 def assistant_spans(

@@ -10,6 +10,7 @@ Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
 Kind = Literal["text", "chat", "multimodal"]
 OnLong = Literal["skip", "truncate", "split", "error"]
 OnBad = Literal["skip", "error"]
+Modality = Literal["image", "video", "audio"]
 
 SUFFIXES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "text", ".py": "text"}
 BUILTIN = "builtin:"
@@ -48,6 +49,12 @@ class SourceConfig:
     streaming: bool = field(
         default=False, metadata={"help": "read in order while training, without an index or a tokenised cache"}
     )
+    transform: str | None = field(
+        default=None,
+        metadata={
+            "help": "module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels"
+        },
+    )
     text_field: str = field(default="text", metadata={"help": "field that holds plain text"})
     messages_field: str = field(
         default="messages", metadata={"help": "field that holds the messages of a conversation"}
@@ -68,6 +75,10 @@ class SourceConfig:
         require_choice("format", self.format, Format)
         if not self.path:
             raise ValueError("A source needs a path: a file, a folder, a glob, a dataset name or builtin:NAME.")
+        if self.transform is not None and not all(self.transform.rpartition(":")[::2]):
+            raise ValueError(
+                f"The transform of {self.path} is {self.transform!r}; it must be module:function or file.py:function."
+            )
         if self.weight is not None and not self.weight > 0:
             raise ValueError(
                 f"The weight of {self.path} is {self.weight}; weights are above 0. Leave the source out instead."
@@ -92,6 +103,13 @@ class DataConfig:
         default=True,
         metadata={"help": "fill batches with the samples that fit best; otherwise in order until one is full"},
     )
+    separate_modalities: tuple[tuple[Modality, Modality], ...] | None = field(
+        default=None,
+        metadata={
+            "help": "pairs of modalities of which no row holds both; none: those that the model cannot tell apart in one row, "
+            "which is tried before the run"
+        },
+    )
     pool: int | None = field(
         default=None,
         metadata={
@@ -110,6 +128,13 @@ class DataConfig:
         default="error",
         metadata={"help": "what happens to a sample that cannot be read: skipped and counted, or refused"},
     )
+    special_tokens: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "special tokens that the data's texts may write and mean (<|box_start|>); any other in a text is text, "
+            "as its characters"
+        },
+    )
     append_eos: bool = field(
         default=True, metadata={"help": "plain text: end each document with the tokenizer's end-of-sequence token"}
     )
@@ -124,14 +149,29 @@ class DataConfig:
     num_workers: int = field(
         default=0, metadata={"help": "processes that prepare streamed and multimodal samples; 0: in this one"}
     )
+    media: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "help": "options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that "
+            "have them or under images, videos, audios for one; multimodal only"
+        },
+    )
     video_fps: float = field(default=2.0, metadata={"help": "frames a second that are taken of videos"})
     max_frames: int = field(default=64, metadata={"help": "most frames that are taken of a video"})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(self.sources))
+        object.__setattr__(self, "special_tokens", tuple(self.special_tokens))
         require_choice("kind", self.kind, Kind)
         require_choice("on_long", self.on_long, OnLong)
         require_choice("on_bad", self.on_bad, OnBad)
+        pairs = self.separate_modalities
+        if pairs is not None:
+            object.__setattr__(self, "separate_modalities", tuple(tuple(sorted(pair)) for pair in pairs))
+            for name in {name for pair in pairs for name in pair}:
+                require_choice("separate_modalities", name, Modality)
+        if self.media and self.kind != "multimodal":
+            raise ValueError(f"data.media has options of a processor, which data.kind = {self.kind} does not use.")
         if not self.sources:
             raise ValueError("data.sources is empty: name at least one source, for example builtin:stdlib.")
         weighted = [source.path for source in self.sources if source.weight is not None]

@@ -62,6 +62,8 @@ def load_audio(value: Any, root: Path, *, sampling_rate: int) -> np.ndarray:
     resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
     if isinstance(value, dict) and "array" in value:
         array = np.asarray(value["array"], dtype=np.float32)
+        if not array.size:
+            raise MediaError("a sound without samples")
         if value["sampling_rate"] == sampling_rate and array.ndim == 1:
             return array
         frame = av.AudioFrame.from_ndarray(np.atleast_2d(array).mean(0, keepdims=True), format="flt", layout="mono")

@@ -6,12 +6,14 @@ close the gaps. With a pool of many batches hardly a token of the budget stays e
 
     budget 10, waiting (oldest first)  4 7 3 2 9 1      ->  4 3 2 1   then 7   then 9
     in order (packing off)             4 7 3 2 9 1      ->  4   then 7 3   then 2   then 9 1
+
+Samples of modalities that a model cannot tell apart in one row never share one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 
 
 class Pool:
@@ -20,11 +22,14 @@ class Pool:
     Args:
         budget: the most tokens of a batch.
         best_fit: as above; False: batches are filled in order of arrival.
+        apart: pairs of modalities of which no batch holds both.
     """
 
-    def __init__(self, budget: int, *, best_fit: bool = True) -> None:
+    def __init__(self, budget: int, *, best_fit: bool = True, apart: Collection[tuple[str, str]] = ()) -> None:
         self.budget = budget
         self.best_fit = best_fit
+        self._apart = [frozenset(pair) for pair in apart]
+        self._modalities: dict[Hashable, frozenset[str]] = {}  # of those that hold any
         self.tokens = 0
         self._waiting: dict[Hashable, tuple[int, int]] = {}  # key -> (length, -arrival), oldest first
         self._by_length: list[tuple[int, int, Hashable]] = []
@@ -39,16 +44,19 @@ class Pool:
 
     def clear(self) -> None:
         self._waiting.clear()
+        self._modalities.clear()
         self._by_length.clear()
         self.tokens = 0
 
-    def add(self, key: Hashable, length: int) -> None:
+    def add(self, key: Hashable, length: int, modalities: frozenset[str] = frozenset()) -> None:
         """Raises ValueError for a length that no batch holds or a key that waits already."""
         if not 0 < length <= self.budget:
             raise ValueError(f"Sample {key} has {length} tokens; a batch holds 1 to {self.budget}.")
         if key in self._waiting:
             raise ValueError(f"Sample {key} is in the pool already.")
         self._waiting[key] = (length, -self._arrivals)
+        if modalities:
+            self._modalities[key] = modalities
         if self.best_fit:
             insort(self._by_length, (length, -self._arrivals, key))
         self._arrivals += 1
@@ -57,23 +65,32 @@ class Pool:
     def take(self) -> list[Hashable]:
         """Removes the samples of the next batch from the pool; the pool must not be empty."""
         batch = [next(iter(self._waiting))]
+        held = set(self._modalities.get(batch[0], ()))
         room = self.budget - self._remove(batch[0])
-        while self._waiting:
-            if self.best_fit:
-                position = bisect_left(self._by_length, (room + 1,)) - 1
-                if position < 0:
-                    break
-                key = self._by_length[position][2]
-            else:
-                key = next(iter(self._waiting))
-                if self._waiting[key][0] > room:
-                    break
+        while (key := self._next(room, held)) is not None:
+            held |= self._modalities.get(key, frozenset())
             room -= self._remove(key)
             batch.append(key)
         return batch
 
+    def _next(self, room: int, held: set[str]) -> Hashable | None:
+        """The sample that a batch with so much room, which holds these modalities, takes next."""
+        if not self.best_fit:
+            key = next(iter(self._waiting), None)
+            fits = key is not None and self._waiting[key][0] <= room and self._goes_with(key, held)
+            return key if fits else None
+        position = bisect_left(self._by_length, (room + 1,)) - 1
+        while position >= 0 and not self._goes_with(self._by_length[position][2], held):
+            position -= 1
+        return self._by_length[position][2] if position >= 0 else None
+
+    def _goes_with(self, key: Hashable, held: set[str]) -> bool:
+        together = held | self._modalities.get(key, frozenset())
+        return not any(pair <= together for pair in self._apart)
+
     def _remove(self, key: Hashable) -> int:
         length, arrival = self._waiting.pop(key)
+        self._modalities.pop(key, None)
         if self.best_fit:
             del self._by_length[bisect_left(self._by_length, (length, arrival))]
         self.tokens -= length

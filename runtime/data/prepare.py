@@ -17,10 +17,14 @@ from patchgen.runtime.data.text import Encoder, Tokens
 
 @dataclass(frozen=True)
 class Prepared:
-    """The samples of a record, each as `collate.collate` takes them, and what is to be counted: `(outcome, where, reason)`."""
+    """The samples of a record, each as `collate.collate` takes them, and what is to be counted: `(outcome, where, reason)`.
+
+    `modalities` are those of image, video and audio that each of the samples holds.
+    """
 
     samples: list[dict[str, Any]] = field(default_factory=list)
     problem: tuple[Outcome, str, str] | None = None
+    modalities: frozenset[str] = frozenset()
 
 
 class Prepare(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -88,3 +89,36 @@ def refuse_long(where: str, length: int, limit: int) -> DataError:
 
 def refuse_bad(where: str, reason: str) -> DataError:
     return DataError(f"{where}: {reason}. Mend the sample, or set data.on_bad to skip to go on without such samples.")
+
+
+NOT_OF_A_SAMPLE = (ImportError, MemoryError, NotImplementedError)
+"""No other sample would fare better."""
+
+
+@contextlib.contextmanager
+def refusals_of(who: str, where: str, what: str = "the sample") -> Iterator[None]:
+    """Whatever code that is not ours raises of a sample makes it a bad one.
+
+    Args:
+        who: that code, for people.
+        where: the sample, file and line.
+        what: it is given.
+
+    Raises:
+        BadSample: `who` refuses it, in its own words.
+        DataError: it would refuse every other sample as well: a package is missing, say.
+    """
+    try:
+        yield
+    except (BadSample, DataError):
+        raise
+    except NOT_OF_A_SAMPLE as error:
+        raise DataError(f"{where}: {who} cannot be used here: {_told(error)}.") from error
+    except Exception as error:  # it is somebody else's: what it raises is not known
+        raise BadSample(where, f"{who} refuses {what}: {_told(error)}") from error
+
+
+def _told(error: Exception) -> str:
+    """An error in one line."""
+    words = " ".join(str(error).split())[:300].rstrip(".")
+    return f"{type(error).__name__}: {words}" if words else type(error).__name__

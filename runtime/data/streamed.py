@@ -91,7 +91,11 @@ class StreamedLoader(Loader):
             share: what of the stream is used, records of `waiting` among it.
             waiting: samples that waited; of their records the others were used before.
         """
-        self._pool = Pool(self._config.tokens_per_batch, best_fit=self._config.packing)
+        self._pool = Pool(
+            self._config.tokens_per_batch,
+            best_fit=self._config.packing,
+            apart=self._config.separate_modalities or (),
+        )
         self._samples: dict[Key, dict[str, Any]] = {}
         self._epochs: dict[Key, int] = {}
         self._places = {first: self._stream.state_dict()}
@@ -151,7 +155,7 @@ class StreamedLoader(Loader):
             if waiting is None or piece in waiting:
                 self._samples[key] = sample
                 self._epochs[key] = epoch
-                self._pool.add(key, sample["input_ids"].shape[-1])
+                self._pool.add(key, sample["input_ids"].shape[-1], prepared.modalities)
 
     def _require_usable(self, number: int, epoch: int, prepared: Prepared) -> None:
         """Refuses a share of the samples of which none was usable in a whole epoch: an endless search."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.problems import BadSample
 
 
@@ -32,33 +33,47 @@ class Encoder(Protocol):
 
 
 class TextEncoder:
-    """Plain text: all tokens are learned, each document ends with the end-of-sequence token where there is one."""
+    """Plain text: all tokens are learned, each document ends with the end-of-sequence token where there is one.
 
-    def __init__(self, tokenizer: Any, *, field: str, append_eos: bool) -> None:
+    Args:
+        special_tokens: those that a text may write and mean; any other in it is text.
+    """
+
+    def __init__(self, tokenizer: Any, *, field: str, append_eos: bool, special_tokens: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.field = field
         self.eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
+        self.literals = Literals(tokenizer, kept=special_tokens)
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         texts = [required(where, fields, self.field, str) for where, fields in samples]
-        good = [text for text in texts if isinstance(text, str)]
+        marked = [text if isinstance(text, BadSample) else self.literals.marked(text) for text in texts]
+        plain = [text for text, other in zip(texts, marked, strict=True) if isinstance(text, str) and text == other]
         # `verbose` would warn of documents longer than the model's context; packing sees to those.
-        found = iter(self.tokenizer(good, add_special_tokens=True, verbose=False)["input_ids"] if good else [])
-        out: list[Tokens | BadSample] = []
-        for (where, _), text in zip(samples, texts, strict=True):
-            if isinstance(text, BadSample):
-                out.append(text)
-                continue
-            ids = next(found)
-            if not text or not ids:  # without a text there may still be a token that opens each
-                out.append(BadSample(where, "no tokens in the text"))
-                continue
-            ids = ids if self.eos and ids[-1:] == self.eos else [*ids, *self.eos]
-            out.append(Tokens(np.array(ids, dtype=np.int64), None))
-        return out
+        found = iter(self.tokenizer(plain, add_special_tokens=True, verbose=False)["input_ids"] if plain else [])
+        return [
+            text
+            if isinstance(text, BadSample)
+            else self._document(where, text, next(found) if text == other else self._with_literals(where, other))
+            for (where, _), text, other in zip(samples, texts, marked, strict=True)
+        ]
+
+    def _with_literals(self, where: str, marked: str) -> list[int] | BadSample:
+        try:
+            return self.literals.encode(where, marked, add_special_tokens=True)[0].tolist()
+        except BadSample as error:
+            return error
+
+    def _document(self, where: str, text: str, ids: list[int] | BadSample) -> Tokens | BadSample:
+        if isinstance(ids, BadSample):
+            return ids
+        if not text or not ids:  # without a text there may still be a token that opens each
+            return BadSample(where, "no tokens in the text")
+        ids = ids if self.eos and ids[-1:] == self.eos else [*ids, *self.eos]
+        return Tokens(np.array(ids, dtype=np.int64), None)
 
     def fingerprint(self) -> list[Any]:
-        return ["text", self.field, self.eos, tokenizer_fingerprint(self.tokenizer)]
+        return ["text", self.field, self.eos, self.literals.kept, tokenizer_fingerprint(self.tokenizer)]
 
 
 def required(where: str, fields: dict[str, Any], name: str, type_: type) -> Any:

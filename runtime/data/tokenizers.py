@@ -14,6 +14,7 @@ from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.text import digest, required
+from patchgen.runtime.data.transform import Inputs, transforms_of
 
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -30,6 +31,7 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tupl
 
     sources = [open_source(source) for source in config.sources]
     meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
+    meaning += [transform.fingerprint() for transform in transforms_of(config) if transform is not None]
     path = config.cache_root / f"tokenizer-{digest(meaning)}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,13 +61,16 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: li
 
 
 def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
-    for described, source in zip(config.sources, sources, strict=True):
+    for described, source, transform in zip(config.sources, sources, transforms_of(config), strict=True):
         characters = 0
         for record, _ in source.read():
             try:
                 fields = record.fields()
+                fields = transform(record.where, fields) if transform is not None else fields
             except BadSample:
                 continue  # counted or refused when the samples are made
+            if isinstance(fields, Inputs):
+                continue  # tokens already: of another tokenizer
             text = required(record.where, fields, described.text_field, str)
             if isinstance(text, str):
                 characters += len(text)

@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from patchgen.runtime import model_calls
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -79,6 +80,10 @@ def router_loss(
         return gate_logits[0].new_zeros(())
     B, s = tokens.shape[:2]
     _require_rows(gate_logits, B, s)
+    if apart := model_calls.documents_apart():  # a group is a packed row, however its documents are computed
+        gate_logits = tuple(apart.packed(logits.unflatten(0, (B, s))).flatten(0, 1) for logits in gate_logits)
+        real_tokens = None if real_tokens is None else apart.packed(real_tokens)
+        B, s = apart.shape
     real_Bs = _real_tokens(real_tokens, bound.arguments.get("attention_mask"), B, s, state)
     own = gate_logits[0].new_full((B,), s, dtype=torch.float32) if real_Bs is None else real_Bs.sum(1).float()
     total = _tokens_of_step(step, own, state)

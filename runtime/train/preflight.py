@@ -31,7 +31,7 @@ from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.parallel import loss
-from patchgen.runtime.train import architecture
+from patchgen.runtime.train import architecture, data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
@@ -54,12 +54,14 @@ IMPLEMENTATIONS = ("torch", "chunked")
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was decided: the verdict, the attention that a run takes, and whether it computes documents in rows of their own."""
+    """What was decided: the verdict, the attention that a run takes, whether it computes documents in rows of their own,
+    and the pairs of modalities that the model cannot tell apart in one row."""
 
     status: str
     reason: str
     attention: str
     separates_documents: bool = False
+    apart: tuple[modalities.Pair, ...] = ()
 
     @property
     def refusal(self) -> str:
@@ -73,6 +75,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
     Raises:
         RecipeError: the model cannot train, in one sentence.
     """
+    data_check.require_data(recipe)
     found = examine(recipe)
     if found.refusal:
         raise RecipeError(f"model.source = '{recipe.model.source}': {found.refusal}")
@@ -94,6 +97,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Leave it "
             "out."
         )
+    recipe = modalities.with_apart(recipe, found.apart)
     return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
 
 
@@ -120,6 +124,8 @@ def examine(recipe: Recipe) -> Preflight:
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
     found = _decide(head, config, recipe.model.attention, named, media=media)
+    if media and not found.refusal:
+        found = with_modalities(found, head, config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".{os.getpid()}")
@@ -154,9 +160,8 @@ def _decide(
     media: bool,
 ) -> Preflight:
     generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
-    upstream_class = None
-    if not generated.upstream_module.startswith(registry.PACKAGE):
-        upstream_class = getattr(importlib.import_module(generated.upstream_module), head.__name__)
+    upstream_class = _upstream_class(generated, head)
+    if upstream_class is not None:
         found, training = _of_type(generated, head)
         if found.status != verdict.PROVEN:
             return Preflight(found.status, found.reason, "")
@@ -174,6 +179,27 @@ def _decide(
     )
     status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
     return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents)
+
+
+def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
+    """The same decision, with the pairs of modalities that the model cannot tell apart in one row."""
+    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    reference = _upstream_class(generated, head) or head
+    apart = modalities.kept_apart(
+        reference,
+        head,
+        _small(reference, config),
+        attention_name=found.attention,
+        separates_documents=found.separates_documents,
+    )
+    return replace(found, apart=apart)
+
+
+def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
+    """The class that a head was made from; None: it was made from a file."""
+    if generated.upstream_module.startswith(registry.PACKAGE):
+        return None
+    return getattr(importlib.import_module(generated.upstream_module), head.__name__)
 
 
 def _of_type(

@@ -43,7 +43,7 @@ class DataParts:
 
 def data_parts(recipe: Recipe) -> DataParts:
     """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
-    from transformers import CONFIG_MAPPING, AutoProcessor, AutoTokenizer
+    from transformers import CONFIG_MAPPING, AutoTokenizer
 
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
@@ -60,8 +60,25 @@ def data_parts(recipe: Recipe) -> DataParts:
     # Positions follow from the config alone: a model without memory gives what computes them, in data workers too.
     # A model whose positions simply count has none.
     find = getattr(models.build_on_meta(recipe), "get_position_id_func", None)
-    processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
-    return DataParts(tokenizer, processor, find() if find else None)
+    return DataParts(tokenizer, load_processor(source), find() if find else None)
+
+
+def load_processor(source: str) -> Any:
+    """The processor that comes with a model.
+
+    Raises:
+        RecipeError: there is none, or a package that it needs is missing.
+    """
+    from transformers import AutoProcessor, PreTrainedTokenizerBase
+
+    told = f"model.source = '{source}' has no processor that can be used, which data.kind = multimodal needs: "
+    try:
+        processor = AutoProcessor.from_pretrained(source, trust_remote_code=False)
+    except (ImportError, OSError, ValueError) as error:
+        raise RecipeError(told + " ".join(str(error).split())) from error
+    if isinstance(processor, PreTrainedTokenizerBase):
+        raise RecipeError(f"{told}transformers makes a {type(processor).__name__} of its files, alone.")
+    return processor
 
 
 def require_fitting(tokenizer: Any, config: Any, source: str) -> None:

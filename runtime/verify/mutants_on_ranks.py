@@ -16,9 +16,11 @@ divides rows can be equal: those layouts are not compared.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,17 +149,35 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
 
 @contextlib.contextmanager
 def _attending_as_a_run(known: Yardstick) -> Iterator[None]:
-    """Upstream's model under the attention of a run, lengths of media included: the change may lie in what only another
-    attention runs, and where its file holds two forms of one computation, in one of the two."""
+    """Upstream's model under the attention of a run, lengths of media and a mask of its router loss included: the change may
+    lie in what only another attention runs, and where its file holds two forms of one computation, in one of the two."""
     module = vars(sys.modules[type(known.model).__module__])
-    asking = [name for name, value in module.items() if value is is_flash_attention_requested]
-    module.update(dict.fromkeys(asking, lambda *_, **__: True))
+    before = {name: module[name] for name in known.router_functions if inspect.isfunction(module.get(name))}
+    after: dict[str, Callable] = {name: _with_mask(function) for name, function in before.items()}
+    for name, value in module.items():
+        if value is is_flash_attention_requested:
+            before[name], after[name] = value, lambda *_, **__: True
+    module.update(after)
     known.model.set_attn_implementation(known.attention)
     try:
         yield
     finally:
         known.model.set_attn_implementation("eager")
-        module.update(dict.fromkeys(asking, is_flash_attention_requested))
+        module.update(before)
+
+
+def _with_mask(function: Callable) -> Callable:
+    """A router loss that is told of each token that it is none of padding, as it is on a rank that has some."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def masked(*args: object, **kwargs: object) -> object:
+        bound = signature.bind(*args, **kwargs)
+        if "attention_mask" in signature.parameters and bound.arguments.get("attention_mask") is None:
+            bound.arguments["attention_mask"] = torch.ones(1, len(bound.arguments["gate_logits"][0]), dtype=torch.long)
+        return function(*bound.args, **bound.kwargs)
+
+    return masked
 
 
 def _judged(known: Yardstick, whole: list, case: str, where: str, actual: Step) -> mutants.Verdict:

@@ -76,6 +76,20 @@ def test_every_implementation_computes_what_it_does_upstream(name):
         generated.set_experts_implementation("no_such_kernel")
 
 
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_a_config_that_upstream_has_used_builds_the_generated_class(name):
+    """And the other way round: upstream writes the implementation into the config object that it is built from."""
+    generated = registry.find_model(name)
+    ours = getattr(generated.load(), generated.heads[0])
+    theirs = getattr(importlib.import_module(generated.upstream_module), generated.heads[0])
+    for first, second in ((theirs, ours), (ours, theirs)):
+        config = small_config(ours.config_class).config
+        with torch.device("meta"):
+            built = first._from_config(config)
+            assert built.get_experts_implementation() == second._from_config(config).get_experts_implementation()
+        assert config.get_text_config()._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.parametrize("choice", NAMES)
 def test_an_implementation_can_be_asked_for_when_a_model_is_built(choice):
     upstream, generated = pair("qwen3_moe", experts_implementation=choice)

@@ -11,7 +11,9 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from small_processors import (
@@ -27,11 +29,13 @@ use_torchvision()
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from patchgen.runtime.data import DataConfig, SourceConfig  # noqa: E402
+from patchgen.runtime.data import DataConfig, SourceConfig, build_loader  # noqa: E402
 from patchgen.runtime.data.builtin_media import NOTES, clip, omni_sample, tone  # noqa: E402
 from patchgen.runtime.data.collate import collate  # noqa: E402
-from patchgen.runtime.data.multimodal import KINDS, PrepareMultimodal  # noqa: E402
+from patchgen.runtime.data.items import KINDS  # noqa: E402
+from patchgen.runtime.data.multimodal import PrepareMultimodal  # noqa: E402
 from patchgen.runtime.data.records import Record  # noqa: E402
+from patchgen.runtime.train.recipe import load  # noqa: E402
 
 CONFIG = DataConfig(sources=(SourceConfig("builtin:omni"),), kind="multimodal", tokens_per_batch=4096)
 PROCESSORS = {
@@ -40,6 +44,8 @@ PROCESSORS = {
     **{name: partial(vision_processor, name) for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Glm4v")},
     "Gemma3": gemma_processor,
 }
+FOLDER = Path(__file__).parents[3] / "recipes"
+RECIPES = {"Qwen3OmniMoe": FOLDER / "qwen3_omni_30b.yaml", "Qwen3VL": FOLDER / "qwen3_vl_8b.yaml"}
 MEDIA = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features")
 
 
@@ -123,6 +129,97 @@ def check_videos_with_sound(processor: Any, prepare: PrepareMultimodal) -> None:
     assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == "yes<|im_end|>"
 
 
+def check_odd_samples(processor: Any, prepare: PrepareMultimodal, kinds: set[str]) -> int:
+    """What upstream's processors refuse is a bad sample, special tokens in texts are text, small clips are looked at."""
+
+    def prepared(*content: dict[str, Any], answer: str = "yes") -> Any:
+        turns = (("user", list(content)), ("assistant", [{"type": "text", "text": answer}]))
+        messages = [{"role": role, "content": content} for role, content in turns]
+        return prepare(0, Record("odd", {"messages": messages}))
+
+    count = 0
+    image = {"type": "image", "image": np.full((60, 60, 3), 90, dtype=np.uint8)}
+    for token in (processor.image_token, processor.tokenizer.eos_token):
+        (sample,) = prepared(image, {"type": "text", "text": f"What is {token}?"}, answer=f"It is {token}.").samples
+        text = processor.tokenizer.decode(sample["input_ids"])
+        assert text.count(f"What is {token}?") == text.count(f"It is {token}.") == 1, text
+        (plain,) = prepared(image, {"type": "text", "text": "What is @?"}, answer="It is @.").samples
+        for name, own in (("input_ids", processor.image_token_id), ("mm_token_type_ids", 1), ("token_type_ids", 1)):
+            if name not in sample:
+                continue
+            assert len(sample[name]) - len(plain[name]) == 2 * (len(token) - 1)
+            assert (sample[name] == own).sum() == (plain[name] == own).sum() > 0
+        assert processor.tokenizer.decode(sample["input_ids"][sample["labels"] != -100]) == f"It is {token}.<|im_end|>"
+        count += 1
+    if "video" not in kinds:
+        colour = np.array([200, 40, 90], dtype=np.uint8)
+        ranges = set()
+        for height, width in ((60, 60), (1, 1), (1, 9), (3, 3), (3, 20), (20, 3)):
+            frames = np.broadcast_to(colour, (4, height, width, 3)).copy()
+            (sample,) = prepared({"type": "video", "video": frames}).samples
+            pixels = sample["pixel_values_videos"].view(len(sample["pixel_values_videos"]), 3, -1)
+            ranges |= {(float(one.min()), float(one.max())) for one in pixels.transpose(0, 1)}
+        assert len(ranges) == 3, ranges  # one colour, whatever the size of the clip
+        count += 1
+    refused = [{"type": "image", "image": np.zeros((3, 700, 3), dtype=np.uint8)}] if "video" not in kinds else []
+    if "audio" not in kinds:
+        sound = {"array": np.zeros(40, dtype=np.float32), "sampling_rate": 16000}
+        refused.append({"type": "audio", "audio": sound})
+    for part in refused:
+        outcome, where, reason = prepared(part).problem
+        assert (outcome, where) == ("bad", "odd"), reason
+        own = (f"{type(processor).__name__} refuses the sample: ", "too small for a token")
+        assert any(words in reason for words in own), reason
+        count += 1
+    return count
+
+
+def check_modalities_apart(processor: Any) -> None:
+    """Rows of images and rows of clips, where both at once are not to be; a sample with both is bad."""
+    sources = tuple(SourceConfig(f"builtin:{name}", weight=1) for name in ("vision", "video"))
+    for apart in (None, (("video", "image"),)):
+        config = DataConfig(
+            sources=sources, kind="multimodal", tokens_per_batch=512, pool=1, separate_modalities=apart
+        )
+        loader = build_loader(config, processor=processor, batch_index=0, num_batches=1)
+        batches = [next(loader) for _ in range(6)]
+        held = [tuple(name in batch for name in ("pixel_values", "pixel_values_videos")) for batch in batches]
+        assert any(len(batch["cu_seq_lens_q"]) > 2 for batch in batches)
+        assert set(held) == ({(True, False), (False, True)} if apart else {(True, True)}), held
+    outcome, _, reason = PrepareMultimodal(config, processor, None)(
+        0, Record("both", {"messages": without(omni_sample(0)["messages"], {"audio"})})
+    ).problem
+    assert (outcome, reason[:31]) == ("bad", "image and video in one sample, "[:31]), reason
+
+
+def check_media_options(processor: Any, kinds: set[str]) -> None:
+    """Options of the recipe reach upstream's processors: sizes of images and clips, each its own, and frames a second."""
+
+    def sample(media: dict[str, Any]) -> dict[str, torch.Tensor]:
+        config = DataConfig(sources=CONFIG.sources, kind="multimodal", tokens_per_batch=4096, media=media)
+        prepare = PrepareMultimodal(config, processor, None)
+        prepare.options.require_accepted()
+        (found,) = prepare(0, Record("sample", {"messages": without(omni_sample(0)["messages"], kinds)})).samples
+        return found
+
+    plain, side = sample({}), processor.image_processor.patch_size * 2
+    small = sample({"max_pixels": side**2, "min_pixels": side**2})
+    clips = sample({"videos": {"max_pixels": side**2, "min_pixels": side**2}})
+    for name, found in (("image_grid_thw", small), ("video_grid_thw", small), ("video_grid_thw", clips)):
+        assert found[name].prod(-1).sum() < plain[name].prod(-1).sum(), name
+    assert torch.equal(clips["pixel_values"], plain["pixel_values"])
+    if "video_second_per_grid" in plain:
+        assert sample({"fps": 4.0})["video_second_per_grid"] == plain["video_second_per_grid"] / 2
+
+
+def check_recipe(path: Path, processor: Any) -> None:
+    """What a recipe for a real checkpoint wants of its processor is there."""
+    config = load(path).data
+    prepare = PrepareMultimodal(replace(config, special_tokens=()), processor, None)
+    prepare.options.require_accepted()
+    assert prepare.options.fps == 1
+
+
 def compare(name: str) -> dict[str, Any]:
     """Ten samples of one processor, and the batch of them."""
     marked, unmarked = PROCESSORS[name](), PROCESSORS[name](marked=False)
@@ -155,6 +252,13 @@ def compare(name: str) -> dict[str, Any]:
     if "audios" in prepare.processor.modalities:
         check_videos_with_sound(marked, prepare)
     check_batch(samples)
+    if name in RECIPES:
+        check_recipe(RECIPES[name], marked)
+    if name in ("Qwen3OmniMoe", "Qwen2_5_VL"):
+        check_media_options(marked, kinds)
+    if name == "Glm4v":
+        check_modalities_apart(marked)
+    compared["odd"] = check_odd_samples(marked, PrepareMultimodal(CONFIG, marked, None), kinds)
     return {"processor": name, **compared}
 
 

@@ -149,15 +149,15 @@ def gemma_processor(*, marked: bool = True) -> Any:
     )
 
 
-def image_processor() -> Any:
-    """Images only, without torchvision."""
+def image_processor(*, marks: dict[str, str] | None = None) -> Any:
+    """Images only, without torchvision; `marks` are the tokenizer's special tokens."""
     from transformers import CLIPImageProcessorPil, LlavaProcessor
 
     text = template("<image>", marked=False)
     size = {"height": 28, "width": 28}
     return LlavaProcessor(
         CLIPImageProcessorPil(size=size, crop_size=size),
-        byte_tokenizer(text, {"image_token": "<image>"}),
+        byte_tokenizer(text, {"image_token": "<image>"} if marks is None else marks),
         patch_size=14,
         vision_feature_select_strategy="full",
         chat_template=text,

@@ -36,6 +36,7 @@ def test_samples_are_what_the_processor_makes():
     assert all(row["samples"] == 10 and row["pixel_values"] == 4 for row in rows.values())
     assert sum("pixel_values_videos" in row for row in rows.values()) == 6
     assert sum("input_features" in row for row in rows.values()) == 2
+    assert {row["odd"] for row in rows.values()} == {2, 4, 5}
 
 
 @needs_torchvision

@@ -38,6 +38,30 @@ def test_every_sample_lands_in_one_batch_within_the_budget(lengths, best_fit):
             assert all(lengths[key] > room for later in batches[number + 1 :] for key in later)
 
 
+KINDS = st.frozensets(st.sampled_from(["image", "video", "audio"]), max_size=1)
+
+
+@settings(max_examples=100)
+@given(samples=st.lists(st.tuples(st.integers(1, 50), KINDS), min_size=1, max_size=40), best_fit=st.booleans())
+def test_modalities_that_are_kept_apart_share_no_batch(samples, best_fit):
+    pool = Pool(50, best_fit=best_fit, apart=[("image", "video")])
+    for key, (length, kinds) in enumerate(samples):
+        pool.add(key, length, kinds)
+    batches = []
+    while pool:
+        oldest = next(iter(pool))
+        batches.append(pool.take())
+        assert batches[-1][0] == oldest
+    assert sorted(key for batch in batches for key in batch) == list(range(len(samples)))
+    for number, batch in enumerate(batches):
+        held = frozenset().union(*(samples[key][1] for key in batch))
+        assert not held >= {"image", "video"}
+        room = 50 - sum(samples[key][0] for key in batch)
+        left = (samples[key] for later in batches[number + 1 :] for key in later)
+        if best_fit:
+            assert all(length > room or held | kinds >= {"image", "video"} for length, kinds in left)
+
+
 @pytest.mark.parametrize("length", [0, 51])
 def test_a_length_that_no_batch_holds_is_refused(length):
     with pytest.raises(ValueError, match="a batch holds 1 to 50"):

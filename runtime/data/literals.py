@@ -1,0 +1,177 @@
+"""Special tokens that stand in the data's own texts: there they are text.
+
+A template writes `<|im_end|>` to end a turn; somebody who asks about `<|im_end|>` writes the same characters. So what the
+data hold is marked before a template is rendered, and what is marked becomes the tokens of its characters:
+
+    in the data           what does <|im_end|> mean?
+    marked, rendered      <|user|>what does START<|im_end|>END mean?<|im_end|>
+    to the tokenizer      <|user|>what does <|pad|> mean?<|im_end|>          one special token stands in for it
+    tokens                <|user|> what does < | im _ end | > mean? <|im_end|>
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from patchgen.runtime.data.problems import BadSample, DataError
+
+START, END = "\U000f0000", "\U000f0001"  # private characters, as transformers marks control tokens with
+MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Unmarked:
+    """A text as a tokenizer takes it: `literals` are the special tokens that are text, each with its stand-in's place."""
+
+    text: str
+    spans: list[Span]
+    literals: list[tuple[Span, str]] = field(default_factory=list)
+
+
+class Literals:
+    """The special tokens of a tokenizer, where they stand in the data.
+
+    Args:
+        kept: those that the data may write and mean.
+        placeholders: of items in a text; none of them stands in for another token.
+
+    Raises:
+        DataError: a token of `kept` is no special token of the tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any, *, kept: Sequence[str] = (), placeholders: Collection[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.kept = tuple(kept)
+        special = {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+        for name in self.kept:
+            if name not in special:
+                near = difflib.get_close_matches(name, special, n=3, cutoff=0.5) or sorted(special)[:8]
+                raise DataError(
+                    f"data.special_tokens names {name!r}, which is no special token of the tokenizer. Near: {', '.join(near)}."
+                )
+        longest_first = sorted(special.keys() - set(self.kept), key=len, reverse=True)
+        self._literal = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._told: set[str] = set()
+        plain = (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token, tokenizer.unk_token)
+        self._stand_in = next(
+            (
+                name
+                for name in plain
+                if name in special
+                and name not in placeholders
+                and not (special[name].lstrip or special[name].rstrip or special[name].single_word)
+            ),
+            None,
+        )
+
+    def marked(self, value: Any) -> Any:
+        """A text, or a list or dict of them (messages, tools), with its special tokens marked."""
+        if isinstance(value, str):
+            bare = value.replace(START, "").replace(END, "")
+            return self._literal.sub(self._mark, bare)
+        if isinstance(value, dict):
+            return {key: self.marked(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.marked(one) for one in value]
+        return value
+
+    def _mark(self, match: re.Match) -> str:
+        token = match.group()
+        if token not in self._told:
+            self._told.add(token)
+            warnings.warn(
+                f"{token!r} stands in the data, and is text there: its characters. If it means the special token, name it in "
+                "data.special_tokens.",
+                stacklevel=2,
+            )
+        return f"{START}{token}{END}"
+
+    def unmarked(self, where: str, text: str, spans: Sequence[Span] = ()) -> Unmarked:
+        """A rendered text with a stand-in for each marked token, and `spans` of its characters moved along.
+
+        Raises:
+            BadSample: the tokenizer has no token that could stand in.
+        """
+        if START not in text and END not in text:
+            return Unmarked(text, list(spans))
+        pieces, literals, shifts, length, last = [], [], [(0, 0)], 0, 0
+        for match in MARKED.finditer(text):
+            token = match.group(1)  # None: a template cut between the marks, and one stands alone
+            if token and self._stand_in is None:
+                raise BadSample(
+                    where, f"{token!r} in a text, and the tokenizer has no token that could stand in for it"
+                )
+            piece = self._stand_in if token else ""
+            pieces += [text[last : match.start()], piece]
+            length += match.start() - last
+            if token:
+                literals.append(((length, length + len(piece)), token))
+            length += len(piece)
+            last = match.end()
+            shifts.append((last, length - last))
+        ends = np.array([end for end, _ in shifts])
+
+        def moved(character: int) -> int:
+            return character + shifts[int(np.searchsorted(ends, character, side="right")) - 1][1]
+
+        pieces.append(text[last:])
+        return Unmarked("".join(pieces), [(moved(start), moved(end)) for start, end in spans], literals)
+
+    def ids(self, where: str, token: str) -> list[int]:
+        """The tokens of the characters of a special token.
+
+        Raises:
+            BadSample: the tokenizer makes the special token of them whatever it is told.
+        """
+        found = self.tokenizer(token, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if self.tokenizer.convert_tokens_to_ids(token) in found:
+            raise BadSample(where, f"{token!r} in a text, of which the tokenizer makes the special token")
+        return list(found)
+
+    def encode(
+        self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids `(n,)` int64 of a rendered text, and which of them lie in `spans` `(n,)` bool."""
+        plain = self.unmarked(where, text, spans)
+        found = self.tokenizer(
+            plain.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
+        )
+        ids, offsets = np.array(found["input_ids"], dtype=np.int64), found["offset_mapping"]
+        mask = mask_of_spans(offsets, plain.spans)
+        if not plain.literals:
+            return ids, mask
+        ids, repeats = self.put_back(where, ids, offsets, plain.literals)
+        return ids, np.repeat(mask, repeats)
+
+    def put_back(
+        self, where: str, ids: np.ndarray, offsets: Sequence[Span], literals: Sequence[tuple[Span, str]]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The ids with those of each literal in the place of its stand-in, and how often each old token counts `(n,)`."""
+        repeats = np.ones(len(ids), dtype=np.int64)
+        texts: dict[int, list[int]] = {}
+        for span, token in literals:
+            places = np.flatnonzero(mask_of_spans(offsets, [span]))
+            if len(places) != 1:
+                raise BadSample(where, f"{token!r} in a text, which has no place of its own among the tokens")
+            texts[int(places[0])] = own = self.ids(where, token)
+            repeats[places[0]] = len(own)
+        parts = [texts.get(number, [one]) for number, one in enumerate(ids.tolist())]
+        return np.array([one for part in parts for one in part], dtype=np.int64), repeats
+
+
+def mask_of_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+    """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
+    starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(starts), dtype=bool)
+    for start, end in spans:
+        mask |= (ends > start) & (starts < end)
+    return mask

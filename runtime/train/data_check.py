@@ -1,0 +1,46 @@
+"""What can be known of a recipe's data before any rank starts: transforms on their first rows, options of the processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from patchgen.runtime.data import DataError
+from patchgen.runtime.data.literals import Literals
+from patchgen.runtime.data.multimodal import PrepareMultimodal
+from patchgen.runtime.data.sources import open_source
+from patchgen.runtime.data.transform import check_first_rows
+from patchgen.runtime.train import setup
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+
+
+def require_data(recipe: Recipe) -> None:
+    """Refuses what every rank would refuse.
+
+    Raises:
+        RecipeError: a transform that is not there or returns what no row may become, with the row; an option that the
+            processor does not have or take; a special token that the tokenizer does not have.
+    """
+    for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
+        if config is None:
+            continue
+        try:
+            if any(source.transform for source in config.sources):
+                check_first_rows(config, [open_source(source) for source in config.sources])
+            if not config.media and not config.special_tokens:
+                continue
+            if config.kind != "multimodal":
+                Literals(setup.data_parts(recipe).tokenizer, kept=config.special_tokens)
+                continue
+            prepare = PrepareMultimodal(config, _processor(recipe.model.source), None)
+            if config.media:
+                prepare.options.require_accepted()
+        except DataError as error:
+            raise RecipeError(str(error) if name == "data" else f"{name}: {error}") from error
+
+
+def _processor(source: str) -> Any:
+    """The processor that comes with a model; None: a bare type has none."""
+    from transformers import CONFIG_MAPPING
+
+    return None if not Path(source).is_dir() and source in CONFIG_MAPPING else setup.load_processor(source)
