@@ -230,6 +230,8 @@ def train(
 
 
 Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
+Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
+GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
 
 
@@ -241,12 +243,15 @@ def export(
     layout: Layout = None,
     dtype: DType = None,
     source: Annotated[Path | None, Option(help="the original, for its tokenizer; else where the run read it")] = None,
+    code: Code = None,
+    generated: GeneratedIn = None,
 ) -> None:
     """Write the weights of a training checkpoint as transformers and vLLM load them. Needs no GPU.
 
     Example: patchgen export runs/one --output exported
     """
-    commands.checkpoints.export(run, output, step=step, layout=layout, dtype=dtype, source=source)
+    what = {"step": step, "layout": layout, "dtype": dtype, "source": source}
+    commands.checkpoints.export(run, output, **what, code=code, generated=generated)
 
 
 @app.command()
@@ -255,23 +260,27 @@ def convert(
     output: Annotated[Path, Argument(help="the folder to write", show_default=False)],
     layout: Annotated[str | None, Option(help="per-expert or stacked; else upstream's own")] = None,
     dtype: DType = None,
+    code: Code = None,
+    generated: GeneratedIn = None,
 ) -> None:
     """Write a checkpoint with its experts one by one, or stacked. Needs no GPU, and little memory.
 
     Example: patchgen convert Qwen3-30B-A3B stacked --layout stacked
     """
-    commands.checkpoints.convert(source, output, layout=layout, dtype=dtype)
+    commands.checkpoints.convert(source, output, layout=layout, dtype=dtype, code=code, generated=generated)
 
 
 @app.command()
 def fingerprint(
     directory: Annotated[Path, Argument(help="a Hugging Face checkpoint, or a run", show_default=False)],
+    code: Code = None,
+    generated: GeneratedIn = None,
 ) -> None:
     """Print a hash per tensor, equal for the same weights in any layout, and one of all.
 
     Example: patchgen fingerprint exported
     """
-    commands.checkpoints.fingerprint(directory)
+    commands.checkpoints.fingerprint(directory, code=code, generated=generated)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
 
@@ -107,6 +108,8 @@ def _run_agent(recipe: Recipe, processes: int, least: int, most: int, endpoint: 
     # A store per start: in one that outlives them, ranks that start again find addresses of those that are gone.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)  # told below, once
+    if (place := architecture.import_path(recipe.model)) is not None:  # this process may have found it by other means
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (place, os.environ.get("PYTHONPATH"))))
     config = LaunchConfig(
         min_nodes=least,
         max_nodes=most,

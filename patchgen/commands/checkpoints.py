@@ -16,21 +16,33 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def export(
-    run: Path, output: Path, *, step: int | None, layout: str | None, dtype: str | None, source: Path | None
+    run: Path,
+    output: Path,
+    *,
+    step: int | None,
+    layout: str | None,
+    dtype: str | None,
+    source: Path | None,
+    code: str | None,
+    generated: str | None,
 ) -> None:
     """Writes the weights of a run's checkpoint for transformers and vLLM."""
     with _named_errors():
         from patchgen.runtime import checkpoint
 
+        _register(code, generated)
         folder = checkpoint.export_run(run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source)
     print(f"{folder} -> {output}")
 
 
-def convert(source: Path, output: Path, *, layout: str | None, dtype: str | None) -> None:
+def convert(
+    source: Path, output: Path, *, layout: str | None, dtype: str | None, code: str | None, generated: str | None
+) -> None:
     """Writes a checkpoint in another layout."""
     with _named_errors():
         from patchgen.runtime import checkpoint
 
+        _register(code, generated)
         written = checkpoint.convert(source, output, layout=layout, dtype=_dtype(dtype))
     size = sum(tensor.num_bytes for tensor in written.outputs + written.unchanged)
     print(f"{source} -> {output}: {len(written.outputs) + len(written.unchanged)} tensors, {size / 1e9:.2f} GB")
@@ -38,15 +50,31 @@ def convert(source: Path, output: Path, *, layout: str | None, dtype: str | None
         print(f"  as it was, for {tensor.name} is no part of upstream's class")
 
 
-def fingerprint(directory: Path) -> None:
+def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> None:
     """Prints a hash and a name per tensor, then the hash of all."""
     with _named_errors():
         from patchgen.runtime.checkpoint import offline
 
+        _register(code, generated)
         hashes = offline.fingerprint(directory)
     for name, value in hashes.items():
         print(f"{value}  {name}")
     print(f"{offline.hash_of(hashes)}  all {len(hashes)} tensors")
+
+
+def _register(code: str | None, generated: str | None) -> None:
+    """Registers the architecture that the command or the project names. Never one that a run or a folder names: those may
+    come from somebody else, and code that is registered runs."""
+    from patchgen.runtime.train import architecture, project
+    from patchgen.runtime.train.recipe import ModelConfig, RecipeError
+
+    try:
+        said = {"code": code, "generated": generated} if code or generated else project.code(Path())
+        architecture.register(ModelConfig(source="", **said))
+    except (RecipeError, ValueError) as error:
+        raise ConfigError(
+            str(error).replace("model.code", "--code").replace("model.generated", "--generated")
+        ) from error
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

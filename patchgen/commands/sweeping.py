@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import multiprocessing
 from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -42,13 +43,13 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     run does not ask for stay in the record as they are.
 
     Raises:
-        ConfigError: no such family.
+        ConfigError: no such family, or it has no such type.
     """
     if family not in FAMILIES:
         raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
     release = upstream.open_release(version)
     takes_media = family in (*MEDIA, "media")
-    wanted = list(dict.fromkeys(only)) or types_of(family, release)
+    wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)
     path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
     rows = records.read(path)
     known = {kind: "" if fresh else _proven_bytes(rows.get((takes_media, kind)), key) for kind in wanted}
@@ -95,15 +96,20 @@ def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
 
 def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool) -> int:
     """Compares causal types on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all of
-    `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared."""
+    `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared.
+
+    Raises:
+        ConfigError: no causal type of that name.
+    """
+    release = upstream.open_release(None)
+    asked = _named(only, release, takes_media=False) or types_of(TEXT, release)
     from patchgen.runtime.verify import parallel_coverage
 
     path, key = records.path_in(output), records.present_key()
-    release = upstream.open_release(None)
     rows = records.read(path)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
     layout += "" if world == max(sp, ep) else f"_of{world}"
-    places = [(False, kind) for kind in dict.fromkeys(only) or types_of(TEXT, release)]
+    places = [(False, kind) for kind in asked]
     for place in places:
         rows.setdefault(place, row(place[1], GENERATED, "not swept in one process"))
     wanted = [place for place in places if records.needs_ranks(rows[place])]
@@ -162,6 +168,34 @@ def types_of(family: str, release: upstream.Release) -> list[str]:
         return [kind for kind in candidates if _routes(kind, release)]
     wanted = MEDIA if family == "media" else (family,)
     return [kind for kind in candidates if _family(kind, release) in wanted]
+
+
+def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> list[str]:
+    """The types that were asked for by name, once each.
+
+    Raises:
+        ConfigError: one has no head of the kind that is swept, or is no type of this release.
+    """
+    here, others = (_candidates(release, takes_media=takes) for takes in (takes_media, not takes_media))
+    for kind in only:
+        if kind in here:
+            continue
+        if kind in others:
+            how = (
+                "leave out --family media"
+                if takes_media
+                else "on one rank: --family media; on several: patchgen verify"
+            )
+            raise ConfigError(
+                f"--only {kind}: {release.origin} has no {'head with media' if takes_media else 'causal head'} of that type, "
+                f"but another ({how})."
+            )
+        near = ", ".join(difflib.get_close_matches(kind, here, n=3)) or "none"
+        raise ConfigError(
+            f"--only {kind}: {release.origin} has no such type (nearest: {near}). A model of your own is no type of a "
+            f"release: `patchgen verify --directory FOLDER` is about it."
+        )
+    return list(dict.fromkeys(only))
 
 
 def missing_types(rows: Container[records.Place], release: upstream.Release) -> dict[bool, list[str]]:

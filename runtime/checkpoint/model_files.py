@@ -84,7 +84,9 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError) as error:
-        raise CheckpointError(f"transformers does not know the model of {directory / CONFIG}: {error}") from error
+        raise CheckpointError(
+            f"transformers does not know the model of {directory / CONFIG}; code of your own is named with --code FOLDER: {error}"
+        ) from error
     named = [name for name in fields.get("architectures") or () if isinstance(name, str)]
     is_known = False
     for cls in _classes(named):
@@ -99,13 +101,16 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
 
 
 def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
-    """transformers' classes of these names, then ours: a generated file is imported only if those do not fit."""
+    """transformers' classes of these names, those that this process has registered (code of the user's own), then ours: a
+    generated file is imported only if those do not fit."""
     import transformers
 
     for name in names:
         cls = getattr(transformers, name, None)
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel):
             yield cls
+    registered = transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()
+    yield from dict.fromkeys(cls for cls in registered if cls.__name__ in names)
     for model in registry.generated_models():
         for name in set(names) & set(model.classes):
             yield getattr(model.load(), name)

@@ -6,7 +6,7 @@ adamw.py       AdamW in one pass over memory
 flops.py       what a token costs, MFU                             memory.py     what a rank will hold
 plan.py        what --dry-run prints                               lora.py       adapters through PEFT
 run_log.py     JSONL, trackers                                     view.py       the terminal
-page.py        report.png and the page of a run
+page.py        report.png and the page of a run                    architecture.py  code of one's own, registered
 
 from patchgen.runtime.train.recipe import load
 from patchgen.runtime.launch import launch

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 
 from patchgen.runtime.checkpoint import Checkpointer
-from patchgen.runtime.train.recipe import Recipe, RecipeError, flat, to_dict
+from patchgen.runtime.train.nested import flat
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
 
 RECIPE = "recipe.yaml"
 # With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train.lora_targets import find_targets
 from patchgen.runtime.train.recipe import LoraConfig, RecipeError
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ def add_adapters(
     require_possible(config, dist.get_world_size())
     import peft
 
-    require_targets(model, config)
+    targets = find_targets(model, config)
+    if dist.get_rank() == 0:
+        print(targets.told, flush=True)
     # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices):
@@ -56,7 +59,7 @@ def add_adapters(
                 r=config.rank,
                 lora_alpha=config.alpha,
                 lora_dropout=config.dropout,
-                target_modules=list(config.target_modules),
+                target_modules=list(targets.modules),
                 target_parameters=list(config.target_parameters) or None,
                 task_type="CAUSAL_LM",
             ),
@@ -81,21 +84,6 @@ def require_possible(config: LoraConfig, world: int) -> None:
         )
 
 
-def require_targets(model: nn.Module, config: LoraConfig) -> None:
-    """Refuses targets that would get no adapter.
-
-    Raises:
-        RecipeError: a name matches nothing.
-    """
-    for kind, targets, there in (
-        ("target_modules", config.target_modules, [name for name, _ in model.named_modules()]),
-        ("target_parameters", config.target_parameters, [name for name, _ in model.named_parameters()]),
-    ):
-        missing = [target for target in targets if not any(_ends_with(name, target) for name in there)]
-        if missing:
-            raise RecipeError(f"lora.{kind}: {', '.join(missing)} match nothing in {type(model).__name__}.")
-
-
 def reduce_gradients(model: nn.Module) -> None:
     """Adds up the gradients of whole parameters over all ranks: a rank has those of its own tokens."""
     found = [p.grad for p in model.parameters() if p.grad is not None and not isinstance(p.grad, DTensor)]
@@ -111,7 +99,3 @@ def save(adapted: PeftModel, folder: Path) -> None:
     if dist.get_rank() == 0:
         adapted.save_pretrained(folder)
     dist.barrier()
-
-
-def _ends_with(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 
 from patchgen.runtime import attention, model_calls, parallel, registry, seams
@@ -20,7 +22,7 @@ from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import lora, optimizers
+from patchgen.runtime.train import architecture, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.verify.training_path import asked_of_attention
 from patchgen.runtime.verify.verdict import one_line
@@ -32,15 +34,16 @@ WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """The config of `model.source` with its overrides.
+    """The config of `model.source` with its overrides; registers `model.code` in this process.
 
     Raises:
-        RecipeError: a source that is neither, values that its config class refuses, or an override that the config has no
-            field for.
+        RecipeError: code that cannot be registered, a source that is neither, values that its config class refuses, or an
+            override that the config has no field for.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    own = architecture.register(model)
     is_type = not Path(model.source).exists() and model.source in CONFIG_MAPPING
     try:
         config = (
@@ -56,8 +59,17 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise RecipeError(
-                f"model.source = '{model.source}': its config.json asks for code of its own (auto_map), which is not run: "
-                "what trains is the generated file of a model type that transformers has."
+                f"model.source = '{model.source}': its config.json asks for code of its own (auto_map), which is not run "
+                "unless the recipe says so: model.code: FOLDER names code that you have, model.trust_remote_code: true the "
+                "code in that folder; what trains is the file that `patchgen generate NAME --source FOLDER` makes of it."
+            ) from error
+        if (kind := _unknown_type(model.source)) is not None:
+            raise RecipeError(
+                f"model.source = '{model.source}': its config.json says model_type '{kind}', which transformers "
+                f"{transformers.__version__} does not know, and {'the code of the recipe' if own else 'no code'} "
+                f"{f'registers {own.names}' if own else 'is named'}. Name the folder with configuration_{kind}.py and "
+                f"modeling_{kind}.py as model.code, and make the file that trains with `patchgen generate {kind} --source "
+                "FOLDER`."
             ) from error
         near = difflib.get_close_matches(model.source, list(CONFIG_MAPPING), n=3)
         raise RecipeError(
@@ -67,13 +79,25 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     if not model.overrides:
         return config
     try:
-        source = inspect.getsource(sys.modules[find_head(config).__module__])
+        source = inspect.getsource(sys.modules[find_head(config, own).__module__])
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
     require_fields(config, model.overrides, "model.overrides", source)
     changed = type(config).from_dict(_merged(config, model.overrides))
     _require_taken(changed, model.overrides, "model.overrides")
     return changed
+
+
+def _unknown_type(source: str) -> str | None:
+    """The model type in the config.json of a folder, if transformers has none of that name."""
+    from transformers import CONFIG_MAPPING
+
+    file = Path(source) / "config.json"
+    try:
+        kind = json.loads(file.read_text(encoding="utf-8")).get("model_type") if file.is_file() else None
+    except (ValueError, AttributeError):
+        return None
+    return kind if isinstance(kind, str) and kind not in CONFIG_MAPPING else None
 
 
 def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where: str, source: str) -> None:
@@ -171,7 +195,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     config = read_config(recipe.model)
     attention.register()
     try:
-        head, config = find_head_and_config(config)
+        head, config = find_head_and_config(config, architecture.register(recipe.model))
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     chosen = choose_attention(recipe.model.attention, head, config)
@@ -184,26 +208,32 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)
     else:  # groups are of adapters, which are not there yet
-        lora.require_targets(model, recipe.lora)
+        lora_targets.find_targets(model, recipe.lora)
     return model.train()
 
 
-def find_head(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The generated head of a config, or of the part of it that is trained (the thinker of an omni model)."""
-    try:
-        return registry.find_head(config)
-    except registry.UnknownModelError:
-        for sub in _sub_configs(config):
-            try:
-                return registry.find_head(sub)
-            except registry.UnknownModelError:
-                continue
-        raise
+def find_head(config: PreTrainedConfig, own: architecture.Architecture | None = None) -> type[PreTrainedModel]:
+    """The generated head of a config, or of the part of it that is trained (the thinker of an omni model).
+
+    Args:
+        own: the code that the recipe names, whose heads come first.
+    """
+    unknown = None
+    for one in (config, *_sub_configs(config)):
+        if own is not None and (head := own.head(one)) is not None:
+            return head
+        try:
+            return registry.find_head(one)
+        except registry.UnknownModelError as error:
+            unknown = unknown or error
+    raise unknown
 
 
-def find_head_and_config(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+def find_head_and_config(
+    config: PreTrainedConfig, own: architecture.Architecture | None = None
+) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """`find_head`, and the config, or the part of it, that this head takes."""
-    head = find_head(config)
+    head = find_head(config, own)
     if head.config_class is type(config):
         return head, config
     return head, next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)

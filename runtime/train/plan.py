@@ -10,7 +10,7 @@ import torch
 
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import flops, lora, memory, optimizers, run_log
+from patchgen.runtime.train import flops, lora, lora_targets, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -88,6 +88,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *(f"{name.replace(':', '    ')}    {sum(users.values())} layers" for name, users in _attention(model)),
+        *([f"lora         {lora_targets.find_targets(model, recipe.lora).told}"] if recipe.lora is not None else []),
         f"run          {recipe.directory}",
         "",
         estimate.text(),

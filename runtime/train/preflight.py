@@ -31,7 +31,7 @@ from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.parallel import loss
-from patchgen.runtime.train import data_check, modalities
+from patchgen.runtime.train import architecture, data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
@@ -140,7 +140,7 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The generated head and the config, or part of it, that it takes."""
     config = models.read_config(recipe.model)
     try:
-        return models.find_head_and_config(config)
+        return models.find_head_and_config(config, architecture.register(recipe.model))
     except (registry.UnknownModelError, ReleaseMismatch) as error:
         kind = config.model_type
         if isinstance(error, ReleaseMismatch):
@@ -253,9 +253,9 @@ def _key(
     named_seams: Mapping[str, str | None],
     media: bool,
 ) -> str:
-    file = Path(sys.modules[head.__module__].__file__)
+    folder = Path(sys.modules[head.__module__].__file__).parent  # a configuration of one's own stands beside the model
     parts = {
-        "file": hashlib.sha256(file.read_bytes()).hexdigest(),
+        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))],
         "head": head.__name__,
         "config": config.to_dict(),
         "attention": named_attention,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from patchgen.runtime.data import DataConfig
+from patchgen.runtime.train import project
+from patchgen.runtime.train.nested import section_type, set_at
 
 _STRICT = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -45,6 +46,10 @@ class ModelConfig:
     Attributes:
         source: a folder or Hub name with a config.json, or the type of a generated model ("qwen3_moe") for that type's
             default config.
+        code: a folder or module with an architecture that transformers does not know (configuration_*.py, modeling_*.py,
+            processing_*.py); each process registers its classes and `patchgen generate --source` has read it.
+        generated: the folder that `patchgen generate --output` wrote; null: the generated models of this installation.
+        trust_remote_code: run the code that `source` itself brings, as `code`. Nothing else runs it.
         overrides: fields of the config that are replaced, nested like the config.
         weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
@@ -56,6 +61,9 @@ class ModelConfig:
     """
 
     source: str
+    code: str | None = None
+    generated: str | None = None
+    trust_remote_code: bool = False
     overrides: dict[str, Any] = Field(default_factory=dict)
     weights: str = "auto"
     allow_missing: tuple[str, ...] = ()
@@ -263,14 +271,21 @@ class LoraConfig:
         rank: of the two factors.
         alpha: the update is scaled by `alpha / rank`.
         dropout: of the adapter's input.
-        target_modules: names or suffixes of linear layers.
+        target_modules: names or endings of linear layers, a regular expression of whole names (a text instead of a list), or
+            "all-linear". A tower (`visual`, `audio_tower`) is adapted where a target names it, or matches nothing else.
+        exclude_modules: names or endings, or a regular expression, of modules that stay as they are.
+        layers_to_transform: numbers of the layers that are adapted; null: all.
+        layers_pattern: names of the lists of layers that these numbers are of; null: any.
         target_parameters: names or suffixes of stacked experts' parameters (`mlp.experts.gate_up_proj`).
     """
 
     rank: Count = 16
     alpha: Positive = 32.0
     dropout: BelowOne = 0.0
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    target_modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    exclude_modules: str | tuple[str, ...] | None = None
+    layers_to_transform: tuple[CountOrZero, ...] | None = None
+    layers_pattern: tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] = ()
 
 
@@ -357,7 +372,15 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
         raise RecipeError(f"{path} must hold sections ({', '.join(_names(Recipe))}), not a {type(values).__name__}.")
     values.setdefault("name", path.stem)
     for key, value in (overrides or {}).items():
-        _place(values, key, _read(key, value) if isinstance(value, str) else value)
+        try:
+            set_at(values, key, _read(key, value) if isinstance(value, str) else value)
+        except LookupError as error:
+            raise RecipeError(f"--set {key}: {error.args[0]}") from error
+    if isinstance(model := values.get("model"), dict) and not model.keys() & {"code", "trust_remote_code"}:
+        try:
+            values["model"] = project.code(Path()) | model
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
     return from_dict(values, where=str(path))
 
 
@@ -406,51 +429,9 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     return TypeAdapter(Recipe).dump_python(recipe, mode="json")
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of nested dicts and lists, as `--set` takes them."""
-    found = {}
-    for key, value in values.items():
-        inner = dict(enumerate(value)) if isinstance(value, list) else value
-        found |= flat(inner, f"{prefix}{key}.") if isinstance(inner, dict) and inner else {f"{prefix}{key}": value}
-    return found
-
-
 def to_yaml(recipe: Recipe) -> str:
     """The recipe as YAML, every default included; `load` reads it back."""
     return yaml.safe_dump(to_dict(recipe), sort_keys=False)
-
-
-def _place(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets `values["a"]["b"] = value` for the key `a.b`; numbers are places in lists, made as they are needed."""
-    *parents, last = key.split(".")
-    inner: Any = values
-    for part, following in zip(parents, [*parents[1:], last], strict=False):
-        empty: Any = [] if following.isdigit() else {}
-        if isinstance(inner, list):
-            _require_place(inner, part, key)
-            if int(part) == len(inner):
-                inner.append(empty)
-            inner = inner[int(part)]
-        elif isinstance(inner, dict):
-            if inner.get(part) is None:
-                inner[part] = empty
-            inner = inner[part]
-        else:
-            raise RecipeError(f"--set {key}: the value above '{part}' is {inner!r}, which has no keys.")
-    if isinstance(inner, list):
-        _require_place(inner, last, key)
-        inner[int(last) : int(last) + 1] = [value]
-    elif isinstance(inner, dict):
-        inner[last] = value
-    else:
-        raise RecipeError(f"--set {key}: the value above '{last}' is {inner!r}, which has no keys.")
-
-
-def _require_place(values: list, part: str, key: str) -> None:
-    if not part.isdigit() or int(part) > len(values):
-        raise RecipeError(
-            f"--set {key}: '{part}' is no place in a list of {len(values)}; {len(values)} appends to it."
-        )
 
 
 def _explain(problem: Mapping[str, Any]) -> str:
@@ -475,23 +456,6 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------- reading the types
-
-
-def sections() -> Iterator[tuple[str, type]]:
-    """The sections of a recipe with their types, and the types that occur inside them."""
-    for name, kind in typing.get_type_hints(Recipe, include_extras=True).items():
-        section = section_type(kind)
-        if section is not None:
-            yield name, section
-
-
-def section_type(kind: Any) -> type | None:
-    """The dataclass that an annotation names, alone, optional or in a tuple."""
-    if dataclasses.is_dataclass(kind):
-        return kind
-    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list):
-        return next(filter(None, map(section_type, typing.get_args(kind))), None)
-    return None
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:

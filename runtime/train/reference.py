@@ -12,7 +12,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from patchgen.runtime.train.recipe import Recipe, section_type
+from patchgen.runtime.train.nested import section_type
+from patchgen.runtime.train.recipe import Recipe
 
 HEAD = """\
 # Recipes

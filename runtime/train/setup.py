@@ -21,8 +21,9 @@ from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
+from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.page import RunPage
-from patchgen.runtime.train.recipe import Recipe, RecipeError, flat, to_dict
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
 from patchgen.runtime.train.records import Listener
 from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view

@@ -292,9 +292,9 @@ def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_another_pr
     pytest.importorskip("torch")
     old = {**examination.row("llama", examination.PROVEN, ""), "seconds": 1.5}
     (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [old]}))
-    code, rows = sweep(tmp_path, "no_such_type")
+    code, rows = sweep(tmp_path, "openai-gpt")
     assert code == 1  # what was asked for by name is not proven
-    assert rows["no_such_type"]["status"] == "failed"
+    assert rows["openai-gpt"]["status"] == "failed"
     assert rows["llama"] == old
     assert "1 of 2 rows were made by another prover" in (tmp_path / "coverage.md").read_text()
     code, rows = sweep(tmp_path, "llama")
@@ -322,5 +322,5 @@ def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, m
     elsewhere = models.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert invoke("sweep", "--only", "no_such_type").exit_code == 1
+    assert invoke("sweep", "--only", "openai-gpt").exit_code == 1
     assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())
