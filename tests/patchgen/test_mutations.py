@@ -11,6 +11,7 @@ import functools
 import re
 from dataclasses import dataclass, replace
 
+import accounts
 import pytest
 from generation_cases import default_config, edited, hits_of, load, refused_or_hits
 from hypothesis import HealthCheck, given, settings
@@ -263,11 +264,14 @@ def test_a_changed_site_is_refused_or_hit_for_a_reason(case: Mutation):
     """A refusal comes without any config; pinned hits can only add to it. A hit keeps to the pinned hits."""
     origin = edited(UPSTREAM[case.model], *case.edits)
     if case.gives:
-        assert case.gives in pipeline.generate(origin, pinned_config(case.model)).text
+        generated = pipeline.generate(origin, pinned_config(case.model))
+        assert case.gives in generated.text
+        hold(case, accounts.changes(unchanged(case.model), generated))
     else:
         with pytest.raises(PassMismatch) as error:
             pipeline.generate(origin, default_config(case.model))
         assert "expects" in str(error.value) or "ways out" in str(error.value)
+        hold(case, accounts.refusal(error.value))
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=[c.title for c in FORMULAS])
@@ -277,8 +281,18 @@ def test_an_unknown_formula_is_noted_and_breaks_the_pinned_hits(case: Mutation):
     step = next(step for step in generated.steps if step.name == case.target)
     assert len(step.outcome.hits) == pinned(case.model)[case.target] - 1
     assert any("of another formula, left as it is" in note for note in step.outcome.notes)
+    hold(case, accounts.changes(unchanged(case.model), generated))
     with pytest.raises(PassMismatch, match=f"'{case.target}' has {len(step.outcome.hits)} hits"):
         pipeline.generate(origin, pinned_config(case.model))
+
+
+def hold(case: Mutation, found: list[str]) -> None:
+    accounts.compare_entry(accounts.DATA / "changed_sources.json", f"{case.target}: {case.model}: {case.title}", found)
+
+
+@functools.cache
+def unchanged(model: str) -> pipeline.Generated:
+    return pipeline.generate(UPSTREAM[model], default_config(model))
 
 
 def pinned_config(model: str):
@@ -290,7 +304,7 @@ def pinned(model: str) -> dict[str, int]:
     """The hits of each pass on the unchanged source."""
     return {
         name: hits
-        for name, (hits, _) in hits_of(pipeline.generate(UPSTREAM[model], default_config(model))).items()
+        for name, (hits, _) in hits_of(unchanged(model)).items()
         if hits and name not in ("prune", "absolute_imports", "checkpoint_mapping")
     }
 
@@ -301,7 +315,7 @@ def marked_statements(model: str) -> list[tuple[int, int]]:
 
     They are found as the lines of upstream that the generated file has no more, plus the statement below each mark.
     """
-    generated = pipeline.generate(UPSTREAM[model], default_config(model))
+    generated = unchanged(model)
     sites = {
         hit.site.split(".")[0] for step in generated.steps for hit in step.outcome.hits if step.name in pinned(model)
     }
