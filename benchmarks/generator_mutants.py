@@ -11,12 +11,13 @@ import copy
 import random
 from collections.abc import Iterator
 
+from patchgen.anatomy.classes import dotted
 from patchgen.mutation import expressions
 from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import ExpressionOperator, Forms
 from patchgen.mutation.statements import StatementOperator, dropped
 
-ERRORS = {"Unreadable", "Missed", "PassMismatch", "EmissionError", "ConfigError"}
+FOR_PEOPLE = {"Unreadable", "Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
 SHOWN = ("__repr__", "__str__")
 OF_ONE_FORM = {"isinstance", "issubclass"}
 
@@ -24,14 +25,20 @@ OF_ONE_FORM = {"isinstance", "issubclass"}
 def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
     """The condition of a statement or of a ternary turned round, and a comprehension without one of its own."""
     if node is getattr(place.statement, "test", None):
-        yield ast.UnaryOp(ast.Not(), copy.deepcopy(node))
+        yield _turned(node)
     elif isinstance(node, ast.IfExp):
-        yield ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+        yield ast.IfExp(_turned(node.test), node.body, node.orelse)
     for i, loop in enumerate(getattr(node, "generators", ())):
         for j in range(len(loop.ifs)):
             changed = copy.deepcopy(node)
             del changed.generators[i].ifs[j]
             yield changed
+
+
+def _turned(condition: ast.expr) -> ast.expr:
+    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        return condition.operand
+    return ast.UnaryOp(ast.Not(), condition)
 
 
 def memberships(node: ast.expr, place: Place) -> Iterator[ast.expr]:
@@ -55,7 +62,7 @@ def _words(statement: ast.stmt) -> Iterator[ast.AST]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Raise):
             yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS:
+        elif isinstance(node, ast.Call) and dotted(node.func) in FOR_PEOPLE:
             yield from node.args
             yield from (keyword.value for keyword in node.keywords)
         elif isinstance(node, ast.AnnAssign):
@@ -66,7 +73,7 @@ def _is_idle(old: ast.expr, new: ast.expr) -> bool:
     if not isinstance(old, ast.Call):
         return False
     name = getattr(old.func, "id", "")
-    if name in OF_ONE_FORM | ERRORS:
+    if name in OF_ONE_FORM | FOR_PEOPLE:
         return True
     if isinstance(old.func, ast.Attribute) and old.func.attr == "get" and isinstance(new, ast.Call):
         default = old.args[1:]

@@ -33,7 +33,7 @@ import rich.console
 import torch
 import typer.testing
 from generator_mutants import drawn
-from generator_trials import CAUGHT, PARTS, ROOT, SURVIVED, Copy, Executed
+from generator_trials import CAUGHT, PARTS, ROOT, SURVIVED, Copy
 
 WARM = (black, hypothesis, jinja2, libcst, numpy, packaging, rich, torch, typer)  # once, for all that are forked
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
@@ -64,7 +64,9 @@ def main() -> None:
             told[by] += verdict == CAUGHT
             row = described(module, mutant) | {"verdict": verdict, "by": by}
             if verdict == SURVIVED:
-                print(f"survived: {module} {mutant.where}: {row['change']}  ({by or f'{len(tests)} tests'})", flush=True)
+                print(
+                    f"survived: {module} {mutant.where}: {row['change']}  ({by or f'{len(tests)} tests'})", flush=True
+                )
             if known is None:
                 rows.append(row)
             else:
@@ -101,7 +103,11 @@ def described(module: str, mutant) -> dict[str, str]:
 
 
 def same(row: dict[str, str], module: str, mutant) -> bool:
-    return all(row[key] == value for key, value in described(module, mutant).items() if key not in ("date", "versions", "note"))
+    return all(
+        row[key] == value
+        for key, value in described(module, mutant).items()
+        if key not in ("date", "versions", "note")
+    )
 
 
 def summarise(rows: list[dict[str, str]]) -> None:

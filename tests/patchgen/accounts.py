@@ -80,7 +80,9 @@ def compare_entry(path: Path, name: str, found: list[str]) -> None:
         entries[name] = found
         path.write_text(json.dumps(entries, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
     elif difference := first_difference(entries.get(name, []), found):
-        pytest.fail(f"'{name}' gives another account than {path.name} records, from {difference}\n{ADVICE}", pytrace=False)
+        pytest.fail(
+            f"'{name}' gives another account than {path.name} records, from {difference}\n{ADVICE}", pytrace=False
+        )
 
 
 def first_difference(recorded: list[str], found: list[str]) -> str:

@@ -1,6 +1,7 @@
 """What generation gives for types beside the committed ones is what `data/accounts` records.
 
 The types were chosen so that together, in the least time, they execute nearly all statements of the anatomy and the passes.
+An empty file there makes another type one of them, once `make accounts` has run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,7 @@ from generation_cases import load
 from patchgen import pipeline
 
 FOLDER = accounts.DATA / "accounts"
-TYPES = """
-    afmoe bloom falcon florence2 fun_asr_nano gemma4_unified_assistant git glmasr glmga granite4_vision granite_docling
-    hrm_text hunyuan_vl idefics inkling2 inkling_text instructblipvideo kimi_k25 lfm3_vl llama4_text minicpmv4_6
-    minimax_m3_vl modernbert-decoder mpt nemo_speechlm nemotron_h nemotron_h_omni openai-gpt plbart qwen2_5_omni_thinker
-    qwen3_asr
-""".split()
+TYPES = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
 @pytest.mark.parametrize("model", TYPES)
@@ -27,8 +23,8 @@ def test_generation_gives_what_is_recorded(model: str):
     accounts.compare(FOLDER / f"{model}.txt", accounts.account(load(model)), model)
 
 
-def test_nothing_else_is_recorded():
-    assert {path.stem for path in FOLDER.iterdir()} == set(TYPES)
+def test_many_types_are_recorded():
+    assert len(TYPES) > 30
 
 
 def test_an_account_tells_of_a_note_a_hit_and_a_line():
