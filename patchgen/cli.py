@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
+from patchgen import commands
 from patchgen.errors import ConfigError, PatchgenError
 
 app = typer.Typer(
@@ -20,29 +22,28 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Models = Annotated[list[str] | None, typer.Argument(help="model types, for example qwen3_moe", show_default=False)]
-Model = Annotated[str, typer.Argument(help="a model type, for example qwen3_moe", show_default=False)]
-Transformers = Annotated[str | None, typer.Option("--transformers", help="a release, for example 5.17.0")]
-Source = Annotated[Path | None, typer.Option("--source", help="a modeling file, or a folder with one")]
+Models = Annotated[list[str] | None, Argument(help="model types, for example qwen3_moe", show_default=False)]
+Model = Annotated[str, Argument(help="a model type, for example qwen3_moe", show_default=False)]
+Transformers = Annotated[str | None, Option("--transformers", help="a release, for example 5.17.0")]
+Every = Annotated[bool, Option("--all", help="every committed model")]
+Source = Annotated[Path | None, Option("--source", help="a modeling file, or a folder with one")]
 
 
 @app.command()
 def generate(
     models: Models = None,
-    every: Annotated[bool, typer.Option("--all", help="every committed model")] = False,
+    every: Every = False,
     transformers: Transformers = None,
     source: Source = None,
-    output: Annotated[Path | None, typer.Option("--output", help="instead of generated_models/")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show, write nothing")] = False,
-    force: Annotated[bool, typer.Option("--force", help="overwrite hand-made edits of generated files")] = False,
+    output: Annotated[Path | None, Option(help="instead of generated_models/")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
+    force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
 ) -> None:
     """Write modeling file, diff and provenance of models.
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    from patchgen.commands import generation
-
-    generation.generate(models or [], every, transformers, source, output, dry_run=dry_run, force=force)
+    commands.generation.generate(models or [], every, transformers, source, output, dry_run=dry_run, force=force)
 
 
 @app.command()
@@ -51,9 +52,7 @@ def check(models: Models = None) -> None:
 
     Example: patchgen check qwen3_moe
     """
-    from patchgen.commands import generation
-
-    raise typer.Exit(generation.check(models or []))
+    raise typer.Exit(commands.generation.check(models or []))
 
 
 @app.command()
@@ -62,14 +61,12 @@ def diff(model: Model, transformers: Transformers = None, source: Source = None)
 
     Example: patchgen diff qwen3_moe
     """
-    from patchgen.commands import inspection
-
-    inspection.diff(model, transformers, source)
+    commands.inspection.diff(model, transformers, source)
 
 
 @app.command()
 def explain(
-    subject: Annotated[str | None, typer.Argument(help="a pass or a model; nothing: all passes")] = None,
+    subject: Annotated[str | None, Argument(help="a pass or a model; nothing: all passes")] = None,
     transformers: Transformers = None,
     source: Source = None,
 ) -> None:
@@ -77,23 +74,19 @@ def explain(
 
     Example: patchgen explain fused_loss
     """
-    from patchgen.commands import inspection
-
-    inspection.explain(subject, transformers, source)
+    commands.inspection.explain(subject, transformers, source)
 
 
 @app.command()
 def inspect(
-    subject: Annotated[str, typer.Argument(help="a model type, or the path of a modeling file")],
+    subject: Annotated[str, Argument(help="a model type, or the path of a modeling file")],
     transformers: Transformers = None,
 ) -> None:
     """Show the anatomy: each class with its role and why, what each pass would hit, and a draft config.
 
     Example: patchgen inspect mixtral
     """
-    from patchgen.commands import inspection
-
-    inspection.inspect(subject, transformers)
+    commands.inspection.inspect(subject, transformers)
 
 
 @app.command()
@@ -101,36 +94,32 @@ def new(
     model: Model,
     transformers: Transformers = None,
     source: Source = None,
-    force: Annotated[bool, typer.Option("--force", help="overwrite a config that exists")] = False,
+    force: Annotated[bool, Option("--force", help="overwrite a config that exists")] = False,
 ) -> None:
     """Write a draft config into patchgen/model_configs/.
 
     Example: patchgen new olmoe
     """
-    from patchgen.commands import inspection
-
-    inspection.new(model, transformers, source, force=force)
+    commands.inspection.new(model, transformers, source, force=force)
 
 
 @app.command()
 def mutate(
     models: Models = None,
-    count: Annotated[int, typer.Option("--count", help="mutants that run, of each model")] = 100,
-    seed: Annotated[int, typer.Option("--seed", help="which ones: the same seed gives the same")] = 0,
-    jobs: Annotated[int, typer.Option("--jobs", help="processes")] = 2,
-    ranks: Annotated[bool, typer.Option("--ranks", help="compares a share of them on two ranks as well")] = False,
-    records: Annotated[
-        Path | None, typer.Option("--records", help="keeps a line for each there; goes on where it stopped")
-    ] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="writes the table there: .json, and .md")] = None,
+    count: Annotated[int, Option(help="mutants that run, of each model")] = 100,
+    seed: Annotated[int, Option(help="which ones: the same seed gives the same")] = 0,
+    jobs: Annotated[int, Option(help="processes")] = 2,
+    ranks: Annotated[bool, Option("--ranks", help="compares a share of them on two ranks as well")] = False,
+    records: Annotated[Path | None, Option(help="keeps a line for each there; goes on where it stopped")] = None,
+    output: Annotated[Path | None, Option(help="writes the table there: .json, and .md")] = None,
 ) -> None:
     """Change upstream sources and hold the generator to each: refused, or equal; exit 1 if one is neither.
 
     Example: patchgen mutate qwen3_moe --count 200
     """
-    from patchgen.commands import mutating
-
-    raise typer.Exit(mutating.mutate(models or [], count, seed, jobs, ranks=ranks, records=records, output=output))
+    raise typer.Exit(
+        commands.mutating.mutate(models or [], count, seed, jobs, ranks=ranks, records=records, output=output)
+    )
 
 
 @app.command(name="list")
@@ -139,191 +128,149 @@ def list_models() -> None:
 
     Example: patchgen list
     """
-    from patchgen.commands import generation
-
-    generation.list_models()
+    commands.generation.list_models()
 
 
 @app.command()
-def upgrade(
-    models: Models = None,
-    transformers: Annotated[str, typer.Option("--transformers", help="the release to move to")] = "",
-) -> None:
+def upgrade(models: Models = None, transformers: Transformers = None) -> None:
     """Report what a move to another release changes under each pass; write nothing.
 
     Example: patchgen upgrade qwen3_moe --transformers 5.17.0
     """
-    from patchgen.commands import generation
-
-    raise typer.Exit(generation.upgrade(models or [], transformers or None))
+    raise typer.Exit(commands.generation.upgrade(models or [], transformers))
 
 
 @app.command()
 def verify(
     models: Models = None,
-    every: Annotated[bool, typer.Option("--all", help="every committed model")] = False,
-    directory: Annotated[
-        Path | None, typer.Option("--directory", help="a generated model outside generated_models/")
-    ] = None,
-    head: Annotated[str | None, typer.Option("--head", help="the class to prove, instead of the first head")] = None,
-    ranks: Annotated[int, typer.Option("--ranks", help="prove on that many gloo processes against one")] = 1,
-    sp: Annotated[int, typer.Option("--sp", help="with --ranks: how many of them share a sequence")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="with --ranks: how many of them share the experts")] = 1,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
-    outdated: Annotated[
-        bool, typer.Option("--outdated", help="only those whose recorded proof does not hold")
-    ] = False,
+    every: Every = False,
+    directory: Annotated[Path | None, Option(help="a generated model outside generated_models/")] = None,
+    head: Annotated[str | None, Option(help="the class to prove, instead of the first head")] = None,
+    ranks: Annotated[int, Option(help="prove on that many gloo processes against one")] = 1,
+    sp: Annotated[int, Option(help="with --ranks: how many of them share a sequence")] = 1,
+    ep: Annotated[int, Option(help="with --ranks: how many of them share the experts")] = 1,
+    fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
+    outdated: Annotated[bool, Option("--outdated", help="only those whose recorded proof does not hold")] = False,
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
 
     Example: patchgen verify qwen3_moe; on ranks: patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
     """
-    from patchgen.commands import proof
-
     if outdated and directory is not None:
         raise ConfigError("--outdated is about the committed models, and --directory is none of them: leave one out.")
-    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
-    if ranks > 1:
-        layout = proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp)
-        raise typer.Exit(proof.verify_on_ranks(models or [], layout, **what))
-    if sp > 1 or ep > 1 or fsdp:
+    if ranks == 1 and (sp > 1 or ep > 1 or fsdp):
         raise ConfigError("--sp, --ep and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
-    raise typer.Exit(proof.verify(models or [], **what))
+    layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
+    what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
+    raise typer.Exit(commands.proof.verify(models or [], layout, **what))
 
 
 @app.command()
 def sweep(
-    family: Annotated[str, typer.Option("--family", help="text, moe, media, vision, audio or omni")] = "text",
-    jobs: Annotated[int, typer.Option("--jobs", help="processes at once")] = 2,
+    family: Annotated[str, Option(help="text, moe, media, vision, audio or omni")] = "text",
+    jobs: Annotated[int, Option(help="processes at once")] = 2,
     transformers: Transformers = None,
-    only: Annotated[list[str] | None, typer.Option("--only", help="just these model types")] = None,
-    output: Annotated[Path | None, typer.Option("--output", help="the folder of the record, instead of docs/")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="do again what an earlier run has done")] = False,
-    sp: Annotated[int, typer.Option("--sp", help="compare on ranks that share a sequence, instead of proving")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="compare on ranks that share the experts, instead of proving")] = 1,
-    world: Annotated[int, typer.Option("--world", help="gloo ranks of --sp and --ep")] = 2,
+    only: Annotated[list[str] | None, Option(help="just these model types")] = None,
+    output: Annotated[Path | None, Option(help="the folder of the record, instead of docs/")] = None,
+    fresh: Annotated[bool, Option("--fresh", help="do again what an earlier run has done")] = False,
+    sp: Annotated[int, Option(help="compare on ranks that share a sequence, instead of proving")] = 1,
+    ep: Annotated[int, Option(help="compare on ranks that share the experts, instead of proving")] = 1,
+    world: Annotated[int, Option(help="gloo ranks of --sp and --ep")] = 2,
 ) -> None:
     """Generate and prove every model type of a family, into docs/coverage.md and docs/coverage.json. Resumable.
 
     Example: patchgen sweep --family moe --jobs 2
     """
-    from patchgen.commands import sweeping
-
     if sp > 1 or ep > 1:
-        raise typer.Exit(sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
-    raise typer.Exit(sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
+        raise typer.Exit(commands.sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
+    raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 
 @app.command()
 def mesh(
-    world: Annotated[int, typer.Option("--world", help="the number of ranks")],
-    dp_replicate: Annotated[int, typer.Option("--dp-replicate", help="copies of the sharded model (HSDP)")] = 1,
-    sp: Annotated[int, typer.Option("--sp", help="ranks that share a sequence (Ulysses)")] = 1,
-    ep: Annotated[int, typer.Option("--ep", help="ranks that share the experts")] = 1,
+    world: Annotated[int, Option(help="the number of ranks")],
+    dp_replicate: Annotated[int, Option(help="copies of the sharded model (HSDP)")] = 1,
+    sp: Annotated[int, Option(help="ranks that share a sequence (Ulysses)")] = 1,
+    ep: Annotated[int, Option(help="ranks that share the experts")] = 1,
 ) -> None:
     """Draw which rank holds what.
 
     Example: patchgen mesh --world 16 --ep 4 --sp 2
     """
-    from patchgen.commands import proof
-
-    proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
+    commands.proof.mesh(world, dp_replicate=dp_replicate, sp=sp, ep=ep)
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
-    processes: Annotated[int, typer.Option("--nproc", help="ranks on this machine")] = 1,
-    nodes: Annotated[str, typer.Option("--nnodes", help="machines, or min:max of them")] = "1",
-    rdzv_endpoint: Annotated[str, typer.Option("--rdzv-endpoint", help="host:port where machines meet")] = "",
+    recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
+    processes: Annotated[int, Option("--nproc", help="ranks on this machine")] = 1,
+    nodes: Annotated[str, Option("--nnodes", help="machines, or min:max of them")] = "1",
+    rdzv_endpoint: Annotated[str, Option(help="host:port where machines meet")] = "",
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", help="a value of the recipe, for example parallel.ep=2")
+        list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")
     ] = None,
     allow_missing: Annotated[
-        list[str] | None,
-        typer.Option("--allow-missing", help="parameters that the weights may lack, for example 'lm_head.*'"),
+        list[str] | None, Option(help="parameters that weights may lack, such as 'lm_head.*'")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start anew; an earlier run is moved away")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")
-    ] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="show the recipe with all defaults")] = False,
-    script: Annotated[str | None, typer.Option("--script", help="print a start script: slurm or ssh")] = None,
+    fresh: Annotated[bool, Option("--fresh", help="start anew; an earlier run is moved away")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="show ranks, kernels, cost and memory; train nothing")] = False,
+    print_config: Annotated[bool, Option("--print-config", help="show the recipe with all defaults")] = False,
+    script: Annotated[str | None, Option(help="print a start script: slurm or ssh")] = None,
 ) -> None:
     """Train a recipe: on this machine, on several, or as a rank of torchrun. A run that exists is continued.
 
     Example: patchgen train recipes/qwen3_moe_toy.yaml --nproc 2 --set parallel.ep=2
     """
-    from patchgen.commands import training
-
     if allow_missing:
         assignments = [*(assignments or []), f"model.allow_missing={json.dumps(allow_missing)}"]
-    raise typer.Exit(
-        training.train(
-            recipe,
-            assignments or [],
-            processes=processes,
-            nodes=nodes,
-            rdzv_endpoint=rdzv_endpoint,
-            fresh=fresh,
-            dry_run=dry_run,
-            print_config=print_config,
-            script=script,
-        )
-    )
+    ranks = {"processes": processes, "nodes": nodes, "rdzv_endpoint": rdzv_endpoint}
+    shown = {"dry_run": dry_run, "print_config": print_config, "script": script}
+    raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **shown))
 
 
-Layout = Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else as the original was")]
-DType = Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
+Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
+DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
 
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="a run's folder, or one of its checkpoints", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", help="the folder to write")],
-    step: Annotated[int | None, typer.Option("--step", help="instead of the newest whole checkpoint")] = None,
+    run: Annotated[Path, Argument(help="a run's folder, or one of its checkpoints", show_default=False)],
+    output: Annotated[Path, Option(help="the folder to write")],
+    step: Annotated[int | None, Option(help="instead of the newest whole checkpoint")] = None,
     layout: Layout = None,
     dtype: DType = None,
-    source: Annotated[
-        Path | None, typer.Option("--source", help="the original, for its tokenizer; else where the run read it")
-    ] = None,
+    source: Annotated[Path | None, Option(help="the original, for its tokenizer; else where the run read it")] = None,
 ) -> None:
     """Write the weights of a training checkpoint as transformers and vLLM load them. Needs no GPU.
 
     Example: patchgen export runs/one --output exported
     """
-    from patchgen.commands import checkpoints
-
-    checkpoints.export(run, output, step=step, layout=layout, dtype=dtype, source=source)
+    commands.checkpoints.export(run, output, step=step, layout=layout, dtype=dtype, source=source)
 
 
 @app.command()
 def convert(
-    source: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint", show_default=False)],
-    output: Annotated[Path, typer.Argument(help="the folder to write", show_default=False)],
-    layout: Annotated[str | None, typer.Option("--layout", help="per-expert or stacked; else upstream's own")] = None,
+    source: Annotated[Path, Argument(help="a Hugging Face checkpoint", show_default=False)],
+    output: Annotated[Path, Argument(help="the folder to write", show_default=False)],
+    layout: Annotated[str | None, Option(help="per-expert or stacked; else upstream's own")] = None,
     dtype: DType = None,
 ) -> None:
     """Write a checkpoint with its experts one by one, or stacked. Needs no GPU, and little memory.
 
     Example: patchgen convert Qwen3-30B-A3B stacked --layout stacked
     """
-    from patchgen.commands import checkpoints
-
-    checkpoints.convert(source, output, layout=layout, dtype=dtype)
+    commands.checkpoints.convert(source, output, layout=layout, dtype=dtype)
 
 
 @app.command()
 def fingerprint(
-    directory: Annotated[Path, typer.Argument(help="a Hugging Face checkpoint, or a run", show_default=False)],
+    directory: Annotated[Path, Argument(help="a Hugging Face checkpoint, or a run", show_default=False)],
 ) -> None:
     """Print a hash per tensor, equal for the same weights in any layout, and one of all.
 
     Example: patchgen fingerprint exported
     """
-    from patchgen.commands import checkpoints
-
-    checkpoints.fingerprint(directory)
+    commands.checkpoints.fingerprint(directory)
 
 
 def main() -> None:

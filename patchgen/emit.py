@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
+import copy
 import difflib
+import symtable
 import textwrap
 from collections.abc import Sequence
 
@@ -38,15 +40,10 @@ def with_imports(module: Module, upstream: Upstream) -> Module:
         )
     used = {name for block in module if not block.is_import for name in references(ast.parse(block.text))}
     used |= set(exported_names(module))
-    blocks = []
-    for block in module:
-        blocks += [_with_used_names(block, used)] if block.is_import and not _stays_whole(block) else [block]
-    blocks = [block for block in blocks if block is not None]
+    parts = [_with_used_names(b, used) if b.is_import and not _stays_whole(b) else b for b in module]
+    blocks = [block for block in parts if block is not None]
     position = next((i for i, b in enumerate(blocks) if not (b.is_docstring or _is_future(b))), len(blocks))
-    if upstream.version is not None:
-        guard = f'\nops.require_transformers(__file__, made_from="{upstream.version}")\n\n'
-    else:
-        guard = "\n"
+    guard = f'\nops.require_transformers(__file__, made_from="{upstream.version}")\n\n' if upstream.version else "\n"
     blocks.insert(position, Block(text=OPS_IMPORT + guard))
     return module.with_blocks(blocks)
 
@@ -143,7 +140,6 @@ def summary(outcome: Outcome) -> str:
 
 
 def diff(
-    model: str,
     upstream: Upstream,
     before: str,
     after: str,
@@ -163,7 +159,7 @@ def diff(
     """
     head = render(
         "diff_head.jinja",
-        model=model,
+        model=upstream.model,
         upstream=f"{upstream.origin} ({upstream.path})",
         dropped=textwrap.wrap(", ".join(dropped), 110),
         roots=", ".join(roots),
@@ -172,7 +168,7 @@ def diff(
         before.splitlines(keepends=True),
         after.splitlines(keepends=True),
         fromfile=f"a/{upstream.path}",
-        tofile=f"b/generated_models/{model}/modeling_{model}.py",
+        tofile=f"b/generated_models/{upstream.model}/modeling_{upstream.model}.py",
         n=3,
     )
     return head + "".join(_renumbered(line, before_lines, lines_above) for line in lines)
@@ -223,7 +219,8 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
     for statement in block.statements:
         kept = [a for a in statement.names if (a.asname or a.name.split(".")[0]) in used or a.name == "*"]
         if kept:
-            statement = type(statement)(**{**{f: getattr(statement, f) for f in statement._fields}, "names": kept})
+            statement = copy.copy(statement)
+            statement.names = kept
             lines.append(ast.unparse(statement) + "\n")
     if not lines:
         return None
@@ -235,16 +232,12 @@ def _with_used_names(block: Block, used: set[str]) -> Block | None:
 
 def _free_names(statement: ast.stmt) -> set[str]:
     """The names that a module-level statement takes from the module's scope."""
-    import symtable
-
-    table = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
-    free: set[str] = set()
-    pending = list(table.get_children())
-    for symbol in table.get_symbols():
-        if symbol.is_referenced() and not symbol.is_assigned() and not symbol.is_imported():
-            free.add(symbol.get_name())
+    top = symtable.symtable(ast.unparse(statement), "<statement>", "exec")
+    used = (symbol for symbol in top.get_symbols() if symbol.is_referenced())
+    free = {symbol.get_name() for symbol in used if not symbol.is_assigned() and not symbol.is_imported()}
+    pending = top.get_children()
     while pending:
         scope = pending.pop()
         pending += scope.get_children()
-        free |= {s.get_name() for s in scope.get_symbols() if s.is_global() and s.is_referenced()}
+        free |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global() and symbol.is_referenced()}
     return free

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 
@@ -12,33 +13,19 @@ from patchgen.source import Block, Module
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
-BLOCK_ENDINGS = (
-    "SparseMoeBlock",
-    "SparseMoEBlock",
-    "MoeBlock",
-    "MoEBlock",
-    "MoELayer",
-    "MoeLayer",
-    "MoE",
-    "Moe",
-    "MOE",
-)
+BLOCK_ENDING = re.compile(r"(SparseMo[eE]Block|Mo[eE](Block|Layer)?|MOE)$")
 
 
 def stacked_name(anatomy: Anatomy, block: str) -> str:
     """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
     lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
-    short = {name: _without_ending(name) + "StackedExperts" for name in lists}
-    wanted = short[block]
-    if wanted in anatomy.classes or list(short.values()).count(wanted) > 1:
+    short = [f"{BLOCK_ENDING.sub('', name)}StackedExperts" for name in lists]
+    wanted = short[lists.index(block)]
+    if wanted in anatomy.classes or short.count(wanted) > 1:
         wanted = f"{block}StackedExperts"
     while wanted in anatomy.classes or wanted in anatomy.functions:
         wanted += "_"
     return wanted
-
-
-def _without_ending(name: str) -> str:
-    return next((name.removesuffix(ending) for ending in BLOCK_ENDINGS if name.endswith(ending)), name)
 
 
 def initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapping[str, bool], mark: str) -> Block:

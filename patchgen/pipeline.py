@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patchgen import emit, provenance, source
-from patchgen.anatomy import Anatomy, Role, study
+from patchgen.anatomy import Anatomy, study
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import PASSES, default_pipeline, pass_named
@@ -45,7 +45,6 @@ class Step:
 class Generated:
     """A generated model: its files as text, and how they came about."""
 
-    model: str
     upstream: Upstream
     config: ModelConfig
     anatomy: Anatomy
@@ -55,14 +54,17 @@ class Generated:
     provenance: str  # JSON
 
     @property
+    def model(self) -> str:
+        return self.upstream.model
+
+    @property
     def files(self) -> dict[str, str]:
         """File name -> text, as they stand in `generated_models/<model>/`."""
-        return {
-            f"modeling_{self.model}.py": self.text,
-            f"modeling_{self.model}.diff": self.diff,
-            "provenance.json": self.provenance,
-            **self.upstream.siblings,
-        }
+        return _files(self.upstream, self.text, self.diff) | {"provenance.json": self.provenance}
+
+
+def _files(upstream: Upstream, text: str, diff: str) -> dict[str, str]:
+    return {f"modeling_{upstream.model}.py": text, f"modeling_{upstream.model}.diff": diff, **upstream.siblings}
 
 
 def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config: ModelConfig) -> list[Step]:
@@ -88,45 +90,39 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
 
 
 def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig) -> Outcome:
+    """Runs a pass and holds it to the hits that the config expects, if it does.
+
+    Where it expects none, a site that the pass would rewrite is an error, and a site of another form is not.
+    """
     expected = config.expect.get(current.name)
-    if isinstance(expected, Expect) and expected.hits == 0:
-        return _without_hits(current, module, anatomy, config, expected.reason)
-    outcome = current.apply(module, anatomy)
-    wanted = expected.hits if isinstance(expected, Expect) else expected
+    wanted, why = (expected.hits, f" ({expected.reason})") if isinstance(expected, Expect) else (expected, "")
+    nothing = f"no hits: {expected.reason}" if isinstance(expected, Expect) and not wanted else None
+    try:
+        outcome = current.apply(module, anatomy)
+    except PassMismatch:
+        if nothing is None:
+            raise
+        return Outcome(module, notes=(nothing,))  # signs of a site, or one of another form: what the reason is about
     if wanted is not None and len(outcome.hits) != wanted:
         listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in (*outcome.hits, *outcome.upstream)) or "  none"
         raise PassMismatch(
             f"The pass '{current.name}' has {len(outcome.hits)} hits on {anatomy.upstream.origin}, and the config of "
-            f"'{config.model}' expects {wanted}. Hits, and sites that upstream serves:\n{listed}\n"
+            f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
+            f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
             f"patchgen/model_configs/{config.model}.py."
         )
-    return outcome
+    if nothing is None:
+        return outcome
+    return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
 
 
-def _without_hits(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig, reason: str) -> Outcome:
-    """A pass of which the config says that it has nothing to do. It runs: a site that it would rewrite is an error."""
-    try:
-        outcome = current.apply(module, anatomy)
-    except PassMismatch:  # signs of a site, or a site of another form: what the reason is about
-        return Outcome(module, notes=(f"no hits: {reason}",))
-    if outcome.hits:
-        listed = "\n".join(f"  {hit.site}: {hit.what}" for hit in outcome.hits)
-        raise PassMismatch(
-            f"The config of '{config.model}' says that the pass '{current.name}' has nothing to do ({reason}), and it "
-            f"has {len(outcome.hits)} hits on {anatomy.upstream.origin}:\n{listed}\n"
-            f"  ways out review them, and remove the expectation from patchgen/model_configs/{config.model}.py."
-        )
-    return Outcome(module, upstream=outcome.upstream, notes=(f"no hits: {reason}", *outcome.notes))
-
-
-def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequence[Pass] | None = None) -> Generated:
+def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated:
     """Generates one model.
 
     Args:
         upstream: the source.
         config: what is particular to the model; by default its file in `model_configs`, if any.
-        passes: by default the pipeline of `config`. An empty sequence makes imports absolute and changes nothing else.
 
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
@@ -134,21 +130,16 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     config = config or config_for(upstream.model)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
-    if passes is None:
-        passes = default_pipeline(config)
-    if not passes:
-        return _verbatim(upstream, config, original, anatomy)
-
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
-    steps = run_passes(original, anatomy, passes, config)
+    steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
     _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
 
-    command = provenance.command(upstream)
-    record = emit.header(module, upstream, [(s.name, s.outcome) for s in steps], command)
+    outcomes = [(step.name, step.outcome) for step in steps]
+    record = emit.header(module, upstream, outcomes, provenance.command(upstream))
     text = record + "".join(block.text for block in module) + module.footer
     emit.check_parses(text, upstream.path)
 
@@ -158,14 +149,9 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, passes: Sequ
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
     lines_above = text.count("\n") - body.count("\n")
-    diff = emit.diff(
-        upstream.model, upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above
-    )
-    heads = [root for root in roots if root in anatomy.classes and Role.HEAD in anatomy.classes[root].roles]
-    facts = provenance.record(
-        upstream, config, anatomy, module, steps, dropped, roots, heads or list(roots), text, diff
-    )
-    return Generated(upstream.model, upstream, config, anatomy, tuple(steps), text, diff, facts)
+    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above)
+    facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff))
+    return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 
 def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:
@@ -205,15 +191,3 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
             f"`allow_sync` of '{config.model}' names {', '.join(unknown)}, which {original.path} does not have or prune "
             f"dropped. Nearest: {', '.join(nearest) or 'none'}."
         )
-
-
-def _verbatim(upstream: Upstream, config: ModelConfig, original: Module, anatomy: Anatomy) -> Generated:
-    """An empty pipeline: upstream's file with absolute imports."""
-    from patchgen.passes.absolute_imports import AbsoluteImports
-
-    module = AbsoluteImports().apply(original, anatomy).module
-    before_lines = range(1, original.text.count("\n") + 1)
-    diff = emit.diff(
-        upstream.model, upstream, original.text, module.text, (), (), before_lines=before_lines, lines_above=0
-    )
-    return Generated(upstream.model, upstream, config, anatomy, (), module.text, diff, "{}\n")

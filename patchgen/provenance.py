@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import __version__
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
-from patchgen.model_configs import ModelConfig
+from patchgen.runtime.verify.source_closure import symbol_hash
 from patchgen.source import Module
-from patchgen.source_closure import symbol_hash
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
@@ -40,56 +39,46 @@ def command(upstream: Upstream) -> str:
 
 
 def record(
-    upstream: Upstream,
-    config: ModelConfig,
-    anatomy: Anatomy,
-    module: Module,
-    steps: Sequence[Step],
-    dropped: Sequence[str],
-    roots: Sequence[str],
-    heads: Sequence[str],
-    text: str,
-    diff: str,
+    upstream: Upstream, steps: Sequence[Step], roots: Sequence[str], dropped: Sequence[str], files: dict
 ) -> str:
-    """`provenance.json`, byte-stable: no time, no machine."""
+    """`provenance.json`, byte-stable: no time, no machine.
+
+    Args:
+        files: file name -> text of what was generated, the modeling file first, and of what is copied along.
+    """
+    anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
     models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
-    symbols = {
-        name: symbol_hash(node)
-        for table in ({n: i.node for n, i in anatomy.classes.items()}, anatomy.functions)
-        for name, node in table.items()
-        if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
-    }
+    heads = [name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles]
+    heads = heads or list(roots)
+    nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
+    hashes = [_sha256(text.encode()) for text in files.values()]
     facts = {
         "model": upstream.model,
         "patchgen": __version__,
-        "upstream": {
-            "version": upstream.version,
-            "module": upstream.module,
-            "path": upstream.path,
-            "sha256": upstream.sha256,
-        },
+        "upstream": {name: getattr(upstream, name) for name in ("version", "module", "path", "sha256")},
         "command": command(upstream),
         "roots": list(roots),
-        "heads": list(heads),
+        "heads": heads,
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
         "passes": [
             {
                 "name": step.name,
-                "hits": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.hits],
-                "upstream": [{"site": h.site, "line": h.line, "what": h.what} for h in step.outcome.upstream],
+                "hits": [asdict(hit) for hit in step.outcome.hits],
+                "upstream": [asdict(hit) for hit in step.outcome.upstream],
                 "notes": list(step.outcome.notes),
             }
             for step in steps
         ],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
-        "symbols": symbols,
-        "generated_sha256": _sha256(text.encode()),
-        "other_sha256": {
-            f"modeling_{upstream.model}.diff": _sha256(diff.encode()),
-            **{name: _sha256(sibling.encode()) for name, sibling in upstream.siblings.items()},
+        "symbols": {
+            name: symbol_hash(node)
+            for name, node in nodes.items()
+            if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
         },
+        "generated_sha256": hashes[0],
+        "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
@@ -125,8 +114,12 @@ def read(directory: Path) -> dict:
 
 def edited_files(directory: Path, facts: dict) -> list[str]:
     """The files of a generated model that are not what its record says was written; a missing one is among them."""
-    recorded = {f"modeling_{facts['model']}.py": facts["generated_sha256"], **facts.get("other_sha256", {})}
-    return [name for name, sha256 in recorded.items() if _sha256_of(directory / name) != sha256]
+    return [name for name, sha256 in _recorded(facts).items() if _sha256_of(directory / name) != sha256]
+
+
+def _recorded(facts: dict) -> dict[str, str | None]:
+    """File name -> the hash of what was written."""
+    return {f"modeling_{facts.get('model')}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
 
 
 def _sha256(content: bytes) -> str:
@@ -138,33 +131,27 @@ def _sha256_of(path: Path) -> str | None:
 
 
 def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
-    """Writes the files of a generated model; returns those that changed.
-
-    Each file is written beside its place and renamed, so a crash leaves the old one whole; a lock on the folder keeps
-    two runs from mixing.
+    """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
 
     Raises:
         StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not force:
             _refuse_to_lose_edits(directory, generated)
         wanted = {directory / name: text for name, text in generated.files.items()}
         changed = {path: text for path, text in wanted.items() if not _holds(path, text)}
-        with _staged(changed) as temporary:
-            for path in changed:
-                os.replace(temporary[path], path)
+        write_whole(changed)
         return list(changed)
+    finally:
+        os.close(descriptor)
 
 
-def _holds(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_bytes() == text.encode()
-
-
-@contextlib.contextmanager
-def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
-    """Temporary files beside their places, all written before the first is renamed, none left behind."""
+def write_whole(files: Mapping[Path, str]) -> None:
+    """Writes files beside their places, all of them before the first is renamed: a crash leaves the old ones whole."""
     temporary: dict[Path, str] = {}
     try:
         for path, text in files.items():
@@ -172,17 +159,20 @@ def _staged(files: dict[Path, str]) -> Iterator[dict[Path, str]]:
             with open(descriptor, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
             os.chmod(temporary[path], 0o644)
-        yield temporary
+        for path, name in temporary.items():
+            os.replace(name, path)
     finally:
         for name in temporary.values():
             Path(name).unlink(missing_ok=True)
 
 
+def _holds(path: Path, text: str) -> bool:
+    return path.is_file() and path.read_bytes() == text.encode()
+
+
 def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
     """Raises where a file stands that patchgen did not write, or that was changed since."""
-    has_record = (directory / "provenance.json").is_file()
-    facts = read(directory) if has_record else {}
-    recorded = {f"modeling_{generated.model}.py": facts.get("generated_sha256"), **facts.get("other_sha256", {})}
+    recorded = _recorded(read(directory)) if (directory / "provenance.json").is_file() else {}
     for name, text in generated.files.items():
         path = directory / name
         if name == "provenance.json" or not path.is_file() or _holds(path, text):  # or a run ended between two renames
@@ -199,13 +189,3 @@ def _refuse_to_lose_edits(directory: Path, generated: Generated) -> None:
                 "Move them into a pass or into the model's config as a hand edit (`patchgen explain hand_edits`), "
                 "or give --force to overwrite them."
             )
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.source import Block
+from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
 
+Marked = TypeVar("Marked", cst.SimpleStatementLine, cst.If, cst.BaseStatement)
 FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
 
 
@@ -43,23 +45,25 @@ def edit_function(block: Block, name: str, edit: FunctionEdit) -> Block:
 
     Of several definitions of the name the last one is edited, which is what Python keeps.
     """
+
+    def edited(members: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+        found = [i for i, node in enumerate(members) if isinstance(node, cst.FunctionDef) and node.name.value == name]
+        if not found:
+            raise LookupError(f"no function '{name}' in the block")
+        members[found[-1]] = edit(members[found[-1]])
+        return members
+
+    return _with_members(block, edited)
+
+
+def _with_members(block: Block, change: Callable[[list[cst.BaseStatement]], list[cst.BaseStatement]]) -> Block:
+    """The block with the members of its class changed, or its statements if it holds no class."""
     tree = block.cst
-    body = list(tree.body)
-    for position, node in enumerate(body):
-        if isinstance(node, cst.ClassDef):
-            members = list(node.body.body)
-            members[_last(members, name)] = edit(members[_last(members, name)])
-            body[position] = node.with_changes(body=node.body.with_changes(body=members))
-            return block.with_text(tree.with_changes(body=body).code)
-    body[_last(body, name)] = edit(body[_last(body, name)])
-    return block.with_text(tree.with_changes(body=body).code)
-
-
-def _last(body: Sequence[cst.CSTNode], name: str) -> int:
-    found = [i for i, node in enumerate(body) if isinstance(node, cst.FunctionDef) and node.name.value == name]
-    if not found:
-        raise LookupError(f"no function '{name}' in the block")
-    return found[-1]
+    owner = next((node for node in tree.body if isinstance(node, cst.ClassDef)), None)
+    if owner is None:
+        return block.with_text(tree.with_changes(body=change(list(tree.body))).code)
+    changed = owner.with_changes(body=owner.body.with_changes(body=change(list(owner.body.body))))
+    return block.with_text(tree.with_changes(body=[changed if n is owner else n for n in tree.body]).code)
 
 
 def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
@@ -78,14 +82,10 @@ def with_body(function: cst.FunctionDef, body: Sequence[cst.BaseStatement]) -> c
     return function.with_changes(body=function.body.with_changes(body=list(body)))
 
 
-def has_docstring(function: cst.FunctionDef) -> bool:
-    return function.get_docstring(clean=False) is not None
-
-
 def insert_at_start(function: cst.FunctionDef, new: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
     """Inserts statements at the top of a function, below its docstring."""
     body = function_body(function)
-    position = 1 if has_docstring(function) else 0
+    position = 0 if function.get_docstring(clean=False) is None else 1
     return with_body(function, [*body[:position], *new, *body[position:]])
 
 
@@ -103,14 +103,14 @@ def append_method(block: Block, code: str, comment: str) -> Block:
     """The class block with one method added at its end."""
     method = statements(code, 1, comment)[0]
     method = method.with_changes(leading_lines=[cst.EmptyLine(indent=False), *method.leading_lines])
-    tree = block.cst
-    body = [
-        node.with_changes(body=node.body.with_changes(body=[*node.body.body, method]))
-        if isinstance(node, cst.ClassDef)
-        else node
-        for node in tree.body
-    ]
-    return block.with_text(tree.with_changes(body=body).code)
+    return _with_members(block, lambda members: [*members, method])
+
+
+def at_end(module: Module, code: str) -> Module:
+    """The module with one more statement below its definitions, above `__all__` if it has one."""
+    position = next((i for i, block in enumerate(module) if "__all__" in block.binds), len(module.blocks))
+    new = Block(text=f"\n\n{format_code(code)}")
+    return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
 
 
 def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
@@ -136,9 +136,8 @@ def parameters(function: cst.FunctionDef) -> list[str]:
 def embeddings_above(function: cst.FunctionDef, before: Sequence[cst.BaseStatement]) -> str | None:
     """The name that holds the embeddings `[B, S, H]` below these statements of a model's forward."""
     for name in ("inputs_embeds", "hidden_states", "input_embeds"):
-        if name in parameters(function) and any(_assigns(node, name) for node in before):
-            return name
-        if any(_assigns(node, name) and not isinstance(node, cst.If) for node in before):
+        is_handed = name in parameters(function)
+        if any(_assigns(node, name) and (is_handed or not isinstance(node, cst.If)) for node in before):
             return name
     return None
 
@@ -170,34 +169,47 @@ def uses_name(node: cst.CSTNode, name: str) -> bool:
     return found
 
 
-class WrapCalls(cst.CSTTransformer):
+def marked(node: Marked, mark: str) -> Marked:
+    """The statement below the comment of a pass."""
+    comment = cst.EmptyLine(comment=cst.Comment(f"# {mark}"))
+    return node.with_changes(leading_lines=[*node.leading_lines, comment])
+
+
+class MarkStatements(cst.CSTTransformer):
+    """Marks the statements of one line in which a subclass has set `changed`."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark, self.changed = mark, False
+
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self.changed = False
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        return marked(updated_node, self.mark) if self.changed else updated_node
+
+
+class WrapCalls(MarkStatements):
     """`f(x, ...)` becomes `ops.<kind>(f, x, ..., <more>)` for each f -> kind in `wanted`, its statement marked.
 
     `depth` is that of the node which is visited: 0 for a block, 1 for a method.
     """
 
     def __init__(self, wanted: Mapping[str, str], mark: str, more: Sequence[cst.Arg] = (), depth: int = 0) -> None:
-        self._wanted, self._mark, self._more = wanted, mark, more
+        super().__init__(mark)
+        self._wanted, self._more, self._depth = wanted, more, depth
         self.kinds: list[str] = []
-        self._changed = False
-        self._depth = depth
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         if not m.matches(original_node.func, m.Name()) or original_node.func.value not in self._wanted:
             return updated_node
         name = original_node.func.value
         self.kinds.append(self._wanted[name])
-        self._changed = True
-        first = updated_node.args[0]
-        comma = (
-            first.comma
-            if isinstance(first.comma, cst.Comma)
-            else cst.Comma(cst.SimpleWhitespace(""), cst.SimpleWhitespace(" "))
-        )
-        function = cst.Arg(value=cst.Name(name), comma=comma)
+        self.changed = True
         return updated_node.with_changes(
             func=cst.Attribute(value=cst.Name("ops"), attr=cst.Name(self._wanted[name])),
-            args=[function, *updated_node.args, *self._more],
+            args=[cst.Arg(cst.Name(name)), *updated_node.args, *self._more],
         )
 
     def visit_IndentedBlock(self, node: cst.IndentedBlock) -> None:
@@ -207,14 +219,10 @@ class WrapCalls(cst.CSTTransformer):
         self._depth -= 1
         return updated_node
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._changed = False
-
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine:
-        if not self._changed:
+        if not self.changed:
             return updated_node
-        self._changed = False
-        (marked,) = statements(code_of(updated_node), self._depth, comment=self._mark)
-        return marked.with_changes(leading_lines=[*original_node.leading_lines, *marked.leading_lines])
+        (formatted,) = statements(code_of(updated_node), self._depth, comment=self.mark)
+        return formatted.with_changes(leading_lines=[*original_node.leading_lines, *formatted.leading_lines])

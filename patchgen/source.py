@@ -50,9 +50,7 @@ class Block:
     @property
     def is_docstring(self) -> bool:
         node = self.node
-        return (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
+        return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
     @property
     def cst(self) -> cst.Module:
@@ -85,13 +83,14 @@ class Module:
         Raises:
             KeyError: there is none.
         """
-        for block in reversed(self.blocks):
-            if block.name == name:
-                return block
-        raise KeyError(name)
+        return self._named[name]
 
     def has(self, name: str) -> bool:
-        return any(block.name == name for block in self.blocks)
+        return name in self._named
+
+    @functools.cached_property
+    def _named(self) -> dict[str, Block]:
+        return {block.name: block for block in self.blocks if block.name}
 
     def swap(self, old: Block, *new: Block) -> Module:
         """This module with `old` replaced by any number of blocks."""
@@ -133,39 +132,16 @@ def parse(text: str, path: str = "<source>") -> Module:
     return Module(header="".join(lines[:header_end]), blocks=tuple(blocks), footer="".join(lines[cursor:]), path=path)
 
 
-def bound_names(statement: ast.stmt) -> list[str]:
+def bound_names(statement: ast.AST) -> list[str]:
     """The names that a statement binds in the scope it stands in, those inside `if`, `try`, `for`, `with` included."""
-    names: list[str] = []
-    if isinstance(statement, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        return [statement.name]
-    if isinstance(statement, ast.Import | ast.ImportFrom):
-        return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
-    for node in (
-        ast.walk(statement) if not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With) else ()
-    ):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.append(node.id)
-    if names or not isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
-        return names
-    for child in _header_expressions(statement):
-        names += [n.id for n in ast.walk(child) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
-    for child in _nested_statements(statement):
-        names += bound_names(child)
-    return names
-
-
-def _nested_statements(statement: ast.stmt) -> Iterator[ast.stmt]:
-    for field in ("body", "orelse", "finalbody"):
-        yield from getattr(statement, field, [])
-    for handler in getattr(statement, "handlers", []):
-        yield from handler.body
-
-
-def _header_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
-    for field in ("test", "target", "iter"):
-        if hasattr(statement, field):
-            yield getattr(statement, field)
-    yield from getattr(statement, "items", [])
+    match statement:
+        case ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
+            return [statement.name]
+        case ast.Import() | ast.ImportFrom():
+            return [alias.asname or alias.name.split(".")[0] for alias in statement.names]
+        case ast.Name(ctx=ast.Store()):
+            return [statement.id]
+    return [name for child in ast.iter_child_nodes(statement) for name in bound_names(child)]
 
 
 def _statement_spans(tree: ast.Module) -> list[tuple[int, int]]:
@@ -189,11 +165,6 @@ def _header_end(lines: list[str], first_statement: int) -> int:
     return end if end > 0 and end < first_statement else first_statement
 
 
-@functools.lru_cache(maxsize=4096)
-def _parse_ast(text: str) -> ast.Module:
-    return ast.parse(text)
-
-
-@functools.lru_cache(maxsize=1024)
-def _parse_cst(text: str) -> cst.Module:
-    return cst.parse_module(text)
+# A pass asks for the tree of a block more often than it changes one.
+_parse_ast = functools.lru_cache(maxsize=4096)(ast.parse)
+_parse_cst = functools.lru_cache(maxsize=1024)(cst.parse_module)

@@ -23,18 +23,15 @@ from pathlib import Path
 
 from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound
 
-# The head classes that a training run starts from, in the order in which a model type is looked up.
-HEAD_MAPPINGS = (
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-)
 AUTO_CLASS_MAPPINGS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
 }
+# The head classes that a training run starts from, in the order in which a model type is looked up.
+WHOLE_MODELS, *HEAD_MAPPINGS = AUTO_CLASS_MAPPINGS.values()
+AUTO_FILES = ("auto_mappings", "configuration_auto", "modeling_auto")
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,7 @@ class Upstream:
     configs: dict[str, ConfigClass] = field(default_factory=dict)
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
-    siblings: dict[str, str] = field(
-        default_factory=dict
-    )  # for a file on disk: the modules that it imports from beside it
+    siblings: dict[str, str] = field(default_factory=dict)  # of a file on disk: the modules that it imports beside it
 
     @property
     def package(self) -> str:
@@ -98,55 +93,38 @@ class Upstream:
 
 
 class Release:
-    """The files of one transformers release, in a folder or in a wheel."""
+    """The files of one transformers release, whose package is a folder or lies in a wheel."""
 
-    def __init__(self, root: Path, version: str, origin: str) -> None:
-        self.version, self.origin = version, origin
+    def __init__(self, root: Path | zipfile.Path, version: str) -> None:
+        self.version, self.origin = version, f"transformers {version}"
         self._root = root
-        self._wheel = zipfile.ZipFile(root) if root.suffix == ".whl" else None
 
     def read(self, path: str) -> str | None:
         """The text of `path` inside the package, or None."""
-        if self._wheel is not None:
-            try:
-                return self._wheel.read(f"transformers/{path}").decode()
-            except KeyError:
-                return None
         file = self._root / path
         return file.read_text(encoding="utf-8") if file.is_file() else None
 
     @functools.cached_property
     def modeling_files(self) -> dict[str, str]:
         """`directory -> path` of every `models/*/modeling_<directory>.py`."""
-        pattern = re.compile(r"models/([^/]+)/modeling_\1\.py$")
-        return {match[1]: path for path in self._paths("models") if (match := pattern.search(path))}
+        pattern = re.compile(r"models/([^/]+)/modeling_\1\.py")
+        return {match[1]: path for path in self.all_modeling_files if (match := pattern.fullmatch(path))}
 
     @functools.cached_property
     def all_modeling_files(self) -> tuple[str, ...]:
         """Every `models/**/modeling_*.py`."""
-        pattern = re.compile(r"^models/.*/?modeling_[^/]+\.py$")
-        return tuple(sorted(path for path in self._paths("models") if pattern.match(path)))
-
-    def _paths(self, under: str) -> Iterator[str]:
-        if self._wheel is not None:
-            prefix = "transformers/"
-            names = (name.removeprefix(prefix) for name in self._wheel.namelist() if name.startswith(prefix + under))
-            yield from names
+        if isinstance(self._root, zipfile.Path):
+            paths = (name.removeprefix("transformers/") for name in self._root.root.namelist())
         else:
-            yield from (
-                path.relative_to(self._root).as_posix() for path in (self._root / under).rglob("modeling_*.py")
-            )
+            paths = (path.relative_to(self._root).as_posix() for path in self._root.glob("models/**/modeling_*.py"))
+        return tuple(sorted(path for path in paths if re.fullmatch(r"models/(.*/)?modeling_[^/]+\.py", path)))
 
     @functools.cached_property
     def _auto_maps(self) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
-        for path in (
-            "models/auto/auto_mappings.py",
-            "models/auto/configuration_auto.py",
-            "models/auto/modeling_auto.py",
-        ):
-            for name, mapping in _ordered_dicts(self.read(path) or ""):
-                found.setdefault(name, {}).update(mapping)
+        for name in AUTO_FILES:
+            for table, pairs in _tables(self.read(f"models/auto/{name}.py") or ""):
+                found.setdefault(table, {}).update(pairs)
         return found
 
     def auto_map(self, name: str) -> dict[str, str]:
@@ -163,14 +141,10 @@ class Release:
             if candidate in self.modeling_files:
                 return self.modeling_files[candidate]
         # A type with a configuration of its own and another model's classes, or a file that is not named like its folder.
-        classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, "MODEL_MAPPING_NAMES")]
+        classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, WHOLE_MODELS)]
         definitions = tuple(f"\nclass {name}(" for name in classes if name)
         paths = dict.fromkeys((*self.modeling_files.values(), *self.all_modeling_files)) if definitions else ()
-        for path in paths:
-            text = self.read(path)
-            if any(definition in text for definition in definitions):
-                return path
-        return None
+        return next((path for path in paths if any(one in self.read(path) for one in definitions)), None)
 
     def defines(self, class_name: str, besides: str) -> bool:
         """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
@@ -182,17 +156,6 @@ class Release:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
 
 
-def installed_version() -> str:
-    """The version of the installed transformers; it is not imported."""
-    try:
-        return importlib.metadata.version("transformers")
-    except importlib.metadata.PackageNotFoundError:
-        raise UpstreamNotFound(
-            "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
-            "--transformers VERSION, or a file with --source PATH."
-        ) from None
-
-
 @functools.lru_cache(maxsize=8)
 def open_release(version: str | None = None) -> Release:
     """The installed release, or the one of `version` (from the cache of wheels, else downloaded into it).
@@ -200,17 +163,20 @@ def open_release(version: str | None = None) -> Release:
     Raises:
         UpstreamNotFound: with the version and the places that were looked at.
     """
-    present = None
-    if importlib.util.find_spec("transformers") is not None:
-        present = installed_version()
-    if version is None:
-        version = present or installed_version()
-    if version == present:
-        spec = importlib.util.find_spec("transformers")
-        return Release(Path(spec.origin).parent, version, f"transformers {version}")
+    try:
+        present = importlib.metadata.version("transformers")  # it is not imported
+    except importlib.metadata.PackageNotFoundError:
+        present = None
+    if (version or present) is None:
+        raise UpstreamNotFound(
+            "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
+            "--transformers VERSION, or a file with --source PATH."
+        )
+    if version in (None, present):
+        return Release(Path(importlib.util.find_spec("transformers").origin).parent, present)
     wheel = _wheel(version, present)
     try:
-        return Release(wheel, version, f"transformers {version}")
+        return Release(zipfile.Path(wheel, "transformers/"), version)
     except zipfile.BadZipFile as error:
         raise UpstreamNotFound(
             f"{wheel} should be the wheel of transformers {version} and is no zip file ({error}). Delete it; "
@@ -254,11 +220,9 @@ def load_file(release: Release, path: str, model: str | None = None) -> Upstream
     text = release.read(path)
     if text is None:
         raise UpstreamNotFound(f"{release.origin} has no file {path}.")
-    folder, _, name = path.rpartition("/")
-    stem = name.removesuffix(".py")
-    model = model or stem.removeprefix("modeling_")
-    configs = read_configs(release.read(f"{folder}/{stem.replace('modeling_', 'configuration_', 1)}.py") or "", path)
-    upstream = Upstream(
+    model = model or path.rpartition("/")[2].removeprefix("modeling_").removesuffix(".py")
+    configs = read_configs(release.read(path.replace("modeling_", "configuration_", 1)) or "", path)
+    return Upstream(
         model=model,
         text=text,
         origin=release.origin,
@@ -266,21 +230,20 @@ def load_file(release: Release, path: str, model: str | None = None) -> Upstream
         module="transformers." + path.removesuffix(".py").replace("/", "."),
         path=f"transformers/{path}",
         configs=configs,
+        heads=_heads(release, model, configs, text),
         release=release,
     )
-    return _with_heads(upstream)
 
 
-def _with_heads(upstream: Upstream) -> Upstream:
-    """Adds the heads that the auto maps name for this model type, or, for a folder, for any type configured in it."""
-    release, text = upstream.release, upstream.text
-    model_types = [upstream.model, *(c.model_type for c in upstream.configs.values() if c.model_type)]
-    for wanted in ([upstream.model], model_types):
+def _heads(release: Release, model: str, configs: dict[str, ConfigClass], text: str) -> tuple[str, ...]:
+    """The heads in a file that the auto maps name for a model type, or, for a folder, for any type configured in it."""
+    model_types = [model, *(config.model_type for config in configs.values() if config.model_type)]
+    for wanted in ([model], model_types):
         heads = [release.auto_map(mapping).get(kind) for mapping in HEAD_MAPPINGS for kind in wanted]
         here = [head for head in dict.fromkeys(heads) if head and re.search(rf"^class {head}\b", text, re.MULTILINE)]
         if here:
-            return Upstream(**{**upstream.__dict__, "heads": tuple(here)})
-    return upstream
+            return tuple(here)
+    return ()
 
 
 def _load_from_disk(model: str, source: Path) -> Upstream:
@@ -302,10 +265,7 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
     configuration = source.with_name(source.name.replace("modeling_", "configuration_", 1))
     configs = read_configs(_read_source(configuration), str(configuration)) if configuration.is_file() else {}
-    if inside:
-        module, siblings = ".".join(parts[inside[-1] :]), {}
-    else:
-        module, siblings = f"patchgen.generated_models.{model}.{source.stem}", _siblings(source, text)
+    module = ".".join(parts[inside[-1] :]) if inside else f"patchgen.generated_models.{model}.{source.stem}"
     return Upstream(
         model=model,
         text=text,
@@ -315,7 +275,7 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
         path=source.name,
         given=given,
         configs=configs,
-        siblings=siblings,
+        siblings={} if inside else _siblings(source, text),
     )
 
 
@@ -358,10 +318,11 @@ def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
             continue
         values: dict[str, ast.expr] = {}
         for statement in node.body:
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-                values[statement.targets[0].id] = statement.value
-            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value:
-                values[statement.target.id] = statement.value
+            match statement:
+                case ast.Assign(targets=[ast.Name(name), *_], value=value):
+                    values[name] = value
+                case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
+                    values[name] = value
         base = next((found[name] for name in map(ast.unparse, node.bases) if name in found), ConfigClass("", None))
         model_type = values.get("model_type")
         sub_configs = dict(base.sub_configs)
@@ -381,57 +342,48 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
     for key, value in zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else ():
         if not isinstance(key, ast.Constant):
             continue
+        stated = {"config_class": value}
         if isinstance(value, ast.Call):
-            arguments = {keyword.arg: keyword.value for keyword in value.keywords}
-            config_class = arguments.get("config_class", value.args[0] if value.args else None)
-            kind = arguments.get("model_type")
-            found[key.value] = SubConfig(
-                ast.unparse(config_class) if config_class is not None else "AutoConfig",
-                kind.value if isinstance(kind, ast.Constant) else None,
-            )
-        else:
-            found[key.value] = SubConfig(ast.unparse(value))
+            stated = dict(zip(("config_class",), value.args, strict=False)) | {
+                one.arg: one.value for one in value.keywords
+            }
+        config_class, kind = stated.get("config_class"), stated.get("model_type")
+        found[key.value] = SubConfig(
+            "AutoConfig" if config_class is None else ast.unparse(config_class),
+            kind.value if isinstance(kind, ast.Constant) else None,
+        )
     return found
 
 
-def _ordered_dicts(text: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Module-level `NAME = OrderedDict([...])` and `NAME.update({...})` of strings."""
+def _tables(text: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """Module-level `NAME = OrderedDict([...])` and `NAME.update({...})` of strings; of several values the first one."""
     for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.Call):
-            yield node.targets[0].id, _pairs(node.value.args)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            function = node.value.func
-            if (
-                isinstance(function, ast.Attribute)
-                and function.attr == "update"
-                and isinstance(function.value, ast.Name)
-            ):
-                yield function.value.id, _pairs(node.value.args)
+        match node:
+            case ast.Assign(targets=[ast.Name(name), *_], value=ast.Call(args=[table, *_])):
+                yield name, _pairs(table)
+            case ast.Expr(ast.Call(func=ast.Attribute(ast.Name(name), "update"), args=[table, *_])):
+                yield name, _pairs(table)
 
 
-def _pairs(args: list[ast.expr]) -> dict[str, str]:
-    if not args:
-        return {}
-    if isinstance(args[0], ast.Dict):
-        items = zip(args[0].keys, args[0].values, strict=True)
-    elif isinstance(args[0], ast.List):
-        items = (item.elts for item in args[0].elts if isinstance(item, ast.Tuple) and len(item.elts) == 2)
+def _pairs(table: ast.expr) -> dict[str, str]:
+    if isinstance(table, ast.Dict):
+        items = zip(table.keys, table.values, strict=True)
     else:
-        return {}
+        items = (
+            item.elts for item in getattr(table, "elts", ()) if isinstance(item, ast.Tuple) and len(item.elts) == 2
+        )
     pairs = {}
     for key, value in items:
-        if isinstance(value, ast.Tuple | ast.List) and value.elts:
-            value = value.elts[0]
-        if isinstance(key, ast.Constant) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-            pairs[key.value] = value.value
+        first = value.elts[0] if isinstance(value, ast.Tuple | ast.List) and value.elts else value
+        if isinstance(key, ast.Constant) and isinstance(first, ast.Constant) and isinstance(first.value, str):
+            pairs[key.value] = first.value
     return pairs
 
 
 def cache_directory() -> Path:
     """Where wheels of other releases are kept: `$PATCHGEN_CACHE`, else the user's cache folder."""
-    configured = os.environ.get("PATCHGEN_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(configured) if configured else base / "patchgen"
+    return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
 
 
 def _wheel(version: str, present: str | None) -> Path:

@@ -143,7 +143,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         positions = _own_positions(module, given | added)
         if positions is not None:
             added[POSITIONS] = positions
-    if not _RUNNING.calls and getattr(module, _SEPARATES, False) and (given | added).get(BOUNDS) is not None:
+    separates = not _RUNNING.calls and getattr(module, _SEPARATES, False)
+    if separates:
+        _require_whole_rows(module)
+    if separates and (given | added).get(BOUNDS) is not None:
         rows = _rows(module, given | added)
         _RUNNING.calls.append(Call(module, None, rows))
         return (), rows.apart(given | added)
@@ -167,13 +170,18 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
     return None
 
 
-def _rows(module: nn.Module, given: dict[str, Any]) -> DocumentRows:
+def _require_whole_rows(module: nn.Module) -> None:
+    """Of unpacked rows, too: what cannot be told where a document ends goes on over the bounds of slices as well."""
     state = parallel.current()
     if state is not None and state.sp > 1:
+        name = type(module).__name__.removeprefix("FSDP")
         raise ValueError(
-            f"{type(module).__name__} computes each document in a row of its own, and this rank holds a slice of packed "
-            f"rows (sp={state.sp}). Train this model with sp=1."
+            f"{name} computes each document in a row of its own, and this rank holds a slice of the rows (sp={state.sp}). "
+            "Train this model with sp=1."
         )
+
+
+def _rows(module: nn.Module, given: dict[str, Any]) -> DocumentRows:
     if given.get("attention_mask") is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."

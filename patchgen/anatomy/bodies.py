@@ -6,7 +6,7 @@ import ast
 import textwrap
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names, stored
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,14 @@ class NormalForm:
 def normal_form(function: FunctionNode) -> NormalForm:
     """Renames parameters, locals and attributes of self in order of appearance; drops docstring, annotations, defaults."""
     renamer = _Renamer()
-    args = function.args
-    parameters = [arg.arg for arg in [*args.posonlyargs, *args.args, *args.kwonlyargs]]
-    for name in parameters:
+    parameters, args = parameter_names(function), function.args
+    for name in [*parameters, *(arg.arg for arg in (args.vararg, args.kwarg) if arg)]:
         renamer.local(name)
-    for name in [arg.arg for arg in (args.vararg, args.kwarg) if arg]:
+    body = function.body[ast.get_docstring(function) is not None :]
+    for name in (name for statement in body for name in stored(statement)):
         renamer.local(name)
-    body = function.body
-    if body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        body = body[1:]
-    for statement in body:
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                renamer.local(node.id)
     text = "\n".join(ast.unparse(renamer.visit(ast.parse(ast.unparse(statement)))) for statement in body)
-    named = tuple(name for name in parameters if name != "self")
-    return NormalForm(f"({len(named)})\n{text}", named, tuple(renamer.attributes))
+    return NormalForm(f"({len(parameters)})\n{text}", tuple(parameters), tuple(renamer.attributes))
 
 
 def form_of(source: str) -> str:
@@ -63,7 +55,7 @@ class _Renamer(ast.NodeTransformer):
         return self.visit(ast.Assign([node.target], node.value, lineno=node.lineno))
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.Attribute:
-        if isinstance(node.value, ast.Name) and node.value.id == "self":
+        if own_attribute(node):
             if node.attr not in self.attributes:
                 self.attributes.append(node.attr)
             return ast.Attribute(node.value, f"a{self.attributes.index(node.attr)}", node.ctx)

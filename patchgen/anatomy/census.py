@@ -35,16 +35,11 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
     walk = _Walk(anatomy)
     for head in heads:
         walk.enter(head)
-    towers = {
-        name
-        for role in (Role.VISION, Role.AUDIO)
-        for info in anatomy.with_role(role)
-        for name in anatomy.reached_from([info.name])
-    }
+    towers = anatomy.reached_from(i.name for role in (Role.VISION, Role.AUDIO) for i in anatomy.with_role(role))
     found = {}
     for name in walk.reached:
-        passes = dict.fromkeys(one for info in anatomy.lineage(name) for one in hits.get(info.name, ()))
-        passes |= dict.fromkeys(hits.get(name, ()))
+        names = [info.name for info in anatomy.lineage(name)] or [name]  # a function has no lineage
+        passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
         found[name] = f"{COVERED}: {', '.join(passes)}" if passes else _reason(name, anatomy, towers, walk.reached)
     return found | dict.fromkeys(walk.outside, ELSEWHERE) | walk.unread
 
@@ -144,13 +139,12 @@ def _is_library(meaning: str) -> bool:
 def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Container[str]) -> str:
     info = anatomy.classes.get(name)
     function = anatomy.functions[name] if info is None else anatomy.method(name, "forward")[1]
-    inside = {build.target for build in anatomy.builds(name)} if info is not None else set()
     for role, reason in ROLES.items():
         if info is not None and role in info.roles:
             return f"{reason}: {info.roles[role]}" if role == Role.ATTENTION else reason
     mixed = mixing(function.body, set(parameter_names(function)), name, anatomy)
     if mixed is None:
         return TOKENWISE
-    if any(target in reached for target in inside):
+    if any(build.target in reached for build in anatomy.builds(name)):
         return PARTS
     return f"{UNREAD}{', in a tower' if name in towers else ''}: {ast.unparse(mixed).splitlines()[0]}"

@@ -19,7 +19,6 @@ class Build:
     config: str | None = None  # the config expression handed over, for example "config.text_config"
     auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ... when the construction goes through one
     in_list: bool = False
-    line: int = 0
     method: str = "__init__"
     code: str = ""  # the call as source, for constructions through an Auto class
 
@@ -37,6 +36,11 @@ class ClassInfo:
     builds: list[Build] = field(default_factory=list)  # of classes of this file, in __init__
     auto_builds: list[Build] = field(default_factory=list)  # through Auto classes, in any method
     roles: dict[str, str] = field(default_factory=dict)  # role -> why
+
+    @property
+    def built(self) -> dict[str, ast.Call]:
+        """The attributes that __init__ makes by a call, for example of a class of modules."""
+        return {name: value for name, value in self.attributes.items() if isinstance(value, ast.Call)}
 
 
 def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
@@ -65,18 +69,8 @@ def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
     """
     found = []
     for method in info.methods.values():
-        aliases = {
-            statement.targets[0].id: statement.value
-            for statement in ast.walk(method)
-            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-        }
-        attributes = {
-            id(call): attribute
-            for statement in ast.walk(method)
-            for attribute, value in _self_assignments(statement)
-            for call in calls(value)
-        }
-        for call in calls(method):
+        aliases = plain_assignments(ast.walk(method))
+        for call, attribute, in_list in _constructions(method):
             head, _, constructor = dotted(call.func).rpartition(".")
             last = head.rpartition(".")[2]
             auto_class = imported.get(last, last)
@@ -85,30 +79,16 @@ def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
             config = config_argument(call)
             if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
                 config = aliases.get(config.id, config)
-            found.append(
-                Build(
-                    info.name,
-                    attributes.get(id(call)),
-                    None,
-                    ast.unparse(config) if config is not None else None,
-                    auto_class=auto_class,
-                    line=call.lineno,
-                    method=method.name,
-                    code=ast.unparse(call),
-                )
-            )
+            source = ast.unparse(config) if config is not None else None
+            code = ast.unparse(call)
+            found.append(Build(info.name, attribute, None, source, auto_class, in_list, method.name, code))
     return found
 
 
 def imported_names(nodes: Iterable[ast.stmt]) -> dict[str, str]:
     """Local name -> imported name, of every import statement in the nodes."""
-    return {
-        alias.asname or alias.name: alias.name
-        for node in nodes
-        for child in ast.walk(node)
-        if isinstance(child, ast.Import | ast.ImportFrom)
-        for alias in child.names
-    }
+    aliases = (alias for node in nodes for alias in ast.walk(node) if isinstance(alias, ast.alias))
+    return {alias.asname or alias.name: alias.name for alias in aliases}
 
 
 CONSTRUCTORS = ("from_config", "_from_config")
@@ -157,8 +137,28 @@ def own_attribute(node: ast.AST) -> str | None:
     return None
 
 
+def stored(node: ast.AST) -> list[str]:
+    """The names that code binds or deletes."""
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
+
+
+def loaded(node: ast.AST) -> list[str]:
+    """The names that code reads."""
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+
+
 def reads_name(node: ast.AST, name: str) -> bool:
     return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
+
+
+def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
+    """Name -> value, of the assignments `name = value` among the nodes; the last of several."""
+    assigned = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name))
+    return {node.targets[0].id: node.value for node in assigned}
+
+
+def targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
 
 
 def is_setter(method: FunctionNode) -> bool:
@@ -175,40 +175,39 @@ def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
         for statement in ast.walk(method):
             if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
                 continue
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            stored = any(own_attribute(node) == attribute for target in targets for node in ast.walk(target))
-            if stored and not is_setter(method):
+            is_stored = any(own_attribute(node) == attribute for t in targets(statement) for node in ast.walk(t))
+            if is_stored and not is_setter(method):
                 direct = next((value for name, value in _self_assignments(statement) if name == attribute), statement)
                 found += [direct.body, direct.orelse] if isinstance(direct, ast.IfExp) else [direct]
     return found
 
 
 def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
-    if isinstance(statement, ast.Assign):
-        targets, value = statement.targets, statement.value
-    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-        targets, value = [statement.target], statement.value
-    else:
-        return
-    for target in targets:
-        if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
-            yield target.attr, value
+    if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+        for target in targets(statement):
+            if attribute := own_attribute(target):
+                yield attribute, statement.value
+
+
+def _constructions(method: FunctionNode) -> Iterator[tuple[ast.Call, str | None, bool]]:
+    """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
+    seen: set[ast.Call] = set()
+    statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and getattr(node, "value", None)]
+    for statement in statements:
+        attribute = next((name for name, _ in _self_assignments(statement)), None)
+        found = list(calls(statement.value))
+        in_list = any(dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in found)
+        yield from ((call, attribute, in_list) for call in found)
+        seen.update(found)
+    yield from ((call, None, False) for call in calls(method) if call not in seen)  # in conditions, loops, defaults
 
 
 def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator[Build]:
-    for statement in ast.walk(init):
-        if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.Expr | ast.Return) or statement.value is None:
-            continue
-        attribute = next((name for name, _ in _self_assignments(statement)), None)
-        in_list = any(
-            dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in calls(statement)
-        )
-        for call in calls(statement.value):
-            name = dotted(call.func)
-            head, _, method = name.rpartition(".")
+    for call, attribute, in_list in _constructions(init):
+        name = dotted(call.func)
+        head, _, method = name.rpartition(".")
+        target = name if name in local_classes else head if method in CONSTRUCTORS else None
+        if target in local_classes:
             argument = config_argument(call)
             config = ast.unparse(argument) if argument is not None else None
-            if name in local_classes:
-                yield Build(owner, attribute, name, config, in_list=in_list, line=call.lineno)
-            elif head in local_classes and method in CONSTRUCTORS:
-                yield Build(owner, attribute, head, config, in_list=in_list, line=call.lineno)
+            yield Build(owner, attribute, target, config, in_list=in_list)

@@ -6,13 +6,13 @@ The options of the fused call (activation, biases, layout) come from the code it
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term, Unreadable
-from patchgen.anatomy.roles import is_gated_mlp, stack_shape
+from patchgen.anatomy.roles import LIST, is_gated_mlp, stack_shapes
 from patchgen.anatomy.tokenwise import loaded_names, mixing_member, stored_names
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
@@ -128,17 +128,10 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
             pass
         case _:
             raise Unreadable("a projection of the tokens, in the same layout as the second one", _told(first))
-    _check_rows(
-        anatomy, owner, function, "an activation or a gate of each row by itself, without learned values", fixed=True
-    )
+    fixed_rows = "an activation or a gate of each row by itself, without learned values"
+    _check_rows(anatomy, owner, function, fixed_rows, fixed=True)
     for name in filter(None, (up, down, up_bias, down_bias)):
-        held = anatomy.held(owner, name)
-        if (
-            len(held) != 1
-            or not isinstance(held[0], ast.Call)
-            or anatomy.names.resolve(held[0].func) != "torch.nn.Parameter"
-        ):
-            raise Unreadable(f"self.{name} = nn.Parameter(...) in __init__", f"{owner}.{name}")
+        _built(anatomy, owner, name, "nn.Parameter")
     own_counts = [count for count in counts if not count.startswith("self.config.")]
     if not own_counts:
         raise Unreadable("the number of experts set in __init__, for example self.num_experts", owner)
@@ -157,6 +150,15 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
         apply_gate=function if is_own else None,
         post_norm=norm,
     )
+
+
+def _built(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
+    """The one call of `kind` that makes what `self.<attribute>` holds."""
+    held = anatomy.held(owner, attribute)
+    if len(held) == 1 and isinstance(held[0], ast.Call) and anatomy.names.resolve(held[0].func) == f"torch.{kind}":
+        return held[0]
+    found = " or ".join(map(ast.unparse, held)) or f"no self.{attribute}"
+    raise Unreadable(f"{owner}.{attribute} = {kind}(...)", found)
 
 
 def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed: bool) -> bool:
@@ -181,9 +183,7 @@ def _check_rows(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, 
 
 def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
     """The shape of every stack of matrices that the class holds, as source."""
-    attributes = {name: value for info in anatomy.lineage(owner) for name, value in info.attributes.items()}
-    shapes = {name: [ast.unparse(size) for size in stack_shape(value)] for name, value in attributes.items()}
-    return {name: shape for name, shape in shapes.items() if len(shape) == 3}
+    return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(info).items()}
 
 
 def _counts(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:
@@ -228,25 +228,20 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     attribute = lists.pop()
     assigned = [s for s in ast.walk(init) if isinstance(s, ast.Assign) and own_attribute(s.targets[0]) == attribute]
     if len(assigned) != 1 or assigned[0] not in init.body:
-        raise Unreadable(
-            f"one assignment to self.{attribute}, outside of any condition", "\n".join(map(ast.unparse, assigned))
-        )
-    match statement := assigned[0]:
-        case ast.Assign(
-            value=ast.Call(
-                func=kind,
-                args=[
-                    ast.ListComp(elt=ast.Call() as built, generators=[loop])
-                    | ast.GeneratorExp(elt=ast.Call() as built, generators=[loop])
-                ],
-            )
-        ) if anatomy.names.resolve(kind) == "torch.nn.ModuleList":
+        found = "\n".join(map(ast.unparse, assigned))
+        raise Unreadable(f"one assignment to self.{attribute}, outside of any condition", found)
+    statement = assigned[0]
+    match getattr(statement.value, "args", None):
+        case [ast.ListComp(ast.Call() as built, [loop]) | ast.GeneratorExp(ast.Call() as built, [loop])]:
+            is_list = anatomy.names.resolve(statement.value.func) == LIST
+        case _:
+            is_list, loop = False, None
+    match loop:
+        case ast.comprehension(ast.Name(number), ast.Call(ast.Name("range"), [count]), []) if is_list:
             pass
         case _:
             raise Unreadable(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
-    if loop.ifs or not isinstance(loop.target, ast.Name) or not _is_range(loop.iter):
-        raise Unreadable(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
-    if reads_name(built, loop.target.id):
+    if reads_name(built, number):
         raise Unreadable("experts that are built alike, whatever their number", statement)
     expert_class = (anatomy.names.resolve(built.func) or "").removeprefix(".")
     gate, up, down, activation = _read_expert(anatomy, expert_class)
@@ -255,17 +250,13 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
         position=init.body.index(statement),
         expert=ast.unparse(built),
         expert_class=expert_class,
-        num_experts=ast.unparse(loop.iter.args[0]),
+        num_experts=ast.unparse(count),
         gate=gate,
         up=up,
         down=down,
         activation=activation,
         bias=_bias(anatomy, expert_class, (gate, up, down)),
     )
-
-
-def _is_range(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1
 
 
 def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
@@ -290,12 +281,7 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
     """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
     found = set()
     for projection in projections:
-        held = anatomy.held(name, projection)
-        built = held[0] if len(held) == 1 and isinstance(held[0], ast.Call) else None
-        if built is None or anatomy.names.resolve(built.func) != "torch.nn.Linear":
-            raise Unreadable(
-                f"{name}.{projection} = nn.Linear(...)", " or ".join(map(ast.unparse, held)) or f"no self.{projection}"
-            )
+        built = _built(anatomy, name, projection, "nn.Linear")
         given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
         constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
         found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
@@ -313,9 +299,8 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> Expert
     method = users[0]
     loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and _uses(s, attribute)]
     if len(loops) != 1:
-        raise Unreadable(
-            f"one loop over self.{attribute} in {info.name}.{method.name}, outside of any condition", method
-        )
+        where = f"{info.name}.{method.name}"
+        raise Unreadable(f"one loop over self.{attribute} in {where}, outside of any condition", method)
     position, loop = loops[0], method.body[loops[0]]
     counts = frozenset(_counts(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
@@ -370,7 +355,7 @@ def _check_around(method: FunctionNode, position: int, born: int, accumulator: s
     for statement in method.body[born + 1 : position]:
         if reads_name(statement, accumulator):
             raise Unreadable(f"no use of {accumulator} before the loop", statement)
-    written = set(_stored(method.body[position])) - {accumulator}
+    written = set(stored(method.body[position])) - {accumulator}
     for statement in method.body[position + 1 :]:
         later = loaded_names(statement) & written
         if later:
@@ -398,10 +383,6 @@ def _superseded(body: Sequence[ast.stmt], replaced: tuple[int, int], made: dict[
         if not needed:
             return tuple(sorted({*gone, replaced[1]}))
         gone = {i: names for i, names in gone.items() if i not in needed}
-
-
-def _stored(statement: ast.stmt) -> Iterator[str]:
-    return (n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
 
 
 def _uses(node: ast.AST, attribute: str) -> bool:

@@ -16,11 +16,12 @@ from patchgen.anatomy.classes import (
     auto_builds,
     calls,
     describe,
-    dotted,
     imported_names,
     is_setter,
+    loaded,
     own_attribute,
     parameter_names,
+    plain_assignments,
     reads_name,
     stores_of,
 )
@@ -36,9 +37,7 @@ class Anatomy:
     upstream: Upstream
     classes: dict[str, ClassInfo] = field(default_factory=dict)
     functions: dict[str, FunctionNode] = field(default_factory=dict)
-    tables: dict[str, ast.expr] = field(
-        default_factory=dict
-    )  # what the module assigns to names: classes by a key, ...
+    tables: dict[str, ast.expr] = field(default_factory=dict)  # what the module assigns to names: classes by a key, ..
     names: Names = field(default_factory=lambda: Names([]))
 
     def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
@@ -98,10 +97,9 @@ class Anatomy:
         Subclasses count: their instances run the class's code too. Empty where the source does not tell: nothing of
         that name, a method and a value, or an assignment from outside the class.
         """
-        family = [
-            *self.lineage(owner),
-            *(i for n, i in self.classes.items() if n != owner and self._is_below(n, owner)),
-        ]
+        others = {name: info for name, info in self.classes.items() if name != owner}
+        below = [info for name, info in others.items() if any(one.name == owner for one in self.lineage(name))]
+        family = [*self.lineage(owner), *below]
         methods = [info.methods[attribute] for info in family if attribute in info.methods]
         values = [value for info in family for value in stores_of(info, attribute)]
         if attribute in self._stored_outside or (methods and values):
@@ -125,26 +123,15 @@ class Anatomy:
                 found.append(given)
         return tuple(found)
 
-    def _is_below(self, name: str, owner: str) -> bool:
-        return any(info.name == owner for info in self.lineage(name))
-
     @functools.cached_property
     def _stored_outside(self) -> frozenset[str]:
         """The attributes that any code of the file assigns to another object than its own self, or to a class."""
-        found = set()
         methods = [method for info in self.classes.values() for method in info.methods.values()]
-        for node in (*methods, *self.functions.values()):
-            for child in ast.walk(node) if not is_setter(node) else ():
-                if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Store) and not own_attribute(child):
-                    found.add(child.attr)
-        for info in self.classes.values():
-            found |= {
-                name
-                for statement in info.node.body
-                if isinstance(statement, ast.Assign)
-                for name in bound_names(statement)
-            }
-        return frozenset(found)
+        code = [node for node in (*methods, *self.functions.values()) if not is_setter(node)]
+        attributes = (child for node in code for child in ast.walk(node) if isinstance(child, ast.Attribute))
+        stores = {a.attr for a in attributes if isinstance(a.ctx, ast.Store) and not own_attribute(a)}
+        bodies = [statement for info in self.classes.values() for statement in info.node.body]
+        return frozenset(stores.union(*(bound_names(node) for node in bodies if isinstance(node, ast.Assign))))
 
     def builds(self, name: str) -> list[Build]:
         """What the class constructs; without an __init__ of its own, what its ancestor's __init__ constructs."""
@@ -157,16 +144,8 @@ class Anatomy:
 
     def config_of(self, name: str) -> str | None:
         """The configuration class of a model class, from its annotations."""
-        for info in self.lineage(name):
-            if "config" in info.annotations and info.annotations["config"] in self.upstream.configs:
-                return info.annotations["config"]
-            init = info.methods.get("__init__")
-            for arg in init.args.args if init else ():
-                if arg.arg == "config" and arg.annotation is not None:
-                    annotated = ast.unparse(arg.annotation).strip("\"'")
-                    if annotated in self.upstream.configs:
-                        return annotated
-        return None
+        annotated = (config for info in self.lineage(name) for config in _annotated_configs(info))
+        return next((config for config in annotated if config in self.upstream.configs), None)
 
     def model_type_of(self, name: str) -> str | None:
         config = self.config_of(name)
@@ -191,7 +170,9 @@ class Anatomy:
         # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config,
         # which is not the builder itself.
         others = self.classes.keys() - {build.owner}
-        written_for = [n for n in others if self.is_model(n) and self._own_config(n) == sub_config.config_class]
+        written_for = [
+            n for n in others if self.is_model(n) and sub_config.config_class in _annotated_configs(self.classes[n])
+        ]
         if len(written_for) == 1:
             return written_for[0]
         if chosen is not None and self.upstream.release.defines(chosen, besides=self.upstream.path):
@@ -202,9 +183,7 @@ class Anatomy:
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel."""
-        return self.inherits(name, "PreTrainedModel") or any(
-            base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases
-        )
+        return any(base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases)
 
     def reached_from(self, roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
         """The classes that these name, directly or through others, not through those in `without`."""
@@ -221,21 +200,13 @@ class Anatomy:
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
-    def _own_config(self, name: str) -> str | None:
-        info = self.classes[name]
-        init = info.methods.get("__init__")
-        for arg in init.args.args if init else ():
-            if arg.arg == "config" and arg.annotation is not None:
-                return ast.unparse(arg.annotation).strip("\"'")
-        return info.annotations.get("config")
-
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
         """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
         expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        own = self.config_of(owner) or self._own_config(owner)
+        own = self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None)
         current = SubConfig(own) if own else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None
@@ -246,20 +217,28 @@ class Anatomy:
         return current
 
 
+def _annotated_configs(info: ClassInfo) -> Iterator[str]:
+    """The configuration classes that a class names: for its attribute `config`, and for that parameter of `__init__`."""
+    if "config" in info.annotations:
+        yield info.annotations["config"]
+    init = info.methods.get("__init__")
+    for arg in init.args.args if init else ():
+        if arg.arg == "config" and arg.annotation is not None:
+            yield ast.unparse(arg.annotation).strip("\"'")
+
+
 def study(module: Module, upstream: Upstream) -> Anatomy:
     """Reads the classes of a module, finds their roles and who builds whom."""
     from patchgen.anatomy.roles import assign_roles
 
     nodes = ast.parse(module.text).body  # of the whole file, so that nodes know their lines
-    anatomy = Anatomy(upstream, names=Names(nodes, upstream.base_of))
+    anatomy = Anatomy(upstream, names=Names(nodes, upstream.base_of), tables=plain_assignments(nodes))
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     for node in nodes:
         if isinstance(node, ast.ClassDef):
             anatomy.classes[node.name] = describe(node, local)
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
-        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            anatomy.tables[node.targets[0].id] = node.value
     imported = imported_names(nodes)
     for info in anatomy.classes.values():
         info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []
@@ -274,16 +253,12 @@ def references(node: ast.AST) -> set[str]:
     for child in ast.walk(node):
         if isinstance(child, ast.Name):
             found.add(child.id)
-        elif isinstance(child, ast.arg) and isinstance(child.annotation, ast.Constant):
-            found |= _names_in_string(child.annotation.value)
-        elif isinstance(child, FunctionNode) and isinstance(child.returns, ast.Constant):
-            found |= _names_in_string(child.returns.value)
-        elif isinstance(child, ast.AnnAssign) and isinstance(child.annotation, ast.Constant):
-            found |= _names_in_string(child.annotation.value)
-        elif isinstance(child, ast.Subscript):
-            for quoted in ast.walk(child.slice):
-                if isinstance(quoted, ast.Constant) and isinstance(quoted.value, str) and quoted.value.isidentifier():
-                    found.add(quoted.value)
+        annotation = getattr(child, "annotation", None) or getattr(child, "returns", None)
+        if isinstance(annotation, ast.Constant):
+            found |= _names_in_string(annotation.value)
+        if isinstance(child, ast.Subscript):
+            quoted = [node.value for node in ast.walk(child.slice) if isinstance(node, ast.Constant)]
+            found |= {value for value in quoted if isinstance(value, str) and value.isidentifier()}
     return found
 
 
@@ -291,6 +266,6 @@ def _names_in_string(value: object) -> set[str]:
     if not isinstance(value, str):
         return set()
     try:
-        return {dotted(node) for node in ast.walk(ast.parse(value, mode="eval")) if isinstance(node, ast.Name)}
+        return set(loaded(ast.parse(value, mode="eval")))
     except SyntaxError:
         return set()

@@ -6,9 +6,10 @@ import ast
 import copy
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, plain_assignments
 from patchgen.anatomy.experts import Unread
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
 from patchgen.source import Module
 
 METHOD = "_init_weights"
@@ -53,11 +54,7 @@ def read_linear_init(info: ClassInfo) -> LinearInit | Unread:
 
 def _rule(method: FunctionNode, branch: ast.If) -> LinearInit | Unread:
     """From `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)`."""
-    known = {
-        statement.targets[0].id: statement.value
-        for statement in method.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-    }
+    known = plain_assignments(method.body)
     for call in (call for statement in branch.body for call in calls(statement)):
         writer, owner = call.func.attr if isinstance(call.func, ast.Attribute) else "", dotted(call.func)
         if writer not in WRITERS:
@@ -67,14 +64,10 @@ def _rule(method: FunctionNode, branch: ast.If) -> LinearInit | Unread:
         if not on_weight and not first.endswith((".weight", ".weight.data")):
             continue
         given = [*(call.args if on_weight else call.args[1:]), *call.keywords]
-        arguments = ", ".join(ast.unparse(_Resolve(known).visit(copy.deepcopy(argument))) for argument in given)
-        free = {n.id for n in ast.walk(ast.parse(f"f({arguments})")) if isinstance(n, ast.Name)} - {
-            "f",
-            "self",
-            "math",
-        }
-        if not free & set(_locals(method)):
-            return LinearInit(writer, arguments)
+        resolved = [_Resolve(known).visit(copy.deepcopy(argument)) for argument in given]
+        free = {name for argument in resolved for name in loaded(argument)} - {"self"}
+        if not free & local_names(method):
+            return LinearInit(writer, ", ".join(map(ast.unparse, resolved)))
     return Unread(
         f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", ast.unparse(branch)
     )
@@ -90,15 +83,10 @@ class _Resolve(ast.NodeTransformer):
         return self.known.get(node.id, node)
 
 
-def _locals(method: FunctionNode) -> set[str]:
-    stored = {n.id for n in ast.walk(method) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return stored | {arg.arg for arg in method.args.args if arg.arg != "self"}
-
-
 def _is_about_linear(test: ast.expr) -> bool:
     asks = isinstance(test, ast.Call) and dotted(test.func) == "isinstance" and len(test.args) == 2
     return asks and any(dotted(node).rpartition(".")[2] == "Linear" for node in ast.walk(test.args[1]))
 
 
 def _asks_super(method: FunctionNode) -> bool:
-    return METHOD in called_names(method) and any(dotted(call.func) == f"super.{METHOD}" for call in calls(method))
+    return any(dotted(call.func) == f"super.{METHOD}" for call in calls(method))

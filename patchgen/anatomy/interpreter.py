@@ -20,7 +20,7 @@ import ast
 import inspect
 from collections.abc import Callable, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, own_attribute
+from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.operations import FUNCTIONS, METHODS, Operations, Term
@@ -105,18 +105,16 @@ class Interpreter:
         for inner in statement.body:
             self.statement(inner)
         changed = [term for name, term in self.values.items() if before.get(name) != term]
-        if self.sum or any(
-            term[0] not in ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots") for term in changed
-        ):
+        indices = ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots")
+        if self.sum or any(term[0] not in indices for term in changed):
             raise Unreadable("nothing that has a gradient under torch.no_grad()", statement)
 
     def _guard(self, statement: ast.If, is_last: bool) -> None:
         """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
         test = self.value(statement.test)
         skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
-        if statement.orelse or not (
-            (skips and test in (("nobody",), ("empty",))) or (is_last and test == ("occupied",))
-        ):
+        is_known = test in (("nobody",), ("empty",)) if skips else is_last and test == ("occupied",)
+        if statement.orelse or not is_known:
             raise Unreadable("a condition that only leaves out experts without tokens", statement)
         for inner in statement.body if not skips else ():
             self.statement(inner)
@@ -134,12 +132,9 @@ class Interpreter:
     def _is_sum(self, call: ast.Call, target: str = "") -> bool:
         """`ACC.index_add_(0, tokens, weighted)`, or `ACC = ACC.index_add(...)`."""
         function = call.func
-        if (
-            not isinstance(function, ast.Attribute)
-            or function.attr not in ("index_add_", "index_add")[: 1 + bool(target)]
-        ):
+        if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
             return False
-        if not isinstance(function.value, ast.Name) or (target and function.value.id != target):
+        if target not in ("", function.value.id) or function.attr not in ("index_add_", *["index_add"] * bool(target)):
             return False
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         dim, index, source = _bound(lambda dim, index, source: (dim, index, source), call.args, given, call)
@@ -177,10 +172,8 @@ class Interpreter:
             raise Unreadable("a loop over the experts that were hit, or over all of them", header)
         if experts[0] == "hits":
             self._selection(experts[1], loop)
-        stored = {
-            n.id for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        carried = stored & set(self.values) - {target.id}
+        inside = {name for statement in loop.body for name in stored(statement)}
+        carried = inside & set(self.values) - {target.id}
         self.values[target.id] = ("number",)
         self.run(loop.body)
         if self.sum is None:
@@ -210,24 +203,21 @@ class Interpreter:
         """
         if ast.unparse(node) in self._counts:
             return ("experts",)
-        kind = type(node).__name__
-        reader = getattr(self, f"_{kind.lower()}", None)
-        term = reader(node) if reader is not None else None
+        match node:
+            case ast.Name(name):
+                term = self.values.get(name)
+            case ast.Constant(constant):
+                term = ("const", constant)
+            case ast.Tuple(parts):
+                term = ("tuple", tuple(map(self.value, parts)))
+            case ast.Slice(None, None, None):
+                term = ("all",)
+            case _:
+                reader = getattr(self, f"_{type(node).__name__.lower()}", None)
+                term = reader(node) if reader is not None else None
         if term is None:
             raise Unreadable("a statement of the usual loop over experts", node)
         return term
-
-    def _name(self, node: ast.Name) -> Term | None:
-        return self.values.get(node.id)
-
-    def _constant(self, node: ast.Constant) -> Term:
-        return ("const", node.value)
-
-    def _tuple(self, node: ast.Tuple) -> Term:
-        return ("tuple", tuple(map(self.value, node.elts)))
-
-    def _slice(self, node: ast.Slice) -> Term | None:
-        return ("all",) if node.lower is node.upper is node.step is None else None
 
     def _unaryop(self, node: ast.UnaryOp) -> Term | None:
         operand = self.value(node.operand)
@@ -261,14 +251,8 @@ class Interpreter:
             case ("value", *_), (("tokens",) | ("const", "tokens")) if parts[0] in (parts[-1], ("const", None)):
                 return ("rows", owner, parts[-1][1])
             case ("value", *_), (("tokens", "slots") | ("tokens", "slots", "const")) if parts[0][1] == parts[1][1]:
-                is_column = len(parts) == 3 and parts[2] == ("const", None)
-                return (
-                    ("routing", owner, parts[0][1])
-                    if is_column
-                    else ("weights", owner, parts[0][1])
-                    if len(parts) == 2
-                    else None
-                )
+                form = {(): "weights", (("const", None),): "routing"}.get(parts[2:])
+                return (form, owner, parts[0][1]) if form else None
             case ("weights", weights, selection), ("all", "const") if parts[1] == ("const", None):
                 return ("routing", weights, selection)
         return None
@@ -290,15 +274,9 @@ class Interpreter:
         return None
 
     def _binop(self, node: ast.BinOp) -> Term | None:
-        left, right = self.value(node.left), self.value(node.right)
-        match node.op:
-            case ast.MatMult():
-                return Operations.matmul(left, right)
-            case ast.Mult():
-                return Operations.mul(left, right)
-            case ast.Add():
-                return Operations.add(left, right)
-        return None
+        operations = {ast.MatMult: Operations.matmul, ast.Mult: Operations.mul, ast.Add: Operations.add}
+        left, right, operation = self.value(node.left), self.value(node.right), operations.get(type(node.op))
+        return operation(left, right) if operation is not None else None
 
     def _call(self, node: ast.Call) -> Term | None:
         resolved, attribute = self._resolve(node.func), own_attribute(node.func)
@@ -329,20 +307,13 @@ class Interpreter:
     def _in_place(self, function: FunctionNode, owner: str, node: ast.Call) -> Term | None:
         args = function.args
         is_plain = not (args.vararg or args.kwarg or args.defaults or args.kw_defaults or function.decorator_list)
-        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs) if arg.arg != "self"]
+        names = parameter_names(function)
         given = dict(zip(names, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
         if not is_plain or self._depth >= MAX_DEPTH or len(node.args) > len(names) or set(given) != set(names):
             return None
         values = {name: self.value(argument) for name, argument in given.items()}
-        inner = Interpreter(
-            self._anatomy,
-            owner,
-            function,
-            values,
-            self._counts if owner else frozenset(),
-            self._experts,
-            self._depth + 1,
-        )
+        counts = self._counts if owner else frozenset()
+        inner = Interpreter(self._anatomy, owner, function, values, counts, self._experts, self._depth + 1)
         inner._seen_from = self._seen_from
         result = inner.run(function.body)
         self._seen_from = inner._seen_from

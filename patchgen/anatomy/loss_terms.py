@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.classes import dotted, reads_name
 
 SHARES = "ops.router_loss"
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
@@ -28,10 +28,8 @@ class LossTerms:
     def __init__(self, below: Sequence[ast.stmt], loss: str) -> None:
         self.lost: ast.stmt | None = None
         self._names = [loss]  # and those of what is made of it
-        self._parents = {
-            child: node for part in below for node in ast.walk(part) for child in ast.iter_child_nodes(node)
-        }
         self._nodes = [node for part in below for node in ast.walk(part)]
+        self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
         self._shares = self._share_names()
         found: list[ast.AST] = []
         for name in self._names:  # grows
@@ -61,9 +59,8 @@ class LossTerms:
         if isinstance(node, ast.BinOp) and isinstance(node.op, LINEAR):
             if _is_same_everywhere(node.right):
                 return self._is_share(node.left, names)
-            return (
-                isinstance(node.op, ast.Mult) and _is_same_everywhere(node.left) and self._is_share(node.right, names)
-            )
+            is_scaled = isinstance(node.op, ast.Mult) and _is_same_everywhere(node.left)
+            return is_scaled and self._is_share(node.right, names)
         if isinstance(node, ast.Name):
             return node.id in names
         return isinstance(node, ast.Call) and dotted(node.func) == SHARES
@@ -77,7 +74,7 @@ class LossTerms:
                 yield parent
         elif node.id == self._names[0]:
             value = getattr(parent, "value", None)
-            if value is None or not any(isinstance(n, ast.Name) and n.id in self._names for n in ast.walk(value)):
+            if value is None or not any(reads_name(value, name) for name in self._names):
                 self.lost = self.lost or self._statement(node)
 
     def _read(self, node: ast.Name) -> Iterator[ast.AST]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from dataclasses import dataclass
 import libcst as cst
 import libcst.matchers as m
 
+from patchgen.anatomy.bodies import normal_form
 from patchgen.anatomy.classes import FunctionNode, calls, dotted, parameter_names
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS
+from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
 MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
 FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
@@ -33,33 +33,28 @@ class FeatureCall:
 
 def takes_media(anatomy: Anatomy, name: str) -> dict[str, list[str]]:
     """For each media parameter of a model's forward that takes tokens as well, the methods and modules that get it."""
-    info = anatomy.classes[name]
-    forward = info.methods.get("forward")
-    if forward is None or not anatomy.is_model(name):
-        return {}
-    parameters = parameter_names(forward)
-    if not {"input_ids", "inputs_embeds"} & set(parameters):
-        return {}
-    return {media: _callees(anatomy, name, forward, media) for media in MEDIA if media in parameters}
+    forward = anatomy.classes[name].methods.get("forward") if anatomy.is_model(name) else None
+    taken = _beside_tokens(forward) if forward is not None else ()
+    return {media: _callees(anatomy, name, forward, media) for media in taken}
+
+
+def _beside_tokens(forward: FunctionNode) -> list[str]:
+    parameters = set(parameter_names(forward))
+    return [media for media in MEDIA if media in parameters and parameters & TOKENS]
 
 
 def fused_media(anatomy: Anatomy, name: str) -> list[str]:
     """The media that a model's forward hands to `get_<modality>_features`, which is where it fuses them with its text."""
-    return [
-        media
-        for media, callees in takes_media(anatomy, name).items()
-        if any(FEATURES.match(callee) for callee in callees)
-    ]
+    return [media for media, callees in takes_media(anatomy, name).items() if any(map(FEATURES.match, callees))]
 
 
 def requires(anatomy: Anatomy, name: str, media: str) -> bool:
     """Whether a model's forward cannot be called without the media: no batch of any rank lacks it."""
     arguments = anatomy.classes[name].methods["forward"].args
     positional = [arg.arg for arg in (*arguments.posonlyargs, *arguments.args)]
-    if media in positional:
-        return positional.index(media) < len(positional) - len(arguments.defaults)
-    keywords = {arg.arg: default for arg, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)}
-    return keywords.get(media) is None
+    defaults = dict(zip(reversed(positional), reversed(arguments.defaults), strict=False))
+    defaults |= {arg.arg: given for arg, given in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)}
+    return defaults.get(media) is None
 
 
 def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> list[str]:
@@ -74,8 +69,9 @@ def _callees(anatomy: Anatomy, name: str, forward: FunctionNode, media: str) -> 
             continue
         hands_on = any(keyword.arg == media for keyword in call.keywords)
         builds_model = any(
-            build.attribute == callee[5:] and build.target and _takes(anatomy, build.target, media)
+            media in _beside_tokens(below[1])
             for build in anatomy.builds(name)
+            if build.attribute == callee[5:] and (below := anatomy.method(build.target, "forward"))
         )
         if not (hands_on and builds_model):
             found.append(callee[5:])
@@ -89,14 +85,6 @@ def _is_given(value: ast.expr, media: str) -> bool:
     if isinstance(value, ast.Call) and dotted(value.func).startswith("self."):
         return False
     return any(_is_given(child, media) for child in ast.iter_child_nodes(value))
-
-
-def _takes(anatomy: Anatomy, name: str, media: str) -> bool:
-    found = anatomy.method(name, "forward")
-    if found is None:
-        return False
-    parameters = parameter_names(found[1])
-    return media in parameters and bool({"input_ids", "inputs_embeds"} & set(parameters))
 
 
 def feature_calls(body: Sequence[cst.BaseStatement]) -> list[FeatureCall]:
@@ -125,26 +113,13 @@ def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None:
         return False
-    names = [parameter_names(first[1]), parameter_names(second[1])]
-    if len(names[0]) != 2 or len(names[1]) != 2:
-        return False
-    bodies = [_plain_body(function) for function in (first[1], second[1])]
-    kwargs = second[1].args.kwarg.arg if second[1].args.kwarg else ""
-    if bodies[1] == f"return self.{image}({', '.join(names[1])}, **{kwargs})":
-        return True
-    renamed = copy.deepcopy(second[1])
-    table = dict(zip(names[1], names[0], strict=True))
-    for node in ast.walk(renamed):
-        if isinstance(node, ast.Name) and node.id in table:
-            node.id = table[node.id]
-    return _plain_body(renamed) == bodies[0]
+    calls_it = ast.parse(
+        f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)"
+    ).body[0]
+    is_usual = len(parameter_names(first[1])) == len(parameter_names(second[1])) == 2
+    return is_usual and _computed(second[1]) in (_computed(first[1]), _computed(calls_it))
 
 
-def _plain_body(function: FunctionNode) -> str:
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
-    plain = []
-    for statement in body:
-        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            statement = ast.Assign([statement.target], statement.value, lineno=0)
-        plain.append(ast.unparse(statement).replace(", return_dict=True", ""))
-    return "\n".join(plain)
+def _computed(function: FunctionNode) -> tuple[str, tuple[str, ...]]:
+    form = normal_form(function)
+    return form.text.replace(", return_dict=True", ""), form.attributes

@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.classes import FunctionNode, stored
 from patchgen.source import bound_names
 
 
@@ -32,12 +32,9 @@ class Names:
         for node in everything:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
-        self._patched = {
-            found
-            for node in everything
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-            if (found := self.resolve(node))
-        }
+        attributes = [node for node in everything if isinstance(node, ast.Attribute)]
+        changed = [self.resolve(node) for node in attributes if isinstance(node.ctx, ast.Store | ast.Del)]
+        self._patched = set(filter(None, changed))
 
     def imported(self) -> dict[str, str]:
         """Name -> what it stands for, of what the file imports."""
@@ -85,14 +82,11 @@ class Names:
             yield from ((name, other or f".{name}") for name in bound_names(statement))
 
 
-def local_names(function: FunctionNode | ast.Lambda) -> set[str]:
-    """The names that a function binds: parameters, assignments, loops, definitions and imports inside it."""
-    args = function.args
-    found = {arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg) if arg}
+def local_names(function: ast.AST) -> set[str]:
+    """The names that a function, or other code, binds: parameters, assignments, loops, definitions and imports in it."""
+    found = set(stored(function))
     for node in ast.walk(function):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-            found.add(node.id)
-        elif isinstance(node, ast.arg):
+        if isinstance(node, ast.arg):
             found.add(node.arg)
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))

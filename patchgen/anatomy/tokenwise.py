@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -42,11 +42,9 @@ CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's o
 
 def stored_names(node: ast.AST) -> set[str]:
     """The names that code assigns, or whose values it may change in place."""
-    found = set()
+    found = set(stored(node))
     for child in ast.walk(node):
-        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store | ast.Del):
-            found.add(child.id)
-        elif isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
+        if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
             found.add(_base(child))
         elif isinstance(child, ast.Call) and _is_in_place(child.func):
             found.add(_base(child.func))
@@ -56,7 +54,7 @@ def stored_names(node: ast.AST) -> set[str]:
 
 
 def loaded_names(node: ast.AST) -> set[str]:
-    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    return set(loaded(node))
 
 
 def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Anatomy) -> ast.AST | None:
@@ -68,9 +66,7 @@ def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Ana
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
     """
-    bound = ast.parse("def head(self): pass").body[0]
-    bound.body = list(body)
-    reader = _Reader(anatomy, owner, local_names(bound) | tensors)
+    reader = _Reader(anatomy, owner, {"self"} | local_names(ast.Module(list(body), [])) | tensors)
     return next(reader.statements(body, tensors), None)
 
 
@@ -132,19 +128,17 @@ class _Reader:
     def _expression(self, node: ast.AST, tensors: set[str]) -> Iterator[ast.AST]:
         called = {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
         for child in ast.walk(node):
-            if isinstance(child, ast.Call) and self._mentions(child, tensors):
-                yield from self._called(child, tensors)
-            elif isinstance(child, ast.Subscript) and self._mentions(child.value, tensors):
-                if not _keeps_tokens(child):
+            match child:
+                case ast.Call() if self._mentions(child, tensors):
+                    yield from self._called(child, tensors)
+                case ast.Subscript(value) if self._mentions(value, tensors) and not _keeps_tokens(child):
                     yield child
-            elif isinstance(child, ast.BinOp) and isinstance(child.op, ast.MatMult):
-                if self._mentions(child.right, tensors):
+                case ast.BinOp(_, ast.MatMult(), right) if self._mentions(right, tensors):
                     yield child
-            elif isinstance(child, ast.Attribute) and child.attr in ("T", "mT", "H", "mH"):
-                if self._mentions(child.value, tensors):
+                case ast.Attribute(value, "T" | "mT" | "H" | "mH") if self._mentions(value, tensors):
                     yield child
-            elif isinstance(child, ast.comprehension | ast.Lambda | ast.Yield | ast.Await | ast.Starred):
-                yield child
+                case ast.comprehension() | ast.Lambda() | ast.Yield() | ast.Await() | ast.Starred():
+                    yield child
             if self._fixed and id(child) not in called and own_attribute(child) and not self._is_number(child.attr):
                 yield child
         shapes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "shape"]
@@ -182,14 +176,8 @@ class _Reader:
         """A call of a method, or of the module or function that an attribute holds."""
         held = self._anatomy.held(self._owner, attribute)
         if not held or not all(self._is_known(value, call) for value in held):
-            self.reason = (
-                self.reason
-                or (
-                    f"self.{attribute}, which is {' or '.join(map(ast.unparse, held)) or 'not said in the class'}"[
-                        :400
-                    ]
-                )
-            )
+            meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
+            self.reason = self.reason or f"self.{attribute}, which is {meaning}"[:400]
             yield call
 
     def _is_known(self, value: ast.expr | ast.stmt, call: ast.Call) -> bool:
@@ -220,13 +208,8 @@ class _Reader:
         """`call`, if the code that it runs is not known to treat every row by itself. `owner` is the class of self."""
         if (owner, function.name) in self._seen:
             return
-        reader = _Reader(
-            self._anatomy,
-            owner,
-            local_names(function),
-            self._seen | {(owner, function.name)},
-            fixed=self._fixed,
-        )
+        seen = self._seen | {(owner, function.name)}
+        reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed)
         wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
         if wrong is not None:
             self.reason = reader.reason or wrong
@@ -235,10 +218,9 @@ class _Reader:
     def _is_number(self, attribute: str) -> bool:
         """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
         held = self._anatomy.held(self._owner, attribute)
-        handed = [
-            part for value in held for name in ast.walk(value) for part in self._anatomy.handed(self._owner, name)
-        ]
-        return bool(held) and all(_is_number(value) for value in (*held, *handed))
+        read = [name for value in held for name in ast.walk(value)]
+        handed = [part for name in read for part in self._anatomy.handed(self._owner, name)]
+        return bool(held) and all(map(_is_number, (*held, *handed)))
 
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:
@@ -251,9 +233,8 @@ def _is_number(value: ast.AST) -> bool:
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
         return all(isinstance(part, ast.Compare) or _is_number(part) for part in parts)
     if isinstance(value, ast.Call):
-        return ast.unparse(value.func) in ("float", "int", "getattr", "min", "max") and all(
-            map(_is_number, value.args)
-        )
+        is_plain = ast.unparse(value.func) in ("float", "int", "getattr", "min", "max")
+        return is_plain and all(map(_is_number, value.args))
     if isinstance(value, ast.Subscript):
         return _is_number(value.value)
     if isinstance(value, ast.Attribute):

@@ -9,10 +9,20 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    called_names,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 
@@ -71,13 +81,12 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
         Unread: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
     """
     forward = forward or info.methods["forward"]
-    place, loop = _loop(forward)
-    layers = _layers(loop)
+    place, loop, layers = _loop(forward)
     attentions = _attentions(anatomy, info, layers)
     carried = _carried(loop)
-    above = {name for statement in forward.body[:place] for name in _assigned(statement)}
+    above = {name for statement in forward.body[:place] for name in stored(statement)}
     above |= set(parameter_names(forward))
-    inside = {name for statement in loop.body for name in _assigned(statement)} | set(_names(loop.target))
+    inside = {name for statement in loop.body for name in stored(statement)} | set(stored(loop.target))
     rows, bounds, longest, collected = [carried], [], [], []
     for name in dict.fromkeys(_read(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
@@ -90,51 +99,40 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
             rows.append(name)
         elif _is_collected(name, loop):
             collected.append(name)
-        elif name not in inside or _read_before_assigned(name, loop):
+        elif name not in inside or _read_first(name, loop):
             raise Unread(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise Unread("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
-    gathers = _gathers(anatomy, info, forward, place, [carried, *collected], above, group)
+    must_gather = functools.partial(_is_mixed, anatomy, info) if group == "1" else lambda statement: False
+    gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
 def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
-    convolutions = {
-        f"self.{name}"
-        for name, value in info.attributes.items()
-        if isinstance(value, ast.Call) and dotted(value.func).endswith(("Conv1d", "Conv2d"))
-    }
-    convolving = [
-        place
-        for place, statement in enumerate(forward.body)
-        if any(dotted(call.func) in convolutions for call in calls(statement))
-    ]
-    selecting = [
-        (place, call)
-        for place, statement in enumerate(forward.body)
-        for call in calls(statement)
-        if dotted(call.func) == "torch.index_select" and isinstance(statement, ast.Assign)
-    ]
+    called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
+    built = {f"self.{name}": dotted(call.func) for name, call in info.built.items()}
+    convolving = [place for place, name, _ in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
+    assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
+    selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0]:
         return None
     start, (end, select) = convolving[0], selecting[0]
     source = next(iter(_read(select.args[0])), "")
-    above = {name for statement in forward.body[:start] for name in _assigned(statement)}
-    inside = {name for statement in forward.body[start:end] for name in _assigned(statement)}
+    above = {name for statement in forward.body[:start] for name in stored(statement)}
+    inside = {name for statement in forward.body[start:end] for name in stored(statement)}
     read = dict.fromkeys(name for statement in forward.body[start:end] for name in _read(statement))
     read = [name for name in read if name in above and not _is_empty_list(name, forward)]
     chunks = [name for name in read if name.startswith("padded_") and name not in inside]
-    others = [name for name in read if name not in chunks]
-    if not chunks or others or source not in inside:
+    if not chunks or chunks != read or source not in inside:
         return None
     return ChunkedConvolution(start, end, tuple(chunks), source)
 
 
 def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:
     """Whether the name is only set to `[]` at the top level."""
-    found = [s.value for s in forward.body if isinstance(s, ast.Assign) and name in _assigned(s)]
+    found = [s.value for s in forward.body if isinstance(s, ast.Assign) and name in stored(s)]
     return bool(found) and all(isinstance(value, ast.List) and not value.elts for value in found)
 
 
@@ -149,38 +147,30 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
     return True
 
 
-def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For]:
-    loops = [
-        (place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For) and _layers(node, False)
-    ]
-    if len(loops) != 1:
-        raise Unread(f"its forward has {len(loops)} loops over layers at its top level")
-    return loops[0]
+def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For, str]:
+    """The place of the loop over layers, the loop, and the attribute that it runs over."""
+    loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
+    found = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
+    if len(found) != 1:
+        raise Unread(f"its forward has {len(found)} loops over layers at its top level")
+    return found[0]
 
 
-def _layers(loop: ast.For, required: bool = True) -> str:
+def _layers(loop: ast.For) -> str | None:
     """The attribute that a loop runs over: `self.blocks`, `enumerate(self.blocks)`, `self.blocks[:n]`."""
-    for node in ast.walk(loop.iter):
-        if isinstance(node, ast.Attribute) and dotted(node.value) == "self":
-            called = {dotted(call.func) for call in calls(ast.Module(body=loop.body, type_ignores=[]))}
-            if called & set(_names(loop.target)):
-                return node.attr
-    if required:
-        raise Unread("its loop runs over no attribute")
-    return ""
+    called = {dotted(call.func) for statement in loop.body for call in calls(statement)}
+    over = (attribute for node in ast.walk(loop.iter) if (attribute := own_attribute(node)))
+    return next(over, None) if called & set(stored(loop.target)) else None
 
 
 def _carried(loop: ast.For) -> str:
     """The name that the layers take first and give back."""
-    layer = set(_names(loop.target))
-    for call in calls(ast.Module(body=loop.body, type_ignores=[])):
-        if dotted(call.func) not in layer:
-            continue
+    layer = set(stored(loop.target))
+    inside = {name for statement in loop.body for name in stored(statement)}
+    for call in (call for statement in loop.body for call in calls(statement) if dotted(call.func) in layer):
         given = [*call.args, *(k.value for k in call.keywords if k.arg == "hidden_states")]
-        if given and isinstance(given[0], ast.Name):
-            name = given[0].id
-            if any(name in _assigned(statement) for statement in loop.body):
-                return name
+        if given and isinstance(given[0], ast.Name) and given[0].id in inside:
+            return given[0].id
     raise Unread("its loop carries no hidden states from layer to layer")
 
 
@@ -190,7 +180,7 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
     found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
     for one in found:
         method = anatomy.method(one.name, "forward")
-        if method is None or not any(dotted(call.func) == LENGTHS_TEST for call in calls(method[1])):
+        if method is None or LENGTHS_TEST not in called_names(method[1]):
             raise Unread(f"{one.name} does not choose between lengths and one call per input")
     if not found:
         raise Unread(f"self.{layers} holds no attention of this file")
@@ -198,40 +188,31 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
-    if anatomy.attribute(info.name, "spatial_merge_unit") is not None:
-        return "self.spatial_merge_unit"
-    if anatomy.attribute(info.name, "spatial_merge_size") is not None:
-        return "self.spatial_merge_size**2"
-    return "1"
+    forms = {"spatial_merge_unit": "self.spatial_merge_unit", "spatial_merge_size": "self.spatial_merge_size**2"}
+    return next((source for name, source in forms.items() if anatomy.attribute(info.name, name) is not None), "1")
 
 
 def _gathers(
-    anatomy: Anatomy,
-    info: ClassInfo,
-    forward: ast.FunctionDef,
-    place: int,
-    sliced: list[str],
-    above: set[str],
-    group: str,
+    body: list[ast.stmt], place: int, sliced: list[str], above: set[str], must_gather: Callable[[ast.stmt], bool]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
     local, whole = list(dict.fromkeys(sliced)), above - set(sliced) - {"self"}
     found = []
-    for number, statement in enumerate(forward.body[place + 1 :], start=place + 1):
+    for number, statement in enumerate(body[place + 1 :], start=place + 1):
         read = set(_read(statement))
         used = [name for name in local if name in read]
         if isinstance(statement, ast.Return):
             used = [name for name in used if name in _results(statement)]
         elif not used:
-            whole |= set(_assigned(statement))
+            whole |= set(stored(statement))
             continue
-        elif not (read & whole or (group == "1" and not _is_per_row(anatomy, info, statement))):
-            local += [name for name in _assigned(statement) if name not in local]
+        elif not (read & whole or must_gather(statement)):
+            local += [name for name in stored(statement) if name not in local]
             continue
         if used:
             found.append((number, tuple(used)))
-        local = [name for name in local if name not in used and name not in _assigned(statement)]
-        whole |= {*used, *_assigned(statement)}
+        local = [name for name in local if name not in used and name not in stored(statement)]
+        whole |= {*used, *stored(statement)}
     if not found:
         raise Unread("what its layers leave is never returned")
     return tuple(found)
@@ -245,16 +226,15 @@ def _results(statement: ast.Return) -> set[str]:
     return set(_read(statement))
 
 
-def _is_per_row(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
-    """`x = self.module(x)` with a module that treats each row by itself."""
+def _is_mixed(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
+    """All but `x = self.module(x)` with a module that treats each row by itself."""
     value = statement.value if isinstance(statement, ast.Assign) else None
     if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
-        return False
-    name = dotted(value.func).removeprefix("self.")
-    built = anatomy.attribute(info.name, name)
+        return True
+    built = anatomy.attribute(info.name, dotted(value.func).removeprefix("self."))
     if isinstance(built, ast.Subscript):
-        return dotted(built.value) == "ACT2FN"
-    return isinstance(built, ast.Call) and dotted(built.func).endswith(PER_ROW)
+        return dotted(built.value) != "ACT2FN"
+    return not isinstance(built, ast.Call) or not dotted(built.func).endswith(PER_ROW)
 
 
 def _is_collected(name: str, loop: ast.For) -> bool:
@@ -264,27 +244,11 @@ def _is_collected(name: str, loop: ast.For) -> bool:
     return bool(appends) and len(uses) == len(appends)
 
 
-def _read_before_assigned(name: str, loop: ast.For) -> bool:
-    for statement in loop.body:
-        if name in _read(statement):
-            return True
-        if name in _assigned(statement) and not isinstance(statement, ast.If):
-            return False
-    return False
+def _read_first(name: str, loop: ast.For) -> bool:
+    first = next((s for s in loop.body if name in _read(s) or (name in stored(s) and not isinstance(s, ast.If))), None)
+    return first is not None and name in _read(first)
 
 
-def _read(node: ast.AST) -> Iterator[str]:
+def _read(node: ast.AST) -> list[str]:
     known = set(dir(builtins))
-    for one in ast.walk(node):
-        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load) and one.id not in known:
-            yield one.id
-
-
-def _assigned(statement: ast.AST) -> Sequence[str]:
-    return [
-        one.id for one in ast.walk(statement) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store | ast.Del)
-    ]
-
-
-def _names(target: ast.AST) -> list[str]:
-    return [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
+    return [name for name in loaded(node) if name not in known]

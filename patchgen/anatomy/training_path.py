@@ -10,60 +10,53 @@ Three forms stand for code that training does not reach, each told by its struct
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, own_attribute, parameter_names, targets
 from patchgen.source import Module
 
 EAGER_TESTS = ("is_flash_attention_requested", "attends_by_lengths")  # upstream's, and what vision_sp makes of it
 HANDED = ("position_ids",)  # what the data workers compute: see the pass position_id_func
 
 
-@dataclass
-class TrainingPath:
-    """The forwards of a file, and the methods and functions of the file that they call."""
+def training_functions(module: Module) -> Iterator[tuple[str, FunctionNode, str]]:
+    """The forwards of a file, and the methods and functions of the file that they call, each once.
 
-    module: Module
-    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    helpers: dict[str, FunctionNode] = field(default_factory=dict)
+    Yields the name that `allow_sync` has for it (`Class.method`, or `function`), its node, and why all calls of it are
+    excused, empty where one is not.
+    """
+    nodes = {block.name: block.node for block in module if block.name is not None}
+    plain = [(name, "forward", "") for name, node in nodes.items() if isinstance(node, ast.ClassDef)]
+    excused: list[tuple[str, str, str]] = []
+    seen: set[str] = set()
+    while plain or excused:  # excused calls last: one that is not excused decides
+        owner, method, excuse = (plain or excused).pop(0)
+        name, function = _find(nodes, owner, method)
+        if function is None or name in seen:
+            continue
+        seen.add(name)
+        yield name, function, excuse
+        for part, why in parts(function, excuse):
+            for call in calls(part):
+                attribute = own_attribute(call.func)
+                name = call.func.id if isinstance(call.func, ast.Name) else ""
+                target = (owner, attribute, why) if attribute is not None else ("", name, why)
+                (excused if why else plain).append(target)
 
-    def functions(self) -> Iterator[tuple[str, FunctionNode, str]]:
-        """Each once: the name that `allow_sync` has for it (`Class.method`, or `function`), its node, and why all calls
-        of it are excused, empty where one is not."""
-        for block in self.module:
-            if isinstance(block.node, ast.ClassDef):
-                self.classes[block.name] = block.node
-            elif isinstance(block.node, FunctionNode):
-                self.helpers[block.name] = block.node
-        plain = [(name, "forward", "") for name in self.classes]
-        excused: list[tuple[str, str, str]] = []
-        seen: set[str] = set()
-        while plain or excused:  # excused calls last: one that is not excused decides
-            owner, method, excuse = (plain or excused).pop(0)
-            found = self._find(owner, method)
-            if found is None or found[0] in seen:
-                continue
-            seen.add(found[0])
-            yield *found, excuse
-            for part, why in parts(found[1], excuse):
-                for call in calls(part):
-                    attribute = own_attribute(call.func)
-                    name = call.func.id if isinstance(call.func, ast.Name) else ""
-                    target = (owner, attribute, why) if attribute is not None else ("", name, why)
-                    (excused if why else plain).append(target)
 
-    def _find(self, owner: str, method: str) -> tuple[str, FunctionNode] | None:
-        if not owner:
-            return (method, self.helpers[method]) if method in self.helpers else None
-        pending = [owner]
-        while pending:
-            node = self.classes.get(pending.pop(0))
-            for member in node.body if node is not None else ():
+def _find(nodes: Mapping[str, ast.stmt], owner: str, method: str) -> tuple[str, FunctionNode | None]:
+    """The method that an instance of `owner` runs, or the function, with its name."""
+    if not owner:
+        return method, nodes[method] if isinstance(nodes.get(method), FunctionNode) else None
+    pending = [owner]
+    while pending:
+        node = nodes.get(pending.pop(0))
+        if isinstance(node, ast.ClassDef):
+            for member in node.body:
                 if isinstance(member, FunctionNode) and member.name == method:
                     return f"{node.name}.{method}", member
-            pending += [dotted(base) for base in node.bases] if node is not None else []
-        return None
+            pending += [dotted(base) for base in node.bases]
+    return "", None
 
 
 class Test(ast.Expression):
@@ -79,27 +72,18 @@ def parts(function: FunctionNode, excuse: str) -> Iterator[tuple[ast.AST, str]]:
 
 
 def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tuple[ast.AST, str]]:
-    """Simple statements and conditions in order, each with the reason why it does not run in training, if there is one.
-
-    Args:
-        body: the statements.
-        handed: the names whose value the collator may hand in.
-        excuse: the reason for all of them.
-    """
+    """Of statements; `handed` are the names whose value the collator may hand in, `excuse` the reason for all of them."""
     for statement in body:
         if _is_seam(statement):
             return
-        blocks = [
-            getattr(statement, name) for name in ("body", "orelse", "finalbody") if getattr(statement, name, None)
-        ]
         if not isinstance(statement, ast.If | ast.For | ast.While | ast.With | ast.Try):
             yield statement, excuse
             continue
         if isinstance(statement, ast.For):
             yield statement.iter, excuse
         if not isinstance(statement, ast.If | ast.While):
-            for block in blocks:
-                yield from _parts(block, handed, excuse)
+            for block in ("body", "orelse", "finalbody"):
+                yield from _parts(getattr(statement, block, []), handed, excuse)
             continue
         yield Test(statement.test), excuse
         missing = _missing(statement.test, handed)
@@ -114,16 +98,10 @@ def _parts(body: list[ast.stmt], handed: set[str], excuse: str) -> Iterator[tupl
 
 def _handed_in(function: FunctionNode) -> set[str]:
     """The names of a function whose value the collator may hand in: positions, and what is popped off `kwargs`."""
-    parameters = {arg.arg for arg in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)}
-    popped = {
-        target.id
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign | ast.NamedExpr)
-        if isinstance(node.value, ast.Call) and dotted(node.value.func) == "kwargs.pop"
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        if isinstance(target, ast.Name)
-    }
-    return popped | (parameters & set(HANDED))
+    assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign | ast.NamedExpr)]
+    popped = [n for n in assigned if isinstance(n.value, ast.Call) and dotted(n.value.func) == "kwargs.pop"]
+    names = {target.id for node in popped for target in targets(node) if isinstance(target, ast.Name)}
+    return names | (set(parameter_names(function)) & set(HANDED))
 
 
 def _missing(test: ast.expr, handed: set[str]) -> str | None:
@@ -138,16 +116,12 @@ def _missing(test: ast.expr, handed: set[str]) -> str | None:
 def _given_and_returned(statement: ast.If, handed: set[str]) -> list[str]:
     """The handed-in names that `if name is not None: return name`, here or in an `if` inside, returns."""
     for node in ast.walk(statement):
-        if not isinstance(node, ast.If) or not any(isinstance(inner, ast.Return) for inner in node.body):
-            continue
-        compared = [
-            test.left
-            for test in ast.walk(node.test)
-            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot)
-        ]
-        names = [left.target.id if isinstance(left, ast.NamedExpr) else getattr(left, "id", "") for left in compared]
-        if any(name in handed for name in names):
-            return [name for name in names if name in handed]
+        if isinstance(node, ast.If) and any(isinstance(inner, ast.Return) for inner in node.body):
+            tests = [test for test in ast.walk(node.test) if isinstance(test, ast.Compare)]
+            compared = [test.left for test in tests if isinstance(test.ops[0], ast.IsNot)]
+            names = [getattr(left, "target", left) for left in compared]  # of `(name := ...)` too
+            if given := [name.id for name in names if isinstance(name, ast.Name) and name.id in handed]:
+                return given
     return []
 
 

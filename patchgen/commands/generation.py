@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
+from patchgen.commands import records, sweeping
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed, named
+from patchgen.commands.console import console, print_diff
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 
-console = Console(highlight=False)
-
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
+PLUMBING = ("prune", "absolute_imports")
 
 
 def generate(
@@ -33,53 +33,43 @@ def generate(
     force: bool,
 ) -> None:
     """Generates models and writes their files."""
-    names = committed() if every else models
-    if not names:
-        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    names = named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
     several = len(names) > 1
-    for name in track(
-        names, console=console, description="generating", disable=not several or not console.is_terminal
-    ):
+    for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         generated = pipeline.generate(upstream.load(name, version, source))
         changed = [] if dry_run else provenance.write(generated, root / name, force=force)
         seconds = time.perf_counter() - start
         if several:
-            state = "dry run" if dry_run else f"{len(changed)} files changed"
-            console.print(
-                f"{name}: {emit.changed_lines(generated.diff)} lines against upstream, {state}, {seconds:.1f} s"
+            lines, state = (
+                emit.changed_lines(generated.diff),
+                "dry run" if dry_run else f"{len(changed)} files changed",
             )
+            console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
     table = Table(title=f"{generated.model} from {generated.upstream.origin}", title_justify="left")
-    for column, justify in (
-        ("pass", "left"),
-        ("hits", "right"),
-        ("upstream", "right"),
-        ("lines", "right"),
-        ("ms", "right"),
-    ):
-        table.add_column(column, justify=justify)
+    table.add_column("pass")
+    for column in ("hits", "upstream", "lines", "ms"):
+        table.add_column(column, justify="right")
     for step in generated.steps:
-        hits, served = len(step.outcome.hits), len(step.outcome.upstream)
         lines = step.changed_lines if step.name != "prune" else 0
-        figures = [str(value) if value else "-" for value in (hits, served, lines)]
-        table.add_row(step.name, *figures, f"{step.seconds * 1000:.0f}")
+        figures = (len(step.outcome.hits), len(step.outcome.upstream), lines)
+        table.add_row(step.name, *(str(value or "-") for value in figures), f"{step.seconds * 1000:.0f}")
     console.print(table)
     for step in generated.steps:
         for note in step.outcome.notes:
             console.print(f"  note {step.name}: {note}")
-    if generated.steps[2:]:
-        console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
-        dropped = [hit.site for step in generated.steps if step.name == "prune" for hit in step.outcome.hits]
-        if dropped:
-            console.print(f"  {len(dropped)} classes and functions dropped, listed at the top of the diff")
+    console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
+    dropped = sum(len(step.outcome.hits) for step in generated.steps if step.name == "prune")
+    if dropped:
+        console.print(f"  {dropped} classes and functions dropped, listed at the top of the diff")
     console.print(f"  {emit.changed_lines(generated.diff)} changed lines against upstream, {seconds:.2f} s")
     if dry_run:
         console.print("  dry run: nothing written")
@@ -97,11 +87,6 @@ def _short(path: Path) -> str:
     return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)
 
 
-def committed() -> list[str]:
-    """The models in `generated_models/`."""
-    return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
-
-
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and what is recorded of models and types with what
     it depends on; prints the differing lines and the old records. 0 if all agree."""
@@ -114,7 +99,9 @@ def check(models: list[str]) -> int:
     known = committed()
     _refuse_unknown(names, known)
     states = [_state(name) for name in names]
-    orphans = [] if models else _orphans(known)
+    root = provenance.generated_root()
+    folders = [] if models else [path for path in sorted(root.iterdir()) if any(path.glob("*.py"))]
+    orphans = [folder.name for folder in folders if folder.name not in known]
     for folder in orphans:
         console.print(f"[red]stray[/] {folder} is in generated_models/ and has no provenance.json")
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
@@ -125,8 +112,6 @@ def check(models: list[str]) -> int:
 
 def _old_records(names: list[str], *, with_rows: bool) -> bool:
     """Whether a proof beside these models, or a row of the coverage, does not hold for the sources that stand here."""
-    from patchgen.commands import records, sweeping
-
     found = records.stale_proofs(names)
     path = records.path_in(None)
     if with_rows and path.is_file():
@@ -185,49 +170,28 @@ def _state_without_source(name: str, directory: Path, record: dict) -> str:
 
 def _show_stale(path: Path, present: str, wanted: str) -> None:
     old, new = present.split("\n"), wanted.split("\n")
-    line = next(
-        (i for i, (a, b) in enumerate(zip(old, new, strict=False), start=1) if a != b), min(len(old), len(new)) + 1
-    )
+    pairs = enumerate(zip(old, new, strict=False), start=1)
+    line = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)) + 1)
     console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
     if [text.removesuffix("\r") for text in old] == new:
         console.print("its line endings are not those that were generated (CRLF for LF)")
         return
     lines = list(difflib.unified_diff(old, new, "committed", "generated now", lineterm="", n=1))
-    for text in lines[:40]:
-        console.print(text, markup=False, style="green" if text[:1] == "+" else "red" if text[:1] == "-" else None)
+    print_diff(lines[:40])
     if len(lines) > 40:
         console.print(f"... {len(lines) - 40} more lines")
 
 
-def _orphans(known: list[str]) -> list[str]:
-    root = provenance.generated_root()
-    return [p.name for p in sorted(root.iterdir()) if p.is_dir() and any(p.glob("*.py")) and p.name not in known]
-
-
 def list_models() -> None:
     """A line per committed model."""
-    table = Table()
-    for column in ("model", "upstream", "passes with hits", "lines", "proof"):
-        table.add_column(column)
-    for name in committed():
-        directory = provenance.generated_root() / name
-        record = provenance.read(directory)
-        hits = ", ".join(
-            p["name"] for p in record["passes"] if p["hits"] and p["name"] not in ("prune", "absolute_imports")
-        )
-        lines = emit.changed_lines((directory / f"modeling_{name}.diff").read_text(encoding="utf-8"))
-        table.add_row(name, str(record["upstream"]["version"]), hits, str(lines), _proof_state(directory, name))
+    table = Table("model", "upstream", "passes with hits", "lines", "proof")
+    for model in map(Committed, committed()):
+        hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
+        version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
+        none = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
+        proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": none})
+        table.add_row(model.name, version, ", ".join(hits), lines, proof["status"])
     console.print(table)
-
-
-def _proof_state(directory: Path, name: str) -> str:
-    """What `verify.json` says, if it is of the very file that stands there."""
-    path = directory / "verify.json"
-    if not path.is_file():
-        return "not proven"
-    proof = json.loads(path.read_text(encoding="utf-8"))
-    present = hashlib.sha256((directory / f"modeling_{name}.py").read_bytes()).hexdigest()
-    return proof["status"] if proof["sha256"] == present else "stale proof"
 
 
 def upgrade(models: list[str], version: str | None) -> int:
@@ -245,21 +209,24 @@ def upgrade(models: list[str], version: str | None) -> int:
             continue
         facts = json.loads(generated.provenance)
         old, new = record["symbols"], facts["symbols"]
-        changed = sorted(symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol])
-        gone, added = sorted(old.keys() - new.keys()), sorted(new.keys() - old.keys())
+        changes = {
+            "changed": [symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol]],
+            "gone": old.keys() - new.keys(),
+            "added": new.keys() - old.keys(),
+        }
         sites = {hit["site"].split(".")[0] for p in facts["passes"] for hit in p["hits"]}
         console.print(f"{name}: {record['upstream']['version']} -> {generated.upstream.version}")
-        for label, symbols in (("changed", changed), ("gone", gone), ("added", added)):
-            for symbol in symbols:
+        for label, symbols in changes.items():
+            for symbol in sorted(symbols):
                 touched = " (a pass rewrites it)" if symbol in sites else ""
                 console.print(f"  {label:8}{symbol}{touched}")
         for step in generated.steps:
             hits = len(step.outcome.hits)
-            if hits != old_hits.get(step.name, 0) and step.name not in ("prune", "absolute_imports"):
+            if hits != old_hits.get(step.name, 0) and step.name not in PLUMBING:
                 console.print(f"  hits    {step.name}: {old_hits.get(step.name, 0)} -> {hits}")
         for symbol, reason in facts["census"].items():
             if reason != (before := record.get("census", {}).get(symbol, reason)):
                 console.print(f"  census  {symbol}: {before} -> {reason}")
-        if not (changed or gone or added):
+        if not any(changes.values()):
             console.print("  no class or function changed")
     return 1 if failed else 0

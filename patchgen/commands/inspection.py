@@ -6,20 +6,18 @@ import difflib
 import textwrap
 from pathlib import Path
 
-from rich.console import Console
 from rich.syntax import Syntax
 from rich.table import Table
 
 from patchgen import emit, model_configs, pipeline, source, upstream
 from patchgen.anatomy import Role, study
+from patchgen.commands.console import console, print_diff
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
 from patchgen.passes import PASSES, default_pipeline, pass_named
 from patchgen.passes.base import Pass
 from patchgen.passes.prune import default_roots
 from patchgen.pipeline import Generated
 from patchgen.templates import render
-
-console = Console(highlight=False)
 
 
 def diff(model: str, version: str | None, path: Path | None) -> None:
@@ -35,17 +33,13 @@ def diff(model: str, version: str | None, path: Path | None) -> None:
             console.print(textwrap.fill(dropped, 110))
             continue
         console.rule(f"{step.name}: {emit.summary(step.outcome)}", align="left")
-        for line in emit.text_diff(before, after).splitlines()[2:]:
-            style = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
-            console.print(line, style=style, markup=False, soft_wrap=True)
+        print_diff(emit.text_diff(before, after).splitlines()[2:])
 
 
 def explain(subject: str | None, version: str | None, path: Path | None) -> None:
     """A pass, a model, or the list of passes."""
     if subject is None:
-        table = Table()
-        table.add_column("pass")
-        table.add_column("purpose")
+        table = Table("pass", "purpose")
         for kind in PASSES:
             table.add_row(kind.name, kind.purpose)
         console.print(table)
@@ -71,19 +65,16 @@ def _explain_pass(kind: type[Pass]) -> None:
     console.print(f"It expects {kind.expects}.")
     for example in kind.EXAMPLES:
         console.rule(example.title, align="left", characters="·")
-        console.print("before", style="dim")
-        console.print(Syntax(example.before, "python", background_color="default", word_wrap=True))
-        console.print("after", style="dim")
-        console.print(Syntax(example.after, "python", background_color="default", word_wrap=True))
+        for title, text in (("before", example.before), ("after", example.after)):
+            console.print(title, style="dim")
+            console.print(Syntax(text, "python", background_color="default", word_wrap=True))
 
 
 def _explain_model(generated: Generated) -> None:
     console.print(f"{generated.model} from {generated.upstream.origin} ({generated.upstream.path})")
     for step in generated.steps:
-        if step.name in ("prune", "absolute_imports"):
-            continue
-        sites = [*step.outcome.hits, *step.outcome.upstream]
-        if not sites and not step.outcome.notes:
+        told = step.outcome.hits or step.outcome.upstream or step.outcome.notes
+        if step.name in ("prune", "absolute_imports") or not told:
             continue
         console.rule(step.name, align="left")
         for hit in step.outcome.hits:
@@ -91,10 +82,7 @@ def _explain_model(generated: Generated) -> None:
             block = hit.site.split(".")[0]
             if step.before.has(block) and step.outcome.module.has(block):
                 changes = emit.text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
-                for line in changes.splitlines()[3:]:
-                    console.print(
-                        "    " + line, style={"+": "green", "-": "red"}.get(line[:1]), markup=False, soft_wrap=True
-                    )
+                print_diff(changes.splitlines()[3:], indent="    ")
         for hit in step.outcome.upstream:
             console.print(f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim")
         for note in step.outcome.notes:
@@ -104,22 +92,18 @@ def _explain_model(generated: Generated) -> None:
 def inspect(subject: str, version: str | None) -> None:
     """The anatomy of a model or of a file."""
     path = Path(subject)
-    if path.exists():
-        name = path.stem.removeprefix("modeling_") if path.is_file() else path.name
-        origin = upstream.load(name, version, path)
-    else:
-        origin = upstream.load(subject, version)
+    name = path.stem.removeprefix("modeling_") if path.is_file() else path.name
+    origin = upstream.load(name, version, path) if path.exists() else upstream.load(subject, version)
     module = source.parse(origin.text, origin.path)
     anatomy = study(module, origin)
     console.print(f"{origin.model}: {origin.path} of {origin.origin}, {len(anatomy.classes)} classes")
-    table = Table()
-    for column in ("line", "class", "role", "why"):
-        table.add_column(column)
+    table = Table("line", "class", "role", "why")
     for info in anatomy.classes.values():
         for role, why in info.roles.items() or {"": ""}.items():
             table.add_row(str(info.node.lineno), info.name, role, why)
     console.print(table)
-    console.print("roots: " + ", ".join(default_roots(module, anatomy)))
+    roots = default_roots(module, anatomy)
+    console.print(f"roots: {', '.join(roots)}")
     config = model_configs.config_for(origin.model)
     try:
         steps = pipeline.run_passes(module, anatomy, default_pipeline(config), config)
@@ -129,7 +113,7 @@ def inspect(subject: str, version: str | None) -> None:
     for step in steps:
         console.print(f"  {step.name:20}{emit.summary(step.outcome)}")
     console.rule("draft config", align="left")
-    console.print(Syntax(_draft(origin.model, default_roots(module, anatomy)), "python", background_color="default"))
+    console.print(Syntax(_draft(origin.model, roots), "python", background_color="default"))
 
 
 def _draft(model: str, roots: tuple[str, ...]) -> str:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from patchgen import upstream
+from patchgen.commands.console import console
 from patchgen.errors import ConfigError
 from patchgen.mutation import rounds, table
-
-console = Console(highlight=False)
 
 
 def mutate(

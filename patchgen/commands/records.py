@@ -11,7 +11,6 @@ when its row is renewed, and missing until `make sweep-ranks` has made it again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 from collections.abc import Iterable, Mapping
@@ -19,21 +18,23 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from patchgen import __version__, provenance, source_closure, upstream
+from patchgen import __version__, provenance, upstream
 from patchgen.commands import source_keys
+from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, docs
 from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
+from patchgen.runtime.verify import source_closure
 from patchgen.templates import render
 
 FILE = "coverage.json"
-LAYOUTS = {"sp2": "--sp 2", "ep2": "--ep 2"}
-"""The layouts that docs/coverage.md shows, and the options of `patchgen sweep` that measure them."""
+LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
+"""The layouts that the pages show, by their key in a row, with what a page calls them."""
 Place = tuple[bool, str]
 """Whether a row is of a head with media, and its model type."""
 
 
 def path_in(folder: Path | None) -> Path:
     """The record in a folder; by default that of the documentation."""
-    return (folder or provenance.generated_root().resolve().parent / "docs") / FILE
+    return (folder or docs()) / FILE
 
 
 def read(path: Path) -> dict[Place, dict]:
@@ -41,11 +42,8 @@ def read(path: Path) -> dict[Place, dict]:
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    return {place_of(row): {"family": TEXT, "inputs": [], **row} for row in rows}
-
-
-def place_of(row: Mapping) -> Place:
-    return row.get("family", TEXT) != TEXT, row["model_type"]
+    rows = ({"family": TEXT, "inputs": [], **row} for row in rows)
+    return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
 
 
 def write(path: Path, rows: Mapping[Place, dict]) -> None:
@@ -53,13 +51,8 @@ def write(path: Path, rows: Mapping[Place, dict]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     key = present_key()
     ordered = [rows[place] for place in sorted(rows)]
-    for target, text in (
-        (path, json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"),
-        (path.with_suffix(".md"), page(key, ordered)),
-    ):
-        temporary = target.with_suffix(target.suffix + ".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(target)
+    record = json.dumps({"key": key, "rows": ordered}, indent=1) + "\n"
+    provenance.write_whole({path: record, path.with_suffix(".md"): page(key, ordered)})
 
 
 def page(key: Mapping[str, str], rows: list[dict]) -> str:
@@ -87,30 +80,31 @@ def wanted_key() -> dict[str, str]:
     return present_key() | source_keys.wanted_versions()
 
 
+def made_with(prover: str, key: Mapping[str, str]) -> dict[str, str]:
+    """What a proof says that it was made with."""
+    return {"prover": prover, "transformers": key["transformers"], "torch": key["torch"]}
+
+
 def row_key(generated: str, key: Mapping[str, str]) -> dict[str, str]:
     """The key of a row. A refusal of the generator is proven by nothing: neither prover nor torch decide it."""
-    return {"generated": generated, **{name: key[name] for name in ("prover", "transformers", "torch")}}
+    return {"generated": generated, **made_with(key["prover"], key)}
 
 
 def cell_key(generated: str, key: Mapping[str, str]) -> dict[str, str]:
     """The key of a comparison on ranks."""
-    return row_key(generated, {**key, "prover": key["rank_prover"]})
+    return {"generated": generated, **made_with(key["rank_prover"], key)}
 
 
 def _was_made_by(row: Mapping, key: Mapping[str, str]) -> bool:
     """Whether a row was made with these sources and releases, whatever its bytes are."""
-    made = row.get("made_with")
-    if not isinstance(made, Mapping):
-        return False
+    made = row.get("made_with", {})
     needed = ("transformers",) if row["status"] == FAILED else ("prover", "transformers", "torch")
     return all(made.get(name) == key[name] for name in needed)
 
 
 def _may_hold(row: Mapping, key: Mapping[str, str]) -> bool:
     """Whether a row, or a comparison of it on ranks, holds if its bytes are those that generation gives now."""
-    made = row.get("made_with")
-    generated = made["generated"] if isinstance(made, Mapping) else ""
-    return _was_made_by(row, key) or any(cell_holds(row, layout, key, generated) for layout in row.get("ranks", {}))
+    return _was_made_by(row, key) or bool(cells_that_hold(row, key, row.get("made_with", {}).get("generated")))
 
 
 def holds(row: Mapping | None, key: Mapping[str, str], generated: str | None) -> bool:
@@ -174,15 +168,10 @@ def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int =
 
 def present_digests(rows: Iterable[Mapping], release: upstream.Release, jobs: int) -> dict[str, str]:
     """What generation gives now for the type of each row; generated only where its sources are not those of the row."""
-    found: dict[str, str] = {}
-    unknown: dict[str, None] = {}
-    for row in rows:
-        kind = row["model_type"]
-        if row.get("sources") == source_keys.model_sources(kind, release):
-            found[kind] = row["made_with"]["generated"]
-        else:
-            unknown[kind] = None
-    todo = [kind for kind in unknown if kind not in found]
+    rows = list(rows)
+    unmoved = (row for row in rows if row.get("sources") == source_keys.model_sources(row["model_type"], release))
+    found = {row["model_type"]: row["made_with"]["generated"] for row in unmoved}
+    todo = list(dict.fromkeys(row["model_type"] for row in rows if row["model_type"] not in found))
     return found | (_digests(todo, release.version, jobs) if todo else {})
 
 
@@ -196,52 +185,20 @@ def _digests(kinds: list[str], version: str, jobs: int) -> dict[str, str]:
 def stale_proofs(names: Iterable[str]) -> list[Stale]:
     """Records beside committed models that are not of the file that stands there, or were made by other sources."""
     key = wanted_key()
-    proofs, ranks = [], []
+    old: dict[bool, list[str]] = {False: [], True: []}
     for name in names:
-        folder = provenance.generated_root() / name
-        sha256 = hashlib.sha256((folder / f"modeling_{name}.py").read_bytes()).hexdigest()
-        if not _proof_holds(folder / "verify.json", sha256, key["prover"], key):
-            proofs.append(name)
-        ranks += [f"{name} on {layout}" for layout in _old_layouts(folder / "verify_ranks.json", sha256, key)]
+        for layout in Committed(name).proofs:
+            if not proof_holds(name, layout, key):
+                old[layout != IN_ONE_PROCESS].append(f"{name} on {layout}" if layout else name)
     found = (
-        Stale("proofs beside committed models", tuple(proofs), "make verify-all"),
-        Stale("proofs on ranks beside committed models", tuple(ranks), "make verify-ranks"),
+        Stale("proofs beside committed models", tuple(old[False]), "make verify-all"),
+        Stale("proofs on ranks beside committed models", tuple(old[True]), "make verify-ranks"),
     )
     return [one for one in found if one.names]
 
 
-def _proof_holds(path: Path, sha256: str, prover: str, key: Mapping[str, str]) -> bool:
-    """A model without a proof claims nothing."""
-    if not path.is_file():
-        return True
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return record.get("sha256") == sha256 and record.get("made_with") == made_with(prover, key)
-
-
-def _old_layouts(path: Path, sha256: str, key: Mapping[str, str]) -> list[str]:
-    if not path.is_file():
-        return []
-    record = json.loads(path.read_text(encoding="utf-8"))
-    wanted = made_with(key["rank_prover"], key)
-    return [
-        layout
-        for layout, result in record["layouts"].items()
-        if record.get("sha256") != sha256 or result.get("made_with") != wanted
-    ]
-
-
-def made_with(prover: str, key: Mapping[str, str]) -> dict[str, str]:
-    """What a proof beside a generated file says that it was made with."""
-    return {"prover": prover, "transformers": key["transformers"], "torch": key["torch"]}
-
-
-def proof_holds(name: str, layout: str | None = None) -> bool:
-    """Whether a committed model has a proof, of a layout on ranks if one is named, that holds here and now."""
-    folder, key = provenance.generated_root() / name, present_key()
-    sha256 = hashlib.sha256((folder / f"modeling_{name}.py").read_bytes()).hexdigest()
-    if layout is None:
-        path = folder / "verify.json"
-        return path.is_file() and _proof_holds(path, sha256, key["prover"], key)
-    path = folder / "verify_ranks.json"
-    known = json.loads(path.read_text(encoding="utf-8"))["layouts"] if path.is_file() else {}
-    return layout in known and layout not in _old_layouts(path, sha256, key)
+def proof_holds(name: str, layout: str = IN_ONE_PROCESS, key: Mapping[str, str] | None = None) -> bool:
+    """Whether a committed model has a proof, of a layout on ranks if one is named, that holds; here and now, but for `key`."""
+    key = key or present_key()
+    proof = Committed(name).present_proofs.get(layout)
+    return proof is not None and proof.get("made_with") == made_with(key["rank_prover" if layout else "prover"], key)

@@ -5,53 +5,38 @@ python -m patchgen.commands.support_matrix      # writes them again
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from patchgen import provenance
+from patchgen.commands import records
+from patchgen.commands.committed_models import Committed, committed, docs
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
-from patchgen.commands.generation import committed
 from patchgen.commands.models_page import rank_results
+from patchgen.commands.records import LAYOUTS
 from patchgen.errors import PatchgenError
+from patchgen.templates import render
 
-COUNT_BEGIN, COUNT_END = "<!-- counts: written, not edited -->\n", "<!-- end of the counts -->\n"
-BEGIN, END = "<!-- support matrix: written, not edited -->\n", "<!-- end of the support matrix -->\n"
-LAYOUTS = {"sp2": "sp 2", "ep2": "ep 2"}
 NOT_MEASURED = "not measured"
-
-
-def docs() -> Path:
-    """The folder of the documentation."""
-    return provenance.generated_root().resolve().parent / "docs"
 
 
 def support_matrix() -> str:
     """The text between the marks. It follows from the records alone."""
-    rows = json.loads((docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
-    of_text = {row["model_type"]: row.get("ranks", {}) for row in rows if row.get("family", "text") == "text"}
-    of_media = {name: rank_results(provenance.generated_root() / name, name) for name in committed()}
+    of_text = {row["model_type"]: row.get("ranks", {}) for row in _text_rows()}
+    of_media = {name: rank_results(Committed(name)) for name in committed()}
     text = {
         name: {label: _cell(ranks.get(layout)) for layout, label in LAYOUTS.items()}
         for name in committed()
         if (ranks := of_text.get(name) or of_text.get(f"{name}_text") or {}) or not of_media[name]
     }
     media = {name: found for name, found in of_media.items() if found}
-    lines = ["Text:", "", *_table(text), "", "Images, video and audio:", "", *_table(media)]
     counts = []
     for layout, name in LAYOUTS.items():
         compared = [cell for ranks in of_text.values() if (cell := ranks.get(layout)) and cell.get("applies", True)]
         counts.append(f"{sum(not result['reason'] for result in compared)} of {len(compared)} with {name}")
-    return "\n".join([*lines, "", f"Of all types of this release agree: {', '.join(counts)}."]) + "\n"
+    return render("support_matrix.jinja", text=text, media=media, counts=counts, not_measured=NOT_MEASURED)
 
 
-def _table(cells: dict[str, dict[str, str]]) -> list[str]:
-    """One row per model, one column per layout."""
-    columns = sorted({layout for row in cells.values() for layout in row})
-    rows = [
-        f"| {name} | {' | '.join(row.get(column, NOT_MEASURED) for column in columns)} |"
-        for name, row in cells.items()
-    ]
-    return [f"| model | {' | '.join(columns)} |", f"| --- |{' ---: |' * len(columns)}", *rows]
+def _text_rows() -> list[dict]:
+    return [row for (takes_media, _), row in records.read(records.path_in(None)).items() if not takes_media]
 
 
 def _cell(result: dict | None) -> str:
@@ -64,8 +49,7 @@ def _cell(result: dict | None) -> str:
 
 def counts() -> str:
     """What the README says of the record of text types."""
-    rows = json.loads((docs() / "coverage.json").read_text(encoding="utf-8"))["rows"]
-    statuses = [row["status"] for row in rows if row.get("family", "text") == "text"]
+    statuses = [row["status"] for row in _text_rows()]
     equal = sum(status in (PROVEN, EAGER_ONLY) for status in statuses)
     return (
         f"- **Proven.** Loss, logits and every gradient of {equal} model types are bit-identical to upstream's, and "
@@ -76,15 +60,16 @@ def counts() -> str:
 
 def page(text: str) -> str:
     """docs/parallel.md with the matrix between its marks."""
-    return _between(text, BEGIN, f"\n{support_matrix()}\n", END, "docs/parallel.md")
+    return _between(text, "support matrix", support_matrix(), "docs/parallel.md")
 
 
 def readme(text: str) -> str:
     """The README with the counts of the record between its marks."""
-    return _between(text, COUNT_BEGIN, counts(), COUNT_END, "README.md")
+    return _between(text, "counts", counts(), "README.md")
 
 
-def _between(text: str, begin: str, inside: str, end: str, name: str) -> str:
+def _between(text: str, what: str, inside: str, name: str) -> str:
+    begin, end = f"<!-- {what}: written, not edited -->\n", f"<!-- end of the {what} -->\n"
     before, first, rest = text.partition(begin)
     _, last, after = rest.partition(end)
     if not (first and last):

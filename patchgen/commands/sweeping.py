@@ -8,11 +8,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import track
 
-from patchgen import upstream
+from patchgen import source, upstream
+from patchgen.anatomy import Anatomy, Role, media, study
+from patchgen.anatomy.roles import AUDIO_INPUTS
 from patchgen.commands import records, source_keys, support_matrix
+from patchgen.commands.console import console
 from patchgen.commands.examination import (
     CAUSAL_MAP,
     EAGER_ONLY,
@@ -26,8 +28,6 @@ from patchgen.commands.examination import (
     row,
 )
 from patchgen.errors import ConfigError
-
-console = Console(highlight=False)
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)
@@ -54,31 +54,22 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     known = {kind: "" if fresh else _proven_bytes(rows.get((takes_media, kind)), key) for kind in wanted}
     sources = {kind: source_keys.model_sources(kind, release) for kind in wanted}
     todo = [k for k in wanted if not known[k] or rows[takes_media, k].get("sources") != sources[k]]
-    columns = (
-        TextColumn("sweeping"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(wanted), completed=len(wanted) - len(todo))
-        for found in _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media):
-            kind = found["model_type"]
-            found["family"] = _family(kind, release) if takes_media else TEXT
-            place = (takes_media, kind)
-            before = rows.get(place, {})
-            generated = found.pop("generated")
-            made_with = records.row_key(generated, key)
-            kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
-            rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
-            if not records.needs_ranks(rows[place]):
-                rows[place].pop("ranks", None)
-            records.write(path, rows)
-            progress.update(task, advance=1, description=kind)
-            if not console.is_terminal:
-                told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
-                console.print(f"{kind}: {told}", soft_wrap=True)
+    made = _run({kind: known[kind] for kind in todo}, release.version, jobs, takes_media=takes_media)
+    for found in track(made, "sweeping", len(todo), console=console, disable=not console.is_terminal):
+        kind = found["model_type"]
+        found["family"] = _family(kind, release) if takes_media else TEXT
+        place = (takes_media, kind)
+        before = rows.get(place, {})
+        generated = found.pop("generated")
+        made_with = records.row_key(generated, key)
+        kept = before if "status" not in found else {"ranks": records.cells_that_hold(before, key, generated)}
+        rows[place] = {**kept, **found, "sources": sources[kind], "made_with": made_with}
+        if not records.needs_ranks(rows[place]):
+            rows[place].pop("ranks", None)
+        records.write(path, rows)
+        if not console.is_terminal:
+            told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
+            console.print(f"{kind}: {told}", soft_wrap=True)
     records.write(path, rows)
     if output is None:
         support_matrix.write()
@@ -87,8 +78,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
 
 def _proven_bytes(known: Mapping | None, key: Mapping[str, str]) -> str:
     """What identifies the bytes that a row proves with the sources and releases that are here; empty: none."""
-    generated = (known or {}).get("made_with", {})
-    generated = generated.get("generated", "") if isinstance(generated, Mapping) else ""
+    generated = (known or {}).get("made_with", {}).get("generated", "")
     return generated if records.holds(known, key, generated) else ""
 
 
@@ -119,7 +109,8 @@ def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | No
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [k for _, k in wanted if fresh or not records.cell_holds(rows[False, k], layout, key, present[k])]
-    for found in parallel_coverage.sweep(todo, sp=sp, ep=ep, world=world) if todo else ():
+    separates = {k: bool((rows[False, k].get("training") or {}).get("separates_documents")) for k in todo}
+    for found in parallel_coverage.sweep(separates, sp=sp, ep=ep, world=world) if todo else ():
         cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
         cell["made_with"] = records.cell_key(found.generated, key)
         rows[False, found.model_type].setdefault("ranks", {})[layout] = cell
@@ -164,57 +155,48 @@ def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool)
 
 def types_of(family: str, release: upstream.Release) -> list[str]:
     """The model types of a family in a release."""
-    if family in (*MEDIA, "media"):
-        return _with_media(family, release)
-    kinds = sorted(release.auto_map(CAUSAL_MAP))
-    return [kind for kind in kinds if _routes(kind, release)] if family == "moe" else kinds
+    candidates = _candidates(release, takes_media=family in (*MEDIA, "media"))
+    if family == TEXT:
+        return candidates
+    if family == "moe":
+        return [kind for kind in candidates if _routes(kind, release)]
+    wanted = MEDIA if family == "media" else (family,)
+    return [kind for kind in candidates if _family(kind, release) in wanted]
 
 
 def missing_types(rows: Container[records.Place], release: upstream.Release) -> dict[bool, list[str]]:
     """The model types of a release that have no row, without and with media."""
-    media = [kind for kind in _media_candidates(release) if (True, kind) not in rows]
-    return {
-        False: [kind for kind in types_of(TEXT, release) if (False, kind) not in rows],
-        True: [kind for kind in media if _family(kind, release) in MEDIA],
-    }
+    text, with_media = (
+        [kind for kind in _candidates(release, takes_media=takes_media) if (takes_media, kind) not in rows]
+        for takes_media in (False, True)
+    )
+    return {False: text, True: [kind for kind in with_media if _family(kind, release) in MEDIA]}
 
 
-def _media_candidates(release: upstream.Release) -> list[str]:
-    return sorted({kind for name in MEDIA_MAPS for kind in release.auto_map(name)})
-
-
-def _with_media(family: str, release: upstream.Release) -> list[str]:
-    """The types with a head that takes images or audio, of one family or of all."""
-    found = {kind: _family(kind, release) for kind in _media_candidates(release)}
-    return [kind for kind, own in found.items() if own in (MEDIA if family == "media" else (family,))]
+def _candidates(release: upstream.Release, *, takes_media: bool) -> list[str]:
+    """The types with a causal head, or with one that may take images or audio."""
+    return sorted({kind for name in (MEDIA_MAPS if takes_media else (CAUSAL_MAP,)) for kind in release.auto_map(name)})
 
 
 def _family(model_type: str, release: upstream.Release) -> str:
     """What the models of a type take: images or video, audio, both, or neither."""
-    from patchgen import source
-    from patchgen.anatomy import study
-    from patchgen.anatomy.media import takes_media
-    from patchgen.anatomy.roles import AUDIO_INPUTS
-
-    path = release.file_of(model_type)
-    if path is None:
+    anatomy = _anatomy(model_type, release)
+    inputs = {name for info in anatomy.classes for name in media.takes_media(anatomy, info)} if anatomy else set()
+    sounds = {name for name in inputs if name in AUDIO_INPUTS or "audio" in name}
+    if not inputs:
         return TEXT
-    origin = upstream.load_file(release, path, model=model_type)
-    anatomy = study(source.parse(origin.text, origin.path), origin)
-    media = {name for info in anatomy.classes for name in takes_media(anatomy, info)}
-    sounds = {name for name in media if name in AUDIO_INPUTS or "audio" in name}
-    if not media:
-        return TEXT
-    return OMNI if sounds and media - sounds else AUDIO if sounds else VISION
+    return OMNI if sounds and inputs - sounds else AUDIO if sounds else VISION
 
 
 def _routes(model_type: str, release: upstream.Release) -> bool:
     """Whether the file of a model type has experts."""
-    from patchgen import source
-    from patchgen.anatomy import Role, study
+    anatomy = _anatomy(model_type, release)
+    return anatomy is not None and bool(anatomy.with_role(Role.EXPERTS))
 
+
+def _anatomy(model_type: str, release: upstream.Release) -> Anatomy | None:
     path = release.file_of(model_type)
     if path is None:
-        return False
+        return None
     origin = upstream.load_file(release, path, model=model_type)
-    return bool(study(source.parse(origin.text, origin.path), origin).with_role(Role.EXPERTS))
+    return study(source.parse(origin.text, origin.path), origin)

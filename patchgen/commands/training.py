@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 from patchgen.errors import ConfigError, PatchgenError
+from patchgen.templates import render
 
 SCRIPTS = ("slurm", "ssh")
 
@@ -58,19 +59,14 @@ def train(
 
 def start_script(kind: str, path: Path, name: str, assignments: list[str], processes: int, nodes: str) -> str:
     """A script that starts the recipe on several machines: for Slurm, or with plain SSH."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     if kind not in SCRIPTS:
         raise ConfigError(f"--script knows {', '.join(SCRIPTS)}, not '{kind}'.")
     if not nodes.isdigit():
         raise ConfigError(f"--script needs a fixed number of machines (--nnodes), not '{nodes}'.")
-    environment = Environment(
-        loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, keep_trailing_newline=True
-    )
     quoted = [shlex.quote(assignment) for assignment in assignments]
     sets = "".join(f" \\\n  --set {assignment}" for assignment in quoted)
     if kind == "ssh":  # one line, within double quotes
         sets = "".join(" --set " + re.sub(r'(["$`\\])', r"\\\1", assignment) for assignment in quoted)
-    return environment.get_template(f"{kind}.jinja").render(
-        recipe=path, name=name, processes=processes, nodes=nodes, assignments=sets, port=29_500
+    return render(
+        f"{kind}.jinja", recipe=path, name=name, processes=processes, nodes=nodes, assignments=sets, port=29_500
     )

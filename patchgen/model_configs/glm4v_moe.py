@@ -1,7 +1,3 @@
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="glm4v_moe",
-    roots=("Glm4vMoeForConditionalGeneration",),
-    strict_sync=True,
-)
+CONFIG = ModelConfig(model="glm4v_moe", roots=("Glm4vMoeForConditionalGeneration",), strict_sync=True)

@@ -1,6 +1,3 @@
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="gpt_oss",
-    roots=("GptOssForCausalLM",),
-)
+CONFIG = ModelConfig(model="gpt_oss", roots=("GptOssForCausalLM",))

@@ -1,6 +1,3 @@
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="llama",
-    roots=("LlamaForCausalLM",),
-)
+CONFIG = ModelConfig(model="llama", roots=("LlamaForCausalLM",))

@@ -1,6 +1,3 @@
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="mixtral",
-    roots=("MixtralForCausalLM",),
-)
+CONFIG = ModelConfig(model="mixtral", roots=("MixtralForCausalLM",))

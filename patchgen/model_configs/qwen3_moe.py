@@ -1,6 +1,3 @@
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="qwen3_moe",
-    roots=("Qwen3MoeForCausalLM",),
-)
+CONFIG = ModelConfig(model="qwen3_moe", roots=("Qwen3MoeForCausalLM",))

@@ -2,8 +2,4 @@
 
 from patchgen.model_configs import ModelConfig
 
-CONFIG = ModelConfig(
-    model="qwen3_omni_moe",
-    roots=("Qwen3OmniMoeThinkerForConditionalGeneration",),
-    strict_sync=True,
-)
+CONFIG = ModelConfig(model="qwen3_omni_moe", roots=("Qwen3OmniMoeThinkerForConditionalGeneration",), strict_sync=True)

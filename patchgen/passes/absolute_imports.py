@@ -23,29 +23,21 @@ class AbsoluteImports(Pass):
     purpose = "Relative imports become absolute, also inside functions and TYPE_CHECKING blocks."
     expects = "every relative import of the file, but for those of modules that are copied along"
     EXAMPLES = (
-        Example(
-            "one, two and three dots, and a line that becomes too long",
-            before=(
-                "from ...activations import ACT2FN\n"
-                "from ..auto import AutoModel\n"
-                "from .configuration_example import ExampleConfig\n"
-                "\n\n"
-                "def lazy():\n"
-                "    from ...utils import logging  # only when needed\n"
-                "\n"
-                "    return logging\n"
-            ),
-            after=(
-                "from transformers.activations import ACT2FN\n"
-                "from transformers.models.auto import AutoModel\n"
-                "from transformers.models.example.configuration_example import ExampleConfig\n"
-                "\n\n"
-                "def lazy():\n"
-                "    from transformers.utils import logging  # only when needed\n"
-                "\n"
-                "    return logging\n"
-            ),
-        ),
+        Example("""one, two and three dots, and a line that becomes too long
+      - from ...activations import ACT2FN
+      - from ..auto import AutoModel
+      - from .configuration_example import ExampleConfig
+      + from transformers.activations import ACT2FN
+      + from transformers.models.auto import AutoModel
+      + from transformers.models.example.configuration_example import ExampleConfig
+
+
+        def lazy():
+      -     from ...utils import logging  # only when needed
+      +     from transformers.utils import logging  # only when needed
+
+            return logging
+        """),
     )
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:

@@ -11,8 +11,8 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
-from patchgen.rewrite import edit_function, function_body, with_body
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.rewrite import edit_function, function_body, marked, with_body
 from patchgen.source import Block, Module
 
 FILTER = "accepts_precomputed_kwargs"
@@ -27,32 +27,19 @@ class AttentionKwargs(SitePass):
     purpose = "cu_seq_lens_q/k and max_length_q/k are withheld from towers; the language model still gets them."
     expects = "one hit per model that hands keyword arguments to a tower, or upstream's own filter"
     EXAMPLES = (
-        Example(
-            "withheld in the call, so that what follows still has them",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_image_features(self, pixel_values, **kwargs):\n"
-                "        return self.visual(pixel_values, **kwargs)\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
-                "        embeds = self.embed_tokens(input_ids)\n"
-                "        if pixel_values is not None:\n"
-                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **kwargs))\n"
-                "        return self.language_model(embeds, **kwargs)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_image_features(self, pixel_values, **kwargs):\n"
-                "        return self.visual(pixel_values, **kwargs)\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, **kwargs):\n"
-                "        embeds = self.embed_tokens(input_ids)\n"
-                "        # patchgen: attention_kwargs\n"
-                "        if pixel_values is not None:\n"
-                "            embeds = self.merge(embeds, self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs)))\n"
-                "        return self.language_model(embeds, **kwargs)\n"
-            ),
-        ),
+        Example("""withheld in the call, so that what follows still has them
+        class ExampleModel(ExamplePreTrainedModel):
+            def get_image_features(self, pixel_values, **kwargs):
+                return self.visual(pixel_values, **kwargs)
+
+            def forward(self, input_ids, pixel_values=None, **kwargs):
+                embeds = self.embed_tokens(input_ids)
+      +         # patchgen: attention_kwargs
+                if pixel_values is not None:
+      -             embeds = self.merge(embeds, self.get_image_features(pixel_values, **kwargs))
+      +             embeds = self.merge(embeds, self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs)))
+                return self.language_model(embeds, **kwargs)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -62,7 +49,7 @@ class AttentionKwargs(SitePass):
             if module.has(info.name) and (callees := _callees(anatomy, info.name))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         callees = _callees(anatomy, site.block)
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
@@ -75,8 +62,7 @@ class AttentionKwargs(SitePass):
                 withhold.found.clear()
                 changed = node.visit(withhold)
                 if withhold.found:
-                    comment = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
-                    changed = changed.with_changes(leading_lines=[*changed.leading_lines, comment])
+                    changed = marked(changed, self.mark)
                     served.extend(withhold.found)
                 body.append(changed)
             return with_body(forward, body)

@@ -6,44 +6,6 @@ from patchgen.anatomy import Role
 from patchgen.passes.base import Example
 from patchgen.passes.tower_slices import TowerSlices
 
-_ATTENTION = """\
-class ExampleAttention(nn.Module):
-    def forward(self, hidden_states, cu_seqlens, max_seqlen):
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
-{mark}        if {test}(self.config):
-            return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens, max_length_q=max_seqlen)
-        return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
-
-
-class ExampleLayer(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.self_attn = ExampleAttention(config)
-
-
-class ExampleAudio(PreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, 3)
-        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.encoder_layers)])
-        self.ln_post = nn.LayerNorm(config.d_model)
-
-    def forward(self, input_features, feature_lens):
-        padded_feature, valid_indices = chunk_and_pad(input_features, feature_lens)
-        cu_seqlens, max_seqlen, pairs = get_audio_lengths(feature_lens)
-"""
-_CONVOLVE = "        padded_embed = self.conv1(padded_feature).transpose(1, 2)\n"
-_SELECT = "        hidden_states = torch.index_select(padded_embed.flatten(0, 1), 0, valid_indices)\n"
-_LOOP = """\
-        for layer in self.layers:
-            hidden_states = layer(hidden_states, cu_seqlens, max_seqlen=max_seqlen)
-        hidden_states = self.ln_post(hidden_states)
-"""
-_POOL = """\
-        hidden_states = (hidden_states[pairs] + hidden_states[pairs + 1]) / 2
-        return BaseModelOutput(last_hidden_state=hidden_states)
-"""
-
 
 class AudioSP(TowerSlices):
     """Bounds of chunks stay those of the whole: attention sees all frames of some heads."""
@@ -53,22 +15,51 @@ class AudioSP(TowerSlices):
     expects = "one hit per audio tower whose layers attend by lengths, and one per attention class of these"
     role = Role.AUDIO
     EXAMPLES = (
-        Example(
-            "chunks for the convolution; frames, gathered above a pooling that knows where each sound ends",
-            before=(
-                _ATTENTION.format(mark="", test="is_flash_attention_requested") + _CONVOLVE + _SELECT + _LOOP + _POOL
-            ),
-            after=(
-                _ATTENTION.format(mark="        # patchgen: audio_sp\n", test="ops.attends_by_lengths")
-                + "        # patchgen: audio_sp\n"
-                "        chunks = ops.chunk_rows(padded_feature)\n"
-                "        padded_feature = chunks.own(padded_feature)\n" + _CONVOLVE + "        # patchgen: audio_sp\n"
-                "        padded_embed = chunks.all(padded_embed)\n" + _SELECT + "        # patchgen: audio_sp\n"
-                "        rows = ops.tower_rows(self.layers, hidden_states)\n"
-                "        cu_seqlens = rows.lengths(cu_seqlens)\n"
-                "        max_seqlen = rows.longest(max_seqlen)\n"
-                "        hidden_states = rows.own(hidden_states)\n" + _LOOP + "        # patchgen: audio_sp\n"
-                "        hidden_states = rows.all(hidden_states)\n" + _POOL
-            ),
-        ),
+        Example("""chunks for the convolution; frames, gathered above a pooling that knows where each sound ends
+        class ExampleAttention(nn.Module):
+            def forward(self, hidden_states, cu_seqlens, max_seqlen):
+                attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
+      -         if is_flash_attention_requested(self.config):
+      +         # patchgen: audio_sp
+      +         if ops.attends_by_lengths(self.config):
+                    return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens, max_length_q=max_seqlen)
+                return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
+
+
+        class ExampleLayer(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.self_attn = ExampleAttention(config)
+
+
+        class ExampleAudio(PreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.conv1 = nn.Conv1d(config.num_mel_bins, config.d_model, 3)
+                self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.encoder_layers)])
+                self.ln_post = nn.LayerNorm(config.d_model)
+
+            def forward(self, input_features, feature_lens):
+                padded_feature, valid_indices = chunk_and_pad(input_features, feature_lens)
+                cu_seqlens, max_seqlen, pairs = get_audio_lengths(feature_lens)
+      +         # patchgen: audio_sp
+      +         chunks = ops.chunk_rows(padded_feature)
+      +         padded_feature = chunks.own(padded_feature)
+                padded_embed = self.conv1(padded_feature).transpose(1, 2)
+      +         # patchgen: audio_sp
+      +         padded_embed = chunks.all(padded_embed)
+                hidden_states = torch.index_select(padded_embed.flatten(0, 1), 0, valid_indices)
+      +         # patchgen: audio_sp
+      +         rows = ops.tower_rows(self.layers, hidden_states)
+      +         cu_seqlens = rows.lengths(cu_seqlens)
+      +         max_seqlen = rows.longest(max_seqlen)
+      +         hidden_states = rows.own(hidden_states)
+                for layer in self.layers:
+                    hidden_states = layer(hidden_states, cu_seqlens, max_seqlen=max_seqlen)
+                hidden_states = self.ln_post(hidden_states)
+      +         # patchgen: audio_sp
+      +         hidden_states = rows.all(hidden_states)
+                hidden_states = (hidden_states[pairs] + hidden_states[pairs + 1]) / 2
+                return BaseModelOutput(last_hidden_state=hidden_states)
+        """),
     )

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.errors import PassMismatch
 from patchgen.source import Block, Module
 
@@ -52,16 +52,16 @@ class Upstream:
     what: str
 
 
-@dataclass(frozen=True)
-class LeftAlone:
-    """The outcome of `rewrite` for a site that the pass knows and does not serve; it is listed as a note."""
+@dataclass(eq=False)
+class LeftAlone(Exception):
+    """Raised by `rewrite` for a site that the pass knows and does not serve; it is listed as a note."""
 
     why: str
 
 
-@dataclass(frozen=True)
-class Missed:
-    """The outcome of `rewrite` where the site does not have the form that the pass knows."""
+@dataclass(eq=False)
+class Missed(Exception):
+    """Raised by `rewrite` where the site does not have the form that the pass knows."""
 
     looked_for: str
     closest: str = ""
@@ -80,11 +80,30 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Example:
-    """A source before and after a pass: its documentation and its test."""
+    """A source before and after a pass: its documentation and its test.
 
-    title: str
-    before: str
-    after: str
+    The first line of `text` is the title. Of the others, those with a `-` at their left are there only before, those
+    with a `+` only after; they begin in the column of the closing quotes.
+    """
+
+    text: str
+
+    @property
+    def title(self) -> str:
+        return self.text.partition("\n")[0]
+
+    @property
+    def before(self) -> str:
+        return self._lines("-")
+
+    @property
+    def after(self) -> str:
+        return self._lines("+")
+
+    def _lines(self, sign: str) -> str:
+        _, *lines, margin = self.text.split("\n")
+        start = len(margin)
+        return "".join(f"{line[start:]}\n" for line in lines if line[:start].strip() in ("", sign))
 
 
 class Pass(abc.ABC):
@@ -112,17 +131,25 @@ class Pass(abc.ABC):
 class SitePass(Pass):
     """A pass that rewrites sites one by one."""
 
-    @abc.abstractmethod
+    role: ClassVar[str]  # of the classes whose forwards are the sites; without one, the pass has `sites` of its own
+
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
+        return [
+            method_site(anatomy, info.name, "forward", f"{self.role}: {info.roles[self.role]}")
+            for info in anatomy.with_role(self.role, module)
+        ]
 
     @abc.abstractmethod
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | LeftAlone | Missed:
-        """Rewrites one site in its block."""
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+        """Rewrites one site in its block.
+
+        Raises:
+            Missed, LeftAlone: see there.
+        """
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
-        del module, anatomy
         return ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -136,12 +163,15 @@ class SitePass(Pass):
             if f"# {self.mark}" in block.text and self.is_done(block, site):
                 upstream.append(Hit(site.name, site.line, "rewritten before"))
                 continue
-            result = self.rewrite(block, site, anatomy)
-            if isinstance(result, Missed):
-                misses.append((site, result))
-            elif isinstance(result, LeftAlone):
-                notes.append(result.why)
-            elif isinstance(result, Upstream):
+            try:
+                result = self.rewrite(block, site, anatomy)
+            except Missed as miss:
+                misses.append((site, miss))
+                continue
+            except LeftAlone as left:
+                notes.append(left.why)
+                continue
+            if isinstance(result, Upstream):
                 upstream.append(Hit(site.name, site.line, result.what))
             else:
                 assert result.block.text != block.text, f"{self.name} reports a hit on {site.name} and changed nothing"
@@ -168,7 +198,6 @@ class SitePass(Pass):
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Remarks for the report, for example on variants that were left alone on purpose."""
-        del module, anatomy
         return ()
 
     def _miss_message(self, misses: Sequence[tuple[Site, Missed]]) -> str:
@@ -200,3 +229,8 @@ def method_site(anatomy: Anatomy, owner: str, method: str, why: str) -> Site:
     """The site of a method."""
     node = anatomy.classes[owner].methods[method]
     return Site(f"{owner}.{method}", owner, node.lineno, why)
+
+
+def class_site(info: ClassInfo, why: str) -> Site:
+    """The site that is a whole class."""
+    return Site(info.name, info.name, info.node.lineno, why)

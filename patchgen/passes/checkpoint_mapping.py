@@ -5,8 +5,8 @@ from __future__ import annotations
 from patchgen.anatomy import Anatomy
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import format_code
-from patchgen.source import Block, Module
+from patchgen.rewrite import at_end
+from patchgen.source import Module
 
 
 class CheckpointMapping(Pass):
@@ -18,19 +18,17 @@ class CheckpointMapping(Pass):
     purpose = "Upstream's checkpoint conversions and initialisation apply to the generated classes too."
     expects = "one hit per file with model classes"
     EXAMPLES = (
-        Example(
-            "one call for the model types and classes of the file",
-            before=('class ExampleForCausalLM(PreTrainedModel):\n    pass\n\n\n__all__ = ["ExampleForCausalLM"]\n'),
-            after=(
-                "class ExampleForCausalLM(PreTrainedModel):\n"
-                "    pass\n"
-                "\n\n"
-                "# patchgen: checkpoint_mapping\n"
-                'ops.register_checkpoint_mapping("ExampleForCausalLM")\n'
-                "\n\n"
-                '__all__ = ["ExampleForCausalLM"]\n'
-            ),
-        ),
+        Example("""one call for the model types and classes of the file
+        class ExampleForCausalLM(PreTrainedModel):
+            pass
+
+
+      + # patchgen: checkpoint_mapping
+      + ops.register_checkpoint_mapping("ExampleForCausalLM")
+      +
+      +
+        __all__ = ["ExampleForCausalLM"]
+        """),
     )
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -52,14 +50,6 @@ class CheckpointMapping(Pass):
         arguments = ", ".join(f'"{name}"' for name in [*model_types, *models])
         code = f"# {self.mark}\nops.register_checkpoint_mapping({arguments})\n"
         if anatomy.upstream.version is not None:  # another file's _init_weights may rely on being skipped
-            code += f"ops.initialize_as_upstream({', '.join(_first_models(anatomy, models))})\n"
-        call = format_code(code)
-        blocks = list(module.blocks)
-        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
-        blocks.insert(position, Block(text="\n\n" + call))
-        return Outcome(module.with_blocks(blocks), (Hit("module", 0, f"{len(models)} model classes"),))
-
-
-def _first_models(anatomy: Anatomy, models: list[str]) -> list[str]:
-    """The models of a file that no other model of it is above."""
-    return [name for name in models if not any(base in models for base in anatomy.classes[name].bases)]
+            first = [name for name in models if not set(anatomy.classes[name].bases) & set(models)]
+            code += f"ops.initialize_as_upstream({', '.join(first)})\n"
+        return Outcome(at_end(module, code), (Hit("module", 0, f"{len(models)} model classes"),))

@@ -23,33 +23,19 @@ class DeepstackSP(SitePass):
     purpose = "Each level of deepstack features keeps the rows of this rank's tokens."
     expects = "one hit per fusion model that reads deepstack features"
     EXAMPLES = (
-        Example(
-            "below the scatter of the same image's features",
-            before=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        levels = None\n"
-                "        if pixel_values is not None:\n"
-                "            image = self.get_image_features(pixel_values)\n"
-                "            levels = image.deepstack_features\n"
-                "            mask = self.get_placeholder_mask(input_ids)\n"
-                "            inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds, levels=levels)\n"
-            ),
-            after=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        levels = None\n"
-                "        if pixel_values is not None:\n"
-                "            image = self.get_image_features(pixel_values)\n"
-                "            levels = image.deepstack_features\n"
-                "            mask = self.get_placeholder_mask(input_ids)\n"
-                "            inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)\n"
-                "            # patchgen: deepstack_sp\n"
-                "            levels = ops.own_levels(levels, mask)\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds, levels=levels)\n"
-            ),
-        ),
+        Example("""below the scatter of the same image's features
+        class ExampleModel(PreTrainedModel):
+            def forward(self, input_ids, pixel_values, inputs_embeds):
+                levels = None
+                if pixel_values is not None:
+                    image = self.get_image_features(pixel_values)
+                    levels = image.deepstack_features
+                    mask = self.get_placeholder_mask(input_ids)
+                    inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)
+      +             # patchgen: deepstack_sp
+      +             levels = ops.own_levels(levels, mask)
+                return self.language_model(inputs_embeds=inputs_embeds, levels=levels)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -59,13 +45,12 @@ class DeepstackSP(SitePass):
             if _reads_features(module.block(info.name))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        del anatomy
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         rewriter = _OwnLevels(self.mark)
         edited = transform(block, rewriter)
         reads = list(m.findall(block.cst, _READ))
         if rewriter.found != len(reads) or not reads:
-            return Missed(
+            raise Missed(
                 f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
                 code_of(reads[0]) if reads else "",
             )

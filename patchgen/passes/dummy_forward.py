@@ -32,35 +32,20 @@ class DummyForward(SitePass):
     purpose = "A tower with no input on this rank runs on a minimal one; its features enter as zero times their mean."
     expects = "one hit per model that calls get_<modality>_features in its forward"
     EXAMPLES = (
-        Example(
-            "in the place of the call, so that towers run in one order on all ranks",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_audio_features(self, input_features):\n"
-                "        return self.audio_tower(input_features)\n"
-                "\n"
-                "    def forward(self, input_ids, input_features=None):\n"
-                "        inputs_embeds = self.embed_tokens(input_ids)\n"
-                "        if input_features is not None:\n"
-                "            features = self.get_audio_features(input_features)\n"
-                "            inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)\n"
-                "        return self.language_model(inputs_embeds)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_audio_features(self, input_features):\n"
-                "        return self.audio_tower(input_features)\n"
-                "\n"
-                "    def forward(self, input_ids, input_features=None):\n"
-                "        inputs_embeds = self.embed_tokens(input_ids)\n"
-                "        # patchgen: dummy_forward\n"
-                "        inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)\n"
-                "        if input_features is not None:\n"
-                "            features = self.get_audio_features(input_features)\n"
-                "            inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)\n"
-                "        return self.language_model(inputs_embeds)\n"
-            ),
-        ),
+        Example("""in the place of the call, so that towers run in one order on all ranks
+        class ExampleModel(ExamplePreTrainedModel):
+            def get_audio_features(self, input_features):
+                return self.audio_tower(input_features)
+
+            def forward(self, input_ids, input_features=None):
+                inputs_embeds = self.embed_tokens(input_ids)
+      +         # patchgen: dummy_forward
+      +         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
+                if input_features is not None:
+                    features = self.get_audio_features(input_features)
+                    inputs_embeds = inputs_embeds.masked_scatter(self.mask(input_ids), features)
+                return self.language_model(inputs_embeds)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -81,7 +66,7 @@ class DummyForward(SitePass):
             if callees and media not in _optional(anatomy, info.name)
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         above: list[str] = []
         optional = _optional(anatomy, site.block)
         served: list[str] = []
@@ -109,9 +94,9 @@ class DummyForward(SitePass):
         block = edit_function(block, "forward", insert)
         if above:
             which = ", ".join(above)
-            return LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
+            raise LeftAlone(f"{site.block}: {which} is encoded above the embeddings: every rank must hold it")
         if not served:
-            return Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
+            raise Missed(f"a call of get_<modality>_features with {', '.join(optional)}", block.text[-400:])
         return Rewritten(block, f"a minimal input where there is none: {', '.join(reversed(served))}")
 
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted
 from patchgen.anatomy.towers import is_divided
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import code_of, edit_function, insert_at_start, statements, transform
-from patchgen.source import Block, Module
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.rewrite import MarkStatements, code_of, edit_function, insert_at_start, marked, statements, transform
+from patchgen.source import Block
 
 OWN = "ops.own_features"
 COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
+SCATTER = ".masked_scatter"
 
 
 class FillBack(SitePass):
@@ -28,73 +29,49 @@ class FillBack(SitePass):
     name = "fill_back"
     purpose = "Features are scattered into the embeddings of this rank's tokens."
     expects = "one hit per fusion model"
+    role = Role.FUSION
     EXAMPLES = (
-        Example(
-            "features of a tower that is computed whole",
-            before=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-                "\n"
-                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
-                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
-                "        torch_compilable_check(mask.sum() == image_features.shape[0], 'no match')\n"
-                "        return mask\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
-                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
-                "        inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
-            ),
-            after=(
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.vision_tower = AutoModel.from_config(config.vision_config)\n"
-                "        # patchgen: fill_back\n"
-                "        ops.hold_whole(self.vision_tower)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-                "        # patchgen: fill_back\n"
-                "        ops.attend_only(self.language_model)\n"
-                "\n"
-                "    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):\n"
-                "        mask = (input_ids == self.config.image_token_id).unsqueeze(-1)\n"
-                "        # patchgen: fill_back\n"
-                "        torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')\n"
-                "        return mask\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values, inputs_embeds):\n"
-                "        image_features = self.vision_tower(pixel_values).pooler_output\n"
-                "        mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)\n"
-                "        # patchgen: fill_back\n"
-                "        inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))\n"
-                "        return self.language_model(inputs_embeds=inputs_embeds)\n"
-            ),
-        ),
+        Example("""features of a tower that is computed whole
+        class ExampleModel(PreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.vision_tower = AutoModel.from_config(config.vision_config)
+      +         # patchgen: fill_back
+      +         ops.hold_whole(self.vision_tower)
+                self.language_model = AutoModel.from_config(config.text_config)
+      +         # patchgen: fill_back
+      +         ops.attend_only(self.language_model)
+
+            def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
+                mask = (input_ids == self.config.image_token_id).unsqueeze(-1)
+      -         torch_compilable_check(mask.sum() == image_features.shape[0], 'no match')
+      +         # patchgen: fill_back
+      +         torch_compilable_check(ops.is_sliced() or mask.sum() == image_features.shape[0], 'no match')
+                return mask
+
+            def forward(self, input_ids, pixel_values, inputs_embeds):
+                image_features = self.vision_tower(pixel_values).pooler_output
+                mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
+      -         inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)
+      +         # patchgen: fill_back
+      +         inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))
+                return self.language_model(inputs_embeds=inputs_embeds)
+        """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"fusion model: {info.roles[Role.FUSION]}")
-            for info in anatomy.with_role(Role.FUSION, module)
-        ]
-
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
         told = dict.fromkeys(towers_held_whole(anatomy, info, language), "hold_whole")
         builds = [build for build in anatomy.auto_builds(info.name) if build.attribute in language]
         told |= {b.attribute: "attend_only" for b in builds if anatomy.target_of(b) not in anatomy.classes}
-        rewriter = _FillBack(told, self.mark)
+        rewriter = _FillBack(told, embedding_names(info.methods["forward"]), self.mark)
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
             return Rewritten(edit_function(block, "forward", self._refuse), f"refuses slices: {what}")
         if not rewriter.scattered:
-            return Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
+            raise Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
         whole = [name for name, what in told.items() if what == "hold_whole"]
         held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
         return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
@@ -119,6 +96,26 @@ def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
     return called & (built | set(info.attributes))
 
 
+def embedding_names(forward: FunctionNode) -> set[str]:
+    """The names that a forward hands on as `inputs_embeds`, by keyword or in a dict, and those that hold them too."""
+    nodes = list(ast.walk(forward))
+    named = [(node.arg, node.value) for node in nodes if isinstance(node, ast.keyword)]
+    for node in nodes:
+        if isinstance(node, ast.Dict):
+            named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
+    names = {_first_name(value) for name, value in named if name == "inputs_embeds"} - {""}
+    for node in reversed(nodes):  # `filled = rows.masked_scatter(...)`
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
+            names.add(_first_name(node.value))
+    copies = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id in names]
+    return names | {dotted(target) for node in copies for target in node.targets}
+
+
+def _first_name(value: ast.expr) -> str:
+    """`x` of `x`, `x.to(device)`."""
+    return dotted(value).partition(".")[0]
+
+
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
     """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
     passes for towers have divided."""
@@ -137,13 +134,13 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
     return list(dict.fromkeys(held))
 
 
-class _FillBack(cst.CSTTransformer):
+class _FillBack(MarkStatements):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
-    def __init__(self, told: Mapping[str, str], mark: str) -> None:
-        self._told, self._mark = told, mark
+    def __init__(self, told: Mapping[str, str], embeddings: set[str], mark: str) -> None:
+        super().__init__(mark)
+        self._told, self._embeddings = told, embeddings
         self._function: list[str] = []
-        self._changed = False
         self.scattered: list[str] = []
         self.odd: list[str] = []
 
@@ -159,19 +156,19 @@ class _FillBack(cst.CSTTransformer):
         if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] == "forward":
             return self._own(original_node, updated_node)
         if m.matches(name, m.Name("torch_compilable_check")) and COUNTED.search(code_of(original_node.args[0])):
-            self._changed = True
+            self.changed = True
             condition = updated_node.args[0]
             wanted = cst.BooleanOperation(cst.parse_expression("ops.is_sliced()"), cst.Or(), condition.value)
             return updated_node.with_changes(args=[condition.with_changes(value=wanted), *updated_node.args[1:]])
         return updated_node
 
     def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
-        receiver = code_of(original.func.value)
-        if len(original.args) != 2 or not re.search("embeds|hidden_states", receiver):
+        receiver = ast.parse(code_of(original.func.value), mode="eval").body
+        if len(original.args) != 2 or _first_name(receiver) not in self._embeddings:
             self.odd.append(code_of(original))
             return updated
         mask, features = (argument.value for argument in updated.args)
-        self._changed = True
+        self.changed = True
         self.scattered.append(code_of(features))
         owned = cst.Call(func=cst.parse_expression(OWN), args=[cst.Arg(features), cst.Arg(mask)])
         return updated.with_changes(args=[updated.args[0], updated.args[1].with_changes(value=owned)])
@@ -183,49 +180,27 @@ class _FillBack(cst.CSTTransformer):
             wanted = cst.BooleanOperation(
                 cst.parse_expression("not ops.is_sliced()"), cst.And(), _bracketed(updated_node.test)
             )
-            return updated_node.with_changes(test=wanted, leading_lines=[*updated_node.leading_lines, self._comment()])
+            return marked(updated_node.with_changes(test=wanted), self.mark)
         if self._function[-1:] == ["forward"] and test == f"{POSITIONS} is None":
-            guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self._mark)
+            guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self.mark)
             body = updated_node.body.with_changes(body=[*guard, *updated_node.body.body])
             return updated_node.with_changes(body=body)
         return updated_node
 
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._changed = False
-
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
-        if self._changed:
-            self._changed = False
-            return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, self._comment()])
-        name = _attribute_set(original_node)
-        if self._function[-1:] == ["__init__"] and name in self._told:
-            told = statements(f"ops.{self._told[name]}(self.{name})", depth=2, comment=self._mark)
-            return cst.FlattenSentinel([updated_node, *told])
-        return updated_node
-
-    def _comment(self) -> cst.EmptyLine:
-        return cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
+        if m.matches(original_node, _ATTRIBUTE_SET) and self._function[-1:] == ["__init__"] and not self.changed:
+            name = original_node.body[0].targets[0].target.attr.value
+            if name in self._told:
+                told = statements(f"ops.{self._told[name]}(self.{name})", depth=2, comment=self.mark)
+                return cst.FlattenSentinel([updated_node, *told])
+        return super().leave_SimpleStatementLine(original_node, updated_node)
 
 
-def _attribute_set(node: cst.SimpleStatementLine) -> str | None:
-    """`x` of `self.x = ...`."""
-    found = m.extract(
-        node,
-        m.SimpleStatementLine(
-            body=[
-                m.Assign(
-                    targets=[
-                        m.AssignTarget(
-                            target=m.Attribute(value=m.Name("self"), attr=m.SaveMatchedNode(m.Name(), "name"))
-                        )
-                    ]
-                )
-            ]
-        ),
-    )
-    return found["name"].value if found else None
+_ATTRIBUTE_SET = m.SimpleStatementLine(
+    body=[m.Assign(targets=[m.AssignTarget(target=m.Attribute(value=m.Name("self")))])]
+)
 
 
 def _bracketed(test: cst.BaseExpression) -> cst.BaseExpression:

@@ -10,7 +10,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, statements, transform
 from patchgen.source import Block, Module
 
@@ -24,88 +24,51 @@ class FusedExperts(SitePass):
     name = "fused_experts"
     purpose = "The experts' forward becomes one ops.fused_moe seam; upstream's loop stays as the eager path."
     expects = "one hit per stacked experts class"
+    role = Role.EXPERTS
     EXAMPLES = (
-        Example(
-            "gated experts; upstream's dispatching decorator asks our register",
-            before=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "from transformers.integrations import use_experts_implementation\n"
-                "\n"
-                "\n"
-                "@use_experts_implementation\n"
-                "class ExampleExperts(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = config.num_experts\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
-                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
-                "        return final_hidden_states\n"
-            ),
-            after=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "from transformers.integrations import use_experts_implementation\n"
-                "\n"
-                "\n"
-                "@use_experts_implementation(experts_interface=ops.experts_interface)\n"
-                "class ExampleExperts(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = config.num_experts\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        # patchgen: fused_experts\n"
-                '        if ops.serves("fused_moe"):\n'
-                "            return ops.fused_moe(\n"
-                "                hidden_states,\n"
-                "                top_k_index,\n"
-                "                top_k_weights,\n"
-                "                self.gate_up_proj,\n"
-                "                self.down_proj,\n"
-                "                num_experts=self.num_experts,\n"
-                "                activation=self.act_fn,\n"
-                "            )\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)\n"
-                "            current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, current_state)\n"
-                "        return final_hidden_states\n"
-            ),
-        ),
-    )
+        Example("""gated experts; upstream's dispatching decorator asks our register
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+        from transformers.activations import ACT2FN
+        from transformers.integrations import use_experts_implementation
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"experts: {info.roles[Role.EXPERTS]}")
-            for info in anatomy.with_role(Role.EXPERTS, module)
-        ]
+
+      - @use_experts_implementation
+      + @use_experts_implementation(experts_interface=ops.experts_interface)
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.num_experts = config.num_experts
+                self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * config.size, config.hidden))
+                self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.hidden, config.size))
+                self.act_fn = ACT2FN[config.hidden_act]
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+      +         # patchgen: fused_experts
+      +         if ops.serves("fused_moe"):
+      +             return ops.fused_moe(
+      +                 hidden_states,
+      +                 top_k_index,
+      +                 top_k_weights,
+      +                 self.gate_up_proj,
+      +                 self.down_proj,
+      +                 num_experts=self.num_experts,
+      +                 activation=self.act_fn,
+      +             )
+                final_hidden_states = torch.zeros_like(hidden_states)
+                expert_mask = F.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+                for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
+                    expert_idx = expert_idx[0]
+                    top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+                    current_state = hidden_states[token_idx]
+                    gate, up = F.linear(current_state, self.gate_up_proj[expert_idx]).chunk(2, dim=-1)
+                    current_state = F.linear(self.act_fn(gate) * up, self.down_proj[expert_idx])
+                    current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
+                    final_hidden_states.index_add_(0, token_idx, current_state)
+                return final_hidden_states
+        """),
+    )
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         signs = [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
@@ -117,14 +80,13 @@ class FusedExperts(SitePass):
             signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
         return signs
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         formula = read_experts(anatomy, site.block)
         if isinstance(formula, Unread):
-            return Missed(formula.expected, formula.found)
+            raise Missed(formula.expected, formula.found)
         seam = statements(fused_call(formula), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
-        block = _with_our_register(block)
-        return block if isinstance(block, Missed) else Rewritten(block, "fused_moe seam")
+        return Rewritten(transform(block, _UseOurRegister()), "fused_moe seam")
 
 
 def fused_call(formula: ExpertsFormula) -> str:
@@ -150,18 +112,8 @@ def fused_call(formula: ExpertsFormula) -> str:
     return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
 
 
-def _with_our_register(block: Block) -> Block | Missed:
-    """The dispatching decorator, if there is one, with our register of implementations."""
-    rewriter = _UseOurRegister()
-    rewritten = transform(block, rewriter)
-    if rewriter.other is not None:
-        return Missed(f"@{DISPATCHER} with transformers' own register", rewriter.other)
-    return rewritten
-
-
 class _UseOurRegister(cst.CSTTransformer):
-    def __init__(self) -> None:
-        self.other: str | None = None
+    """The dispatching decorator, if there is one, gets our register of implementations."""
 
     def leave_Decorator(self, original_node: cst.Decorator, updated_node: cst.Decorator) -> cst.Decorator:
         node = updated_node.decorator
@@ -169,8 +121,9 @@ class _UseOurRegister(cst.CSTTransformer):
         if not isinstance(call.func, cst.Name) or call.func.value != DISPATCHER:
             return updated_node
         given = {argument.keyword.value: code_of(argument.value) for argument in call.args if argument.keyword}
+        if given.get(REGISTER, OUR_REGISTER) != OUR_REGISTER:
+            raise Missed(f"@{DISPATCHER} with transformers' own register", code_of(original_node))
         if REGISTER in given:
-            self.other = None if given[REGISTER] == OUR_REGISTER else code_of(original_node)
             return updated_node
         arguments = ", ".join([f"{REGISTER}={OUR_REGISTER}", *(f"{name}={value}" for name, value in given.items())])
         return updated_node.with_changes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -14,7 +14,7 @@ from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute
 from patchgen.anatomy.loss_terms import LossTerms, is_output
 from patchgen.anatomy.roles import unread_heads
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     append_method,
     code_of,
@@ -36,18 +36,6 @@ LOCAL_TERMS = "local_loss_terms"
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
-_CLASS = """\
-import torch
-from torch import nn
-
-
-class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
-    def __init__(self, config):
-        super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
-
-    def forward(self, input_ids, labels=None, **kwargs):
-"""
 
 
 class FusedLoss(SitePass):
@@ -56,74 +44,70 @@ class FusedLoss(SitePass):
     name = "fused_loss"
     purpose = "Head and loss become one ops.causal_lm_loss seam, so that training need not materialise the logits."
     expects = "one hit per causal head"
+    role = Role.HEAD
     EXAMPLES = (
-        Example(
-            "a plain head",
-            before=(
-                _CLASS + "        hidden_states = self.model(input_ids)\n"
-                "        logits = self.lm_head(hidden_states)\n"
-                "\n"
-                "        loss = None\n"
-                "        if labels is not None:\n"
-                "            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)\n"
-                "\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-            after=(
-                _CLASS + "        hidden_states = self.model(input_ids)\n"
-                "        # patchgen: fused_loss\n"
-                "        logits, loss = ops.causal_lm_loss(\n"
-                "            self.lm_head,\n"
-                "            hidden_states,\n"
-                "            labels,\n"
-                "            loss_function=self.loss_function,\n"
-                "            training=self.training,\n"
-                "            vocab_size=self.vocab_size,\n"
-                "            **kwargs,\n"
-                "        )\n"
-                "\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-        ),
-        Example(
-            "logits that are capped",
-            before=(
-                _CLASS + "        outputs = self.model(input_ids)\n"
-                "        logits = self.lm_head(outputs[0]).float()\n"
-                "        if self.config.softcap is not None:\n"
-                "            logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
-                "        loss = None\n"
-                "        if labels is not None:\n"
-                "            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-            after=(
-                _CLASS + "        outputs = self.model(input_ids)\n"
-                "        # patchgen: fused_loss\n"
-                "        def head(hidden_states):\n"
-                "            logits = self.lm_head(hidden_states).float()\n"
-                "            if self.config.softcap is not None:\n"
-                "                logits = torch.tanh(logits / self.config.softcap) * self.config.softcap\n"
-                "            return logits\n"
-                "\n"
-                "        logits, loss = ops.causal_lm_loss(\n"
-                "            head,\n"
-                "            outputs[0],\n"
-                "            labels,\n"
-                "            loss_function=self.loss_function,\n"
-                "            training=self.training,\n"
-                "            vocab_size=self.vocab_size,\n"
-                "        )\n"
-                "        return CausalLMOutputWithPast(loss=loss, logits=logits)\n"
-            ),
-        ),
-    )
+        Example("""a plain head, and one whose logits are capped
+        import torch
+        from torch import nn
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"causal head: {info.roles[Role.HEAD]}")
-            for info in anatomy.with_role(Role.HEAD, module)
-        ]
+
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                hidden_states = self.model(input_ids)
+      -         logits = self.lm_head(hidden_states)
+      -
+      -         loss = None
+      -         if labels is not None:
+      -             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+      +         # patchgen: fused_loss
+      +         logits, loss = ops.causal_lm_loss(
+      +             self.lm_head,
+      +             hidden_states,
+      +             labels,
+      +             loss_function=self.loss_function,
+      +             training=self.training,
+      +             vocab_size=self.vocab_size,
+      +             **kwargs,
+      +         )
+
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+        class ExampleCappedForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                outputs = self.model(input_ids)
+      -         logits = self.lm_head(outputs[0]).float()
+      -         if self.config.softcap is not None:
+      -             logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+      -         loss = None
+      -         if labels is not None:
+      -             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size)
+      +         # patchgen: fused_loss
+      +         def head(hidden_states):
+      +             logits = self.lm_head(hidden_states).float()
+      +             if self.config.softcap is not None:
+      +                 logits = torch.tanh(logits / self.config.softcap) * self.config.softcap
+      +             return logits
+      +
+      +         logits, loss = ops.causal_lm_loss(
+      +             head,
+      +             outputs[0],
+      +             labels,
+      +             loss_function=self.loss_function,
+      +             training=self.training,
+      +             vocab_size=self.vocab_size,
+      +         )
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+        """),
+    )
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """The heads that upstream's auto maps name, where nothing shows that they compute a loss."""
@@ -139,55 +123,39 @@ class FusedLoss(SitePass):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LOCAL_TERMS
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        miss: list[Missed] = []
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        _check_own_losses(site.block, anatomy)
         terms: list[str] = []
-        other = next(_own_losses(site.block, anatomy), None)
-        if other is not None:
-            return Missed("the loss that transformers has for the class", other)
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(forward)
             region = _find_region(forward)
-            wrong = region if isinstance(region, Missed) else _moved_wrongly(forward, region, site.block, anatomy)
-            if wrong is not None:
-                miss.append(wrong)
-                return forward
+            _check_moves(forward, region, site.block, anatomy)
             terms.extend(region.local_terms)
-            fused = self._fused(body, region)
+            fused = self._fused(function_body(forward), region)
             second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
             if second is not None:
-                miss.append(Missed("one call of self.loss_function", code_of(second)))
-                return forward
+                raise Missed("one call of self.loss_function", code_of(second))
             return with_body(forward, fused)
 
         block = edit_function(block, "forward", fuse)
-        if miss:
-            return miss[0]
         if terms:
             block = append_method(block, f"{LOCAL_TERMS} = {tuple(terms)!r}", self.mark)
         return Rewritten(block, "causal_lm_loss seam")
 
     def _fused(self, body: Sequence[cst.BaseStatement], region: _Region) -> list[cst.BaseStatement]:
-        outside, inside = region.outside, region.inside
         source = code_of(region.hidden_states)
-        plain = not inside and code_of(region.projected) == f"{code_of(region.module)}({source})"
-        definition: list[cst.BaseStatement] = []
-        if plain:
-            function = code_of(region.module)
-        else:
-            function = HEAD
-            definition = [_head_function(region, inside, self.mark)]
-        named = ["loss_function=self.loss_function", "training=self.training", *region.loss_arguments]
-        if region.local_terms:
-            named.insert(2, f"local_terms=self.{LOCAL_TERMS}")
-        arguments = [function, source, region.labels, *named]
+        function, definition = HEAD, [_head_function(region, self.mark)]
+        if not region.inside and code_of(region.projected) == f"{code_of(region.module)}({source})":
+            function, definition = code_of(region.module), []
+        named = ["loss_function=self.loss_function", "training=self.training"]
+        named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
+        arguments = [function, source, region.labels, *named, *region.loss_arguments]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
         seam = list(statements(call, depth=2, comment=None if definition else self.mark))
         if definition:
             seam[0] = seam[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
         replaced = replace_statement(region.first, [*definition, *seam])
-        return [*body[: region.start], *outside, *replaced, *body[region.end + 1 :]]
+        return [*body[: region.start], *region.outside, *replaced, *body[region.end + 1 :]]
 
 
 @dataclass(frozen=True)
@@ -231,44 +199,41 @@ class _Region:
         return any(uses_name(other, name) and uses_name(other, self.logits) for other in later for name in targets)
 
 
-def _find_region(forward: cst.FunctionDef) -> _Region | Missed:
+def _find_region(forward: cst.FunctionDef) -> _Region:
     body = function_body(forward)
     end, loss_line = next(
         ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node)), (None, None)
     )
     if end is None:
         closest = next((code_of(node) for node in body if "loss" in code_of(node)), "")
-        return Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
+        raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
     condition = body[end]
-    call = loss_line.body[0].value
-    arguments = _loss_arguments(call, forward)
-    if isinstance(arguments, Missed):
-        return arguments
-    logits, labels, rest = arguments
+    logits, labels, rest = _loss_arguments(loss_line.body[0].value, forward)
     alone = len(condition.body.body) == 1 and condition.orelse is None
-    if not m.matches(condition.test, _is_not_none(labels)) or not alone:
-        return Missed(f"`if {labels} is not None:` with the loss alone in it", code_of(condition))
+    has_labels = m.Comparison(m.Name(labels), [m.ComparisonTarget(m.IsNot(), m.Name("None"))])
+    if not m.matches(condition.test, has_labels) or not alone:
+        raise Missed(f"`if {labels} is not None:` with the loss alone in it", code_of(condition))
     start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
     if start is None:
-        return Missed(f"an assignment of `{logits}` above the loss", code_of(condition))
+        raise Missed(f"an assignment of `{logits}` above the loss", code_of(condition))
     projected = _assigned_value(body[start], logits)
     found = _projection(projected)
     if found is None:
-        return Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
+        raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
     loss = loss_line.body[0].targets[0].target.value
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
     for node in body[:start]:
-        if _stores(node, loss) and not _is_unset(node, loss):
-            return Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
+        if loss in stored_names(_as_ast(node)) and not _is_unset(node, loss):
+            raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
         if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
-            return Missed("no return in training above the loss", ast.unparse(early))
-    below = body[end + 1 :]
-    later_use = next((node for node in below if not _hands_on(node, logits, below)), None)
-    if later_use is not None:
-        return Missed(f"no use of `{logits}` below the loss but in the result", code_of(later_use))
-    terms = LossTerms([_as_ast(node).body[0] for node in below], loss)
+            raise Missed("no return in training above the loss", ast.unparse(early))
+    below = _as_ast(*body[end + 1 :])
+    for node in body[end + 1 :]:
+        if not _hands_on(_as_ast(node), logits, below):
+            raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
+    terms = LossTerms(below.body, loss)
     if terms.lost is not None:
-        return Missed(f"`{loss}` below the loss as what was computed, and what is added", ast.unparse(terms.lost))
+        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", ast.unparse(terms.lost))
     return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest, terms.local)
 
 
@@ -288,13 +253,14 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | 
     return None
 
 
-def _own_losses(owner: str, anatomy: Anatomy) -> Iterator[str]:
-    """Where a class and its ancestors give it a loss of its own."""
+def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a class or one of its ancestors gives it a loss of its own."""
     for info in anatomy.lineage(owner):
         for node in ast.walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
             if name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load):
-                yield f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                closest = f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                raise Missed("the loss that transformers has for the class", closest)
 
 
 def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
@@ -303,7 +269,7 @@ def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
     return [inner for inner in node.body.body if m.matches(inner, LOSS_ASSIGNMENT)]
 
 
-def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]] | Missed:
+def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]]:
     """The logits, the labels, and the remaining arguments as source, each under the name of its parameter."""
     named: dict[str, str] = {}
     rest = []
@@ -311,30 +277,30 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
         if arg.star == "**":
             rest.append(f"**{code_of(arg.value)}")
         elif arg.star or (arg.keyword is None and position >= len(LOSS_PARAMETERS)):
-            return Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
+            raise Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
         else:
             named[arg.keyword.value if arg.keyword else LOSS_PARAMETERS[position]] = code_of(arg.value)
     if not named.get("logits", "-").isidentifier() or not named.get("labels", "-").isidentifier():
-        return Missed("self.loss_function(logits, labels, ...) with plain names", code_of(call))
+        raise Missed("self.loss_function(logits, labels, ...) with plain names", code_of(call))
     logits, labels = named.pop("logits"), named.pop("labels")
     if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
         named["vocab_size"] = "None"
     if named.get("ignore_index", "-100") != "-100":
-        return Missed("the ignore_index -100, which labels are padded with and counted by", code_of(call))
+        raise Missed("the ignore_index -100, which labels are padded with and counted by", code_of(call))
     bound = _bound(forward)
     if labels in bound or labels not in parameters(forward):
-        return Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
+        raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
         read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
         if name in SEAM_PARAMETERS or read & ({logits, labels} if name == "vocab_size" else read):
-            return Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
+            raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
 
 
 def _bound(forward: cst.FunctionDef) -> set[str]:
     """The names to which a forward gives new values; `x = x.to(...)` gives none."""
     bound: set[str] = set()
-    for node in (node for top in function_body(forward) for node in ast.walk(_as_ast(top))):
+    for node in ast.walk(_as_ast(*function_body(forward))):
         if not isinstance(node, ast.stmt) or (isinstance(node, ast.Assign) and _is_moved(node)):
             continue
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
@@ -347,20 +313,10 @@ def _is_moved(node: ast.Assign) -> bool:
     return isinstance(node.value, ast.Call) and dotted(node.value.func) == f"{ast.unparse(node.targets[0])}.to"
 
 
-def _is_not_none(name: str) -> m.Comparison:
-    return m.Comparison(left=m.Name(name), comparisons=[m.ComparisonTarget(m.IsNot(), m.Name("None"))])
-
-
 def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
     """The right-hand side if the statement is a plain assignment to `name`."""
-    if not isinstance(node, cst.SimpleStatementLine) or len(node.body) != 1:
-        return None
-    inner = node.body[0]
-    if isinstance(inner, cst.Assign) and len(inner.targets) == 1 and m.matches(inner.targets[0].target, m.Name(name)):
-        return inner.value
-    if isinstance(inner, cst.AnnAssign) and m.matches(inner.target, m.Name(name)):
-        return inner.value
-    return None
+    plain = m.Assign(targets=[m.AssignTarget(m.Name(name))]) | m.AnnAssign(target=m.Name(name))
+    return node.body[0].value if m.matches(node, m.SimpleStatementLine(body=[plain])) else None
 
 
 def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
@@ -376,26 +332,30 @@ def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.Base
     return (found[-1].func, found[-1].args[0].value) if found else None
 
 
-def _hands_on(node: cst.BaseStatement, logits: str, below: Sequence[cst.BaseStatement]) -> bool:
+def _hands_on(node: ast.AST, logits: str, below: ast.Module) -> bool:
     """Whether all that a statement below the loss does with the logits is to hand them on in the result.
 
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
     only return statements read.
     """
-    below_tree = [_as_ast(other) for other in below]
+    returned = [n for n in ast.walk(below) if isinstance(n, ast.Return)]
+    in_returns = {id(n) for statement in returned for n in ast.walk(statement)}
+    read_else = {
+        n.id
+        for n in ast.walk(below)
+        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and id(n) not in in_returns
+    }
     handed = 0
-    for statement in (s for s in ast.walk(_as_ast(node)) if isinstance(s, ast.Return | ast.Assign) and s.value):
-        if isinstance(statement, ast.Assign):
-            target = statement.targets[0]
-            if len(statement.targets) > 1 or not isinstance(target, ast.Name):
-                continue
-            returns = {id(n) for other in below_tree for r in _returns(other) for n in ast.walk(r)}
-            reads = (n for other in below_tree for n in ast.walk(other) if isinstance(n, ast.Name))
-            if any(n.id == target.id and isinstance(n.ctx, ast.Load) and id(n) not in returns for n in reads):
-                continue
-        handed += _handed_on(statement.value, logits)
-    uses = [n for n in ast.walk(_as_ast(node)) if isinstance(n, ast.Name) and n.id == logits]
-    return len(uses) == handed
+    for statement in ast.walk(node):
+        is_result = isinstance(statement, ast.Return) or (
+            isinstance(statement, ast.Assign)
+            and len(statement.targets) == 1
+            and isinstance(statement.targets[0], ast.Name)
+            and statement.targets[0].id not in read_else
+        )
+        if is_result and statement.value:
+            handed += _handed_on(statement.value, logits)
+    return handed == sum(isinstance(n, ast.Name) and n.id == logits for n in ast.walk(node))
 
 
 def _handed_on(value: ast.expr, logits: str) -> int:
@@ -412,62 +372,56 @@ def _handed_on(value: ast.expr, logits: str) -> int:
     return sum(isinstance(part, ast.Name) and part.id == logits for part in parts)
 
 
-def _returns(node: ast.AST) -> list[ast.Return]:
-    return [child for child in ast.walk(node) if isinstance(child, ast.Return)]
+def _has_return(node: cst.BaseStatement) -> bool:
+    return any(isinstance(child, ast.Return) for child in ast.walk(_as_ast(node)))
 
 
-def _as_ast(node: cst.BaseStatement) -> ast.Module:
-    return ast.parse(code_of(node))
+def _as_ast(*nodes: cst.BaseStatement) -> ast.Module:
+    return ast.parse(_code(nodes))
 
 
-def _moved_wrongly(forward: cst.FunctionDef, region: _Region, owner: str, anatomy: Anatomy) -> Missed | None:
-    """What the seam would change: statements that move above the head, or into a function that runs per chunk."""
-    closure = [_as_ast(node).body[0] for node in (region.first, *region.inside)]
-    read = set().union(*map(loaded_names, closure))
-    written = set().union(*map(stored_names, closure)) - {region.logits}
+def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where the seam would change something: statements move above the head, or into a function that
+    runs per chunk."""
+    closure = _as_ast(region.first, *region.inside)
+    read, written = loaded_names(closure), stored_names(closure) - {region.logits}
     for node in region.outside:
         tree = _as_ast(node)
-        if _returns(tree):
-            return Missed("no return between the head and the loss", code_of(node))
+        if _has_return(node):
+            raise Missed("no return between the head and the loss", code_of(node))
         changed = stored_names(tree) & (read | {region.loss})
         if changed:
-            return Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
+            raise Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
         late = loaded_names(tree) & written
         if late:
-            return Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
+            raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
     for node in region.inside:
-        if _returns(_as_ast(node)) or region.loss in stored_names(_as_ast(node)):
-            return Missed(
+        if _has_return(node) or region.loss in stored_names(_as_ast(node)):
+            raise Missed(
                 "statements that make the logits, and nothing else, between the head and the loss", code_of(node)
             )
     moved = {id(node) for node in (region.first, *region.inside)}
-    others = [node for node in function_body(forward) if id(node) not in moved]
-    outer = {name for node in others for name in loaded_names(_as_ast(node)) | stored_names(_as_ast(node))}
-    outer |= set(_all_parameters(forward))
+    others = _as_ast(*(node for node in function_body(forward) if id(node) not in moved))
+    outer = {*loaded_names(others), *stored_names(others), *_all_parameters(forward)}
     shared = written & (outer | {"self", region.parameter})
     if shared:
-        return Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
-    rest = _as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")))
-    foreign = set().union(*map(loaded_names, (rest, *closure[1:]))) - {region.logits, "self", "_"} - written
+        raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
+    rest = _as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
+    foreign = loaded_names(rest) - {region.logits, "self", "_"} - written
     foreign &= outer | {region.parameter}
     foreign -= {region.hidden_states.value} if isinstance(region.hidden_states, cst.Name) else set()
     if foreign:
-        return Missed(
+        raise Missed(
             f"logits made from {code_of(region.hidden_states)} and the module alone, not from "
             f"{', '.join(sorted(foreign))}",
             _code([region.first, *region.inside]),
         )
-    body = [_as_ast(node).body[0] for node in (_with_parameter(region), *region.inside)]
+    body = _as_ast(_with_parameter(region), *region.inside).body
     mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
     if mixed is not None:
-        return Missed(
+        raise Missed(
             "a head that treats every token by itself, for the loss runs over chunks of tokens", ast.unparse(mixed)
         )
-    return None
-
-
-def _stores(node: cst.BaseStatement, name: str) -> bool:
-    return name in stored_names(_as_ast(node))
 
 
 def _code(nodes: Sequence[cst.BaseStatement]) -> str:
@@ -487,8 +441,8 @@ def _with_parameter(region: _Region) -> cst.BaseStatement:
     return region.first.with_changes(body=[region.first.body[0].with_changes(value=value)], leading_lines=[])
 
 
-def _head_function(region: _Region, inside: Sequence[cst.BaseStatement], mark: str) -> cst.FunctionDef:
+def _head_function(region: _Region, mark: str) -> cst.FunctionDef:
     """`def head(hidden_states)` with everything that upstream does from hidden states to logits."""
     template = statements(f"def {HEAD}({region.parameter}):\n    return {region.logits}\n", depth=2, comment=mark)[0]
-    body = [_with_parameter(region), *inside, *template.body.body]
+    body = [_with_parameter(region), *region.inside, *template.body.body]
     return template.with_changes(body=template.body.with_changes(body=body))

@@ -16,7 +16,7 @@ from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import code_of, edit_function, insert_at_start, statements
+from patchgen.rewrite import code_of, edit_function, function_body, insert_at_start, marked, statements, with_body
 from patchgen.source import Block, Module
 
 
@@ -30,49 +30,40 @@ class NormForm:
 
 
 _SQUARES = """
+def forward(self, hidden_states):
     input_dtype = hidden_states.dtype
     hidden_states = hidden_states.to(torch.float32)
     variance = hidden_states.pow(2).mean(-1, keepdim=True)
     hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-"""
+    return """
 NORM_FORMS = (
+    NormForm(form_of(f"{_SQUARES} self.weight * hidden_states.to(input_dtype)"), ""),
+    NormForm(form_of(f"{_SQUARES} (self.weight * hidden_states).to(input_dtype)"), "in_fp32=True"),
     NormForm(
-        form_of(f"def forward(self, hidden_states):{_SQUARES}    return self.weight * hidden_states.to(input_dtype)"),
-        "",
-    ),
-    NormForm(
-        form_of(
-            f"def forward(self, hidden_states):{_SQUARES}    return (self.weight * hidden_states).to(input_dtype)"
-        ),
-        "in_fp32=True",
-    ),
-    NormForm(
-        form_of(
-            "def forward(self, x):\n"
-            "    output = self._norm(x.float())\n"
-            "    output = output * (1.0 + self.weight.float())\n"
-            "    return output.type_as(x)"
-        ),
+        form_of("""
+            def forward(self, x):
+                output = self._norm(x.float())
+                output = output * (1.0 + self.weight.float())
+                return output.type_as(x)
+        """),
         "offset=1.0, in_fp32=True",
         helper=form_of("def _norm(self, x):\n    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)"),
     ),
 )
-ROTARY_FORM = form_of(
-    "def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):\n"
-    "    cos = cos.unsqueeze(unsqueeze_dim)\n"
-    "    sin = sin.unsqueeze(unsqueeze_dim)\n"
-    "    q_embed = (q * cos) + (rotate_half(q) * sin)\n"
-    "    k_embed = (k * cos) + (rotate_half(k) * sin)\n"
-    "    return q_embed, k_embed"
-)
-HALF_ROTATION_FORM = form_of(
-    "def rotate_half(x):\n"
-    "    x1 = x[..., : x.shape[-1] // 2]\n"
-    "    x2 = x[..., x.shape[-1] // 2 :]\n"
-    "    return torch.cat((-x2, x1), dim=-1)"
-)
-
-
+ROTARY_FORM = form_of("""
+    def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+        cos = cos.unsqueeze(unsqueeze_dim)
+        sin = sin.unsqueeze(unsqueeze_dim)
+        q_embed = (q * cos) + (rotate_half(q) * sin)
+        k_embed = (k * cos) + (rotate_half(k) * sin)
+        return q_embed, k_embed
+""")
+HALF_ROTATION_FORM = form_of("""
+    def rotate_half(x):
+        x1 = x[..., : x.shape[-1] // 2]
+        x2 = x[..., x.shape[-1] // 2 :]
+        return torch.cat((-x2, x1), dim=-1)
+""")
 PARAMETER = "torch.nn.Parameter"
 
 
@@ -83,64 +74,35 @@ class FusedOps(SitePass):
     purpose = "RMSNorm, half-rotation rotary embedding and SwiGLU become seams, with upstream's code as eager path."
     expects = "one hit per norm, rotary function and gated MLP of a known formula; other formulas are listed as notes"
     EXAMPLES = (
-        Example(
-            "a norm",
-            before=(
-                "import torch\n"
-                "\n"
-                "\n"
-                "class ExampleRMSNorm(nn.Module):\n"
-                "    def forward(self, hidden_states):\n"
-                "        input_dtype = hidden_states.dtype\n"
-                "        hidden_states = hidden_states.to(torch.float32)\n"
-                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
-                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
-                "        return self.weight * hidden_states.to(input_dtype)\n"
-            ),
-            after=(
-                "import torch\n"
-                "\n"
-                "\n"
-                "class ExampleRMSNorm(nn.Module):\n"
-                "    def forward(self, hidden_states):\n"
-                "        # patchgen: fused_ops\n"
-                '        if ops.serves("rms_norm"):\n'
-                "            return ops.rms_norm(hidden_states, self.weight, self.eps)\n"
-                "        input_dtype = hidden_states.dtype\n"
-                "        hidden_states = hidden_states.to(torch.float32)\n"
-                "        variance = hidden_states.pow(2).mean(-1, keepdim=True)\n"
-                "        hidden_states = hidden_states * torch.rsqrt(variance + self.eps)\n"
-                "        return self.weight * hidden_states.to(input_dtype)\n"
-            ),
-        ),
-        Example(
-            "a gated MLP",
-            before=(
-                "from torch import nn\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.act_fn = nn.SiLU()\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-            ),
-            after=(
-                "from torch import nn\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.act_fn = nn.SiLU()\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        # patchgen: fused_ops\n"
-                "        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))\n"
-            ),
-        ),
+        Example("""a norm
+        import torch
+
+
+        class ExampleRMSNorm(nn.Module):
+            def forward(self, hidden_states):
+      +         # patchgen: fused_ops
+      +         if ops.serves("rms_norm"):
+      +             return ops.rms_norm(hidden_states, self.weight, self.eps)
+                input_dtype = hidden_states.dtype
+                hidden_states = hidden_states.to(torch.float32)
+                variance = hidden_states.pow(2).mean(-1, keepdim=True)
+                hidden_states = hidden_states * torch.rsqrt(variance + self.eps)
+                return self.weight * hidden_states.to(input_dtype)
+        """),
+        Example("""a gated MLP
+        from torch import nn
+
+
+        class ExampleMLP(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.act_fn = nn.SiLU()
+
+            def forward(self, x):
+      -         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+      +         # patchgen: fused_ops
+      +         return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x), self.act_fn))
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -157,7 +119,7 @@ class FusedOps(SitePass):
                 sites.append(Site(name, name, node.lineno, "rotary embedding of the half-rotation form"))
         return sites
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.name == site.block:
             return self._rotary(block, site, anatomy)
         call = _norm_call(anatomy, site.block) if Role.NORM in anatomy.classes[site.block].roles else None
@@ -167,27 +129,21 @@ class FusedOps(SitePass):
         return self._swiglu(block, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        norms = [
-            f"{info.name}: a norm of another formula, left as it is"
-            for info in anatomy.with_role(Role.NORM, module)
-            if "forward" in info.methods and _norm_call(anatomy, info.name) is None
-        ]
+        own = [info for info in anatomy.classes.values() if module.has(info.name)]
+        norms = [info.name for info in own if Role.NORM in info.roles and "forward" in info.methods]
+        wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
         rotations = [
-            f"{name}: a rotary embedding of another formula, left as it is"
-            for name, node in anatomy.functions.items()
-            if module.has(name) and _is_rotation(anatomy, node) and not _is_half_rotation(anatomy, node)
+            name for name, node in anatomy.functions.items() if module.has(name) and _is_rotation(anatomy, node)
         ]
-        gated = [
-            f"{info.name}: a gated MLP of another formula, left as it is"
-            for info in anatomy.classes.values()
-            if module.has(info.name) and Role.MLP not in info.roles and _is_like_mlp(info)
+        gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(info)]
+        unknown = [name for name in rotations if not _is_half_rotation(anatomy, anatomy.functions[name])]
+        return [
+            *(f"{n}: a norm of another formula, left as it is" for n in norms if _norm_call(anatomy, n) is None),
+            *(f"{name}: a gate around a norm, left as it is; only the norm is a seam" for name in wrapped),
+            *(f"{name}: a rotary embedding of another formula, left as it is" for name in unknown),
+            *(f"{name}: a gated MLP of another formula, left as it is" for name in gated),
+            *_elsewhere(anatomy, module),
         ]
-        wrapped = [
-            f"{info.name}: a gate around a norm, left as it is; only the norm is a seam"
-            for info in anatomy.classes.values()
-            if module.has(info.name) and _is_gated_norm(anatomy, info)
-        ]
-        return [*norms, *wrapped, *rotations, *gated, *_elsewhere(anatomy, module)]
 
     def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         names = normal_form(anatomy.functions[site.name]).parameters
@@ -195,37 +151,28 @@ class FusedOps(SitePass):
         seam = statements(code, depth=1, comment=self.mark)
         return Rewritten(edit_function(block, site.name, lambda f: insert_at_start(f, seam)), "rotary seam")
 
-    def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten | Missed:
-        replaced = False
-        wrong: list[str] = []
-        mark = cst.EmptyLine(comment=cst.Comment(f"# {self.mark}"))
-
+    def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten:
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
-            nonlocal replaced
-            body = []
-            for node in forward.body.body:
-                found = m.findall(node, _PRODUCT)
-                if found and not replaced and isinstance(node, cst.SimpleStatementLine):
-                    replaced = True
-                    product = found[0]
-                    activation = product.left.func.attr.value
-                    mixed = mixing_member(anatomy, block.name, activation, fixed=False)
-                    if mixed is not None:
-                        wrong.append(mixed if isinstance(mixed, str) else ast.unparse(mixed))
-                    gate, up = code_of(product.left.args[0].value), code_of(product.right)
-                    call = cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(product.left.func)})")
-                    node = node.deep_replace(product, call)
-                    node = node.with_changes(leading_lines=[*node.leading_lines, mark])
-                body.append(node)
-            return forward.with_changes(body=forward.body.with_changes(body=body))
+            body = function_body(forward)
+            for position, node in enumerate(body):
+                if isinstance(node, cst.SimpleStatementLine) and (found := m.findall(node, _PRODUCT)):
+                    fused = node.deep_replace(found[0], self._fused_product(found[0], block.name, anatomy))
+                    body[position] = marked(fused, self.mark)
+                    return with_body(forward, body)
+            code = ast.unparse(anatomy.classes[block.name].methods["forward"])
+            raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
 
-        block = edit_function(block, "forward", fuse)
-        if wrong:
-            return Missed("an activation of each row by itself", wrong[0])
-        if not replaced:
-            forward = next(n for n in block.node.body if isinstance(n, ast.FunctionDef) and n.name == "forward")
-            return Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", ast.unparse(forward))
-        return Rewritten(block, "swiglu seam")
+        return Rewritten(edit_function(block, "forward", fuse), "swiglu seam")
+
+    def _fused_product(self, product: cst.BinaryOperation, owner: str, anatomy: Anatomy) -> cst.BaseExpression:
+        activation = product.left.func
+        mixed = mixing_member(anatomy, owner, activation.attr.value, fixed=False)
+        if mixed is not None:
+            raise Missed(
+                "an activation of each row by itself", mixed if isinstance(mixed, str) else ast.unparse(mixed)
+            )
+        gate, up = code_of(product.left.args[0].value), code_of(product.right)
+        return cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(activation)})")
 
 
 _OWN = m.Attribute(value=m.Name("self"))
@@ -309,12 +256,9 @@ def _elsewhere(anatomy: Anatomy, module: Module) -> list[str]:
         if part.anatomy is None:
             found.append(f"{where}, whose source is not here: what it computes is left as it is")
             continue
-        names = [
-            n
-            for n in part.anatomy.reached_from([part.name])
-            if {Role.NORM, Role.MLP} & set(part.anatomy.classes[n].roles)
-        ]
+        reached = [part.anatomy.classes[name] for name in part.anatomy.reached_from([part.name])]
+        seams = any({Role.NORM, Role.MLP} & set(info.roles) for info in reached)
         function = part.anatomy.functions.get(part.name)
-        if names or (function is not None and _is_rotation(part.anatomy, function)):
+        if seams or (function is not None and _is_rotation(part.anatomy, function)):
             found.append(f"{where}: seams are put into this file alone, it is left as it is")
     return found

@@ -11,47 +11,35 @@ from typing import Literal
 import libcst as cst
 
 from patchgen.anatomy import Anatomy
+from patchgen.anatomy.classes import FunctionNode
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
-from patchgen.rewrite import code_of, format_code, replace_statement, statements
+from patchgen.rewrite import append_method, code_of, edit_function, format_code, replace_statement, statements
 from patchgen.source import Block, Module
 
 
 @dataclass(frozen=True)
-class ReplaceClass:
+class _Replacement:
+    target: str
+    code: str
+    reason: str
+
+
+class ReplaceClass(_Replacement):
     """The whole class is replaced by `code`, a class of the same name."""
 
-    target: str
-    code: str
-    reason: str
 
-
-@dataclass(frozen=True)
-class ReplaceFunction:
+class ReplaceFunction(_Replacement):
     """The module-level function is replaced by `code`, a function of the same name."""
 
-    target: str
-    code: str
-    reason: str
 
-
-@dataclass(frozen=True)
-class OverrideMethod:
+class OverrideMethod(_Replacement):
     """`Class.method`, which upstream has, is replaced by `code`; its decorators are those of `code`."""
 
-    target: str
-    code: str
-    reason: str
 
-
-@dataclass(frozen=True)
-class AddMethod:
+class AddMethod(_Replacement):
     """`Class.method`, which upstream does not have, is added at the end of the class."""
-
-    target: str
-    code: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,12 @@ class HandEdits(Pass):
     name = "hand_edits"
     purpose = "Applies the hand edits of the model's config."
     expects = "every edit's target, exactly once"
-    EXAMPLES = (Example("without edits, nothing", before="class A:\n    pass\n", after="class A:\n    pass\n"),)
+    EXAMPLES = (
+        Example("""without edits, nothing
+        class A:
+            pass
+        """),
+    )
 
     def __init__(self, edits: tuple[Edit, ...] = ()) -> None:
         self.edits = edits
@@ -109,21 +102,18 @@ class HandEdits(Pass):
                 raise ConfigError(f"The edit of {edit.target} has no reason. Say why it is needed.")
             _check_code(edit)
             module = self._apply(edit, module)
-            line = (
-                anatomy.classes[edit.target.split(".")[0]].node.lineno
-                if edit.target.split(".")[0] in anatomy.classes
-                else 0
-            )
+            owner = anatomy.classes.get(edit.target.split(".")[0])
             site = "; ".join(edit.target.split("\n"))  # an import may have several lines, the header's record has one
-            hits.append(Hit(site, line, f"{_verb(edit)}: {' '.join(edit.reason.split())}"))
+            hits.append(
+                Hit(site, owner.node.lineno if owner else 0, f"{_verb(edit)}: {' '.join(edit.reason.split())}")
+            )
         return Outcome(module, tuple(hits))
 
     def _apply(self, edit: Edit, module: Module) -> Module:
         if isinstance(edit, AddImport):
             position = max((i + 1 for i, block in enumerate(module.blocks) if block.is_import), default=0)
-            blocks = list(module.blocks)
-            blocks.insert(position, Block(text=f"# {self.mark}\n{edit.code.strip()}\n"))
-            return module.with_blocks(blocks)
+            new = Block(text=f"# {self.mark}\n{edit.code.strip()}\n")
+            return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
         block = self._block(edit, module)
         if isinstance(edit, Drop):
             rest = module.swap(block)
@@ -158,41 +148,27 @@ class HandEdits(Pass):
 
     def _with_method(self, edit: OverrideMethod | AddMethod | EditMethod, block: Block) -> Block:
         class_name, _, method = edit.target.partition(".")
-        tree = block.cst
-        node = next(n for n in tree.body if isinstance(n, cst.ClassDef))
-        members = list(node.body.body)
-        at = [
-            i
-            for i, member in enumerate(members)
-            if isinstance(member, cst.FunctionDef) and member.name.value == method
-        ]
+        methods = [node.name for node in block.node.body if isinstance(node, FunctionNode)]
+        times = methods.count(method)
         if isinstance(edit, AddMethod):
-            if at:
+            if times:
                 raise PassMismatch(f"add_method: {edit.target} exists upstream; use override_method.")
-            new = self._method(edit, method)
-            members.append(new.with_changes(leading_lines=[cst.EmptyLine(indent=False), *new.leading_lines]))
-        else:
-            if not at:
-                names = [member.name.value for member in members if isinstance(member, cst.FunctionDef)]
-                nearest = difflib.get_close_matches(method, names, n=3, cutoff=0.2)
-                raise PassMismatch(
-                    f"{_verb(edit)} wants {edit.target}, which upstream does not have. Methods of {class_name} near it: "
-                    f"{', '.join(nearest) or 'none'}. To add a method, use add_method."
-                )
-            if isinstance(edit, OverrideMethod):
-                if len(at) > 1:
-                    raise PassMismatch(
-                        f"override_method: {class_name} defines '{method}' {len(at)} times (a property and its setter?); "
-                        "use replace_class."
-                    )
-                old = members[at[0]]
-                new = self._method(edit, method)
-                members[at[0]] = new.with_changes(leading_lines=[*old.leading_lines, *new.leading_lines])
-            else:
-                members[at[-1]] = self._edited(edit, members[at[-1]])
-        node = node.with_changes(body=node.body.with_changes(body=members))
-        body = [node if isinstance(n, cst.ClassDef) else n for n in tree.body]
-        return block.with_text(tree.with_changes(body=body).code)
+            self._method(edit, method)
+            return append_method(block, edit.code, self.mark)
+        if not times:
+            nearest = difflib.get_close_matches(method, methods, n=3, cutoff=0.2)
+            raise PassMismatch(
+                f"{_verb(edit)} wants {edit.target}, which upstream does not have. Methods of {class_name} near it: "
+                f"{', '.join(nearest) or 'none'}. To add a method, use add_method."
+            )
+        if isinstance(edit, EditMethod):
+            return edit_function(block, method, lambda old: self._edited(edit, old))
+        if times > 1:
+            raise PassMismatch(
+                f"override_method: {class_name} defines '{method}' {times} times (a property and its setter?); "
+                "use replace_class."
+            )
+        return edit_function(block, method, lambda old: replace_statement(old, [self._method(edit, method)])[0])
 
     def _method(self, edit: OverrideMethod | AddMethod, method: str) -> cst.FunctionDef:
         new = statements(edit.code, depth=1, comment=self.mark)
@@ -221,15 +197,6 @@ class _StatementEditor(cst.CSTTransformer):
         self._pattern, self._new, self._where = pattern, new, where
         self.hits = 0
 
-    def leave_SimpleStatementLine(self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine):
-        return self._edit(original_node, updated_node)
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If):
-        return self._edit(original_node, updated_node)
-
-    def leave_For(self, original_node: cst.For, updated_node: cst.For):
-        return self._edit(original_node, updated_node)
-
     def _edit(self, original: cst.BaseStatement, updated: cst.BaseStatement):
         parsed = ast.parse(code_of(original)).body
         if len(parsed) != 1 or not same_structure(self._pattern, parsed[0]):
@@ -241,6 +208,8 @@ class _StatementEditor(cst.CSTTransformer):
             return cst.FlattenSentinel([updated, *self._new])
         return cst.FlattenSentinel([*self._new, updated])
 
+    leave_SimpleStatementLine = leave_If = leave_For = _edit
+
 
 def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     """The targets of edits that later passes took out of the module again."""
@@ -251,27 +220,17 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     ]
 
 
-def same_structure(pattern: ast.AST, node: ast.AST) -> bool:
+def same_structure(pattern: object, node: object) -> bool:
     """Whether two pieces of code are equal as trees; the name `__` in the pattern stands for any expression."""
     if isinstance(pattern, ast.Name) and pattern.id == "__":
         return isinstance(node, ast.expr)
-    if type(pattern) is not type(node):
-        return False
-    for name in pattern._fields:
-        left, right = getattr(pattern, name, None), getattr(node, name, None)
-        if isinstance(left, list):
-            if not isinstance(right, list) or len(left) != len(right):
-                return False
-            if not all(
-                same_structure(a, b) if isinstance(a, ast.AST) else a == b for a, b in zip(left, right, strict=True)
-            ):
-                return False
-        elif isinstance(left, ast.AST):
-            if not isinstance(right, ast.AST) or not same_structure(left, right):
-                return False
-        elif left != right:
-            return False
-    return True
+    if isinstance(pattern, list):
+        return isinstance(node, list) and len(pattern) == len(node) and all(map(same_structure, pattern, node))
+    if not isinstance(pattern, ast.AST):
+        return pattern == node
+    return type(pattern) is type(node) and all(
+        same_structure(getattr(pattern, name, None), getattr(node, name, None)) for name in pattern._fields
+    )
 
 
 def _check_code(edit: Edit) -> None:

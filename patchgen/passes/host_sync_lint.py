@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, calls, dotted
-from patchgen.anatomy.training_path import Test, TrainingPath, parts
+from patchgen.anatomy.training_path import Test, parts, training_functions
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.source import Module
@@ -24,22 +24,19 @@ class HostSyncLint(Pass):
     purpose = "Lists .item(), .tolist(), .nonzero() and `if tensor.any()` in the training path of generated forwards."
     expects = "nothing: findings are listed; with `strict`, a finding that is not allowed by name is an error"
     EXAMPLES = (
-        Example(
-            "reports, rewrites nothing",
-            before="class ExampleTower(nn.Module):\n    def forward(self, x, lengths):\n        return x.split(lengths.tolist())\n",
-            after="class ExampleTower(nn.Module):\n    def forward(self, x, lengths):\n        return x.split(lengths.tolist())\n",
-        ),
+        Example("""reports, rewrites nothing
+        class ExampleTower(nn.Module):
+            def forward(self, x, lengths):
+                return x.split(lengths.tolist())
+        """),
     )
 
     def __init__(self, allow: Mapping[str, str] | None = None, *, strict: bool = False) -> None:
         self.allow, self.strict = dict(allow or {}), strict
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
-        del anatomy
         found = [
-            sync
-            for where, function, excuse in TrainingPath(module).functions()
-            for sync in _syncs(where, function, excuse)
+            sync for where, function, excuse in training_functions(module) for sync in _syncs(where, function, excuse)
         ]
         allowed = [(sync, sync.excuse or self.allow.get(sync.where, "")) for sync in found]
         open_findings = [sync for sync, why in allowed if not why]

@@ -6,13 +6,20 @@ import ast
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import edit_function, function_body, insert_at_start, replace_statement, statements, with_body
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    function_body,
+    insert_at_start,
+    replace_statement,
+    statements,
+    with_body,
+)
 from patchgen.source import Block, Module
 
 PREFIXED = "accepts_precomputed_kwargs"
@@ -27,28 +34,18 @@ class HostValues(SitePass):
     )
     expects = "one hit per get_<modality>_features with a `.tolist()`, or none where upstream has no such line"
     EXAMPLES = (
-        Example(
-            "handed in as `image_split_sizes`, else computed as upstream does",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                '    @accepts_precomputed_kwargs(modality="image")\n'
-                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
-                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
-                "        split_sizes = image_grid_thw.prod(-1).tolist()\n"
-                "        return torch.split(features, split_sizes)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                '    @accepts_precomputed_kwargs(modality="image")\n'
-                "    def get_image_features(self, pixel_values, image_grid_thw, **kwargs):\n"
-                "        # patchgen: host_values\n"
-                '        split_sizes = kwargs.pop("split_sizes", None)\n'
-                "        features = self.visual(pixel_values, image_grid_thw, **kwargs)\n"
-                "        if split_sizes is None:\n"
-                "            split_sizes = image_grid_thw.prod(-1).tolist()\n"
-                "        return torch.split(features, split_sizes)\n"
-            ),
-        ),
+        Example("""handed in as `image_split_sizes`, else computed as upstream does
+        class ExampleModel(ExamplePreTrainedModel):
+            @accepts_precomputed_kwargs(modality="image")
+            def get_image_features(self, pixel_values, image_grid_thw, **kwargs):
+      +         # patchgen: host_values
+      +         split_sizes = kwargs.pop("split_sizes", None)
+                features = self.visual(pixel_values, image_grid_thw, **kwargs)
+      -         split_sizes = image_grid_thw.prod(-1).tolist()
+      +         if split_sizes is None:
+      +             split_sizes = image_grid_thw.prod(-1).tolist()
+                return torch.split(features, split_sizes)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -60,7 +57,7 @@ class HostValues(SitePass):
             if FEATURES.match(name) and (_listed(method) or _is_served(method))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         name = site.name.rpartition(".")[2]
         method = anatomy.classes[site.block].methods[name]
         listed = _listed(method)
@@ -76,9 +73,9 @@ class HostValues(SitePass):
         def edit(function: cst.FunctionDef) -> cst.FunctionDef:
             body = []
             for node in function_body(function):
-                variable = _assigned_list(node)
+                variable = _listed_name(ast.parse(code_of(node)).body[0])
                 if variable in keys:
-                    code = f"if {variable} is None:\n    {cst.Module([]).code_for_node(node.body[0])}"
+                    code = f"if {variable} is None:\n    {code_of(node.body[0])}"
                     body += replace_statement(node, statements(code, depth=2))
                 else:
                     body.append(node)
@@ -120,15 +117,15 @@ def _hands_on(call: ast.Call, kwargs: str) -> bool:
 
 def _listed(method: FunctionNode) -> list[str]:
     """The names that a method's own statements assign `<tensor>.tolist()` to."""
-    return [
-        statement.targets[0].id
-        for statement in method.body
-        if isinstance(statement, ast.Assign)
-        and isinstance(statement.targets[0], ast.Name)
-        and isinstance(statement.value, ast.Call)
-        and isinstance(statement.value.func, ast.Attribute)
-        and statement.value.func.attr == "tolist"
-    ]
+    return [name for name in map(_listed_name, method.body) if name]
+
+
+def _listed_name(node: ast.stmt) -> str | None:
+    """`sizes` of `sizes = (...).tolist()`."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        return None
+    is_list = isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
+    return node.targets[0].id if is_list and node.value.func.attr == "tolist" else None
 
 
 def _is_served(method: FunctionNode) -> bool:
@@ -138,15 +135,3 @@ def _is_served(method: FunctionNode) -> bool:
         "tolist" in ast.unparse(node) and f"{ast.unparse(node.test).split()[0]} = kwargs.pop" in ast.unparse(method)
         for node in tests
     )
-
-
-def _assigned_list(node: cst.BaseStatement) -> str | None:
-    pattern = m.SimpleStatementLine(
-        body=[
-            m.Assign(
-                targets=[m.AssignTarget(target=m.Name())],
-                value=m.Call(func=m.Attribute(attr=m.Name("tolist"))),
-            )
-        ]
-    )
-    return node.body[0].targets[0].target.value if m.matches(node, pattern) else None

@@ -33,46 +33,26 @@ class LanguageSP(SitePass):
     purpose = "Position ids are those of this rank's slice of the sequence, set before the model first reads them."
     expects = "one hit per decoder that takes position ids"
     EXAMPLES = (
-        Example(
-            "above the default that upstream fills in",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
-                "\n"
-                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
-                "        if inputs_embeds is None:\n"
-                "            inputs_embeds = self.embed_tokens(input_ids)\n"
-                "\n"
-                "        if position_ids is None:\n"
-                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
-                "        hidden_states = inputs_embeds\n"
-                "        for layer in self.layers:\n"
-                "            hidden_states = layer(hidden_states, position_ids)\n"
-                "        return hidden_states\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])\n"
-                "\n"
-                "    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):\n"
-                "        if inputs_embeds is None:\n"
-                "            inputs_embeds = self.embed_tokens(input_ids)\n"
-                "\n"
-                "        # patchgen: language_sp\n"
-                "        position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)\n"
-                "\n"
-                "        if position_ids is None:\n"
-                "            position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)\n"
-                "        hidden_states = inputs_embeds\n"
-                "        for layer in self.layers:\n"
-                "            hidden_states = layer(hidden_states, position_ids)\n"
-                "        return hidden_states\n"
-            ),
-        ),
+        Example("""above the default that upstream fills in
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.layers = nn.ModuleList([ExampleLayer(config) for _ in range(config.num_layers)])
+
+            def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
+                if inputs_embeds is None:
+                    inputs_embeds = self.embed_tokens(input_ids)
+
+      +         # patchgen: language_sp
+      +         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
+      +
+                if position_ids is None:
+                    position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
+                hidden_states = inputs_embeds
+                for layer in self.layers:
+                    hidden_states = layer(hidden_states, position_ids)
+                return hidden_states
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -103,32 +83,26 @@ class LanguageSP(SitePass):
             if served & below:
                 continue
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
-            if decoders:
-                remarks.append(f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel")
-            else:
-                remarks.append(
-                    f"{head.name}: no decoder of this file is below it, and nothing slices its position ids: prove it "
-                    "before it trains sequence-parallel"
-                )
+            remarks.append(
+                f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
+                if decoders
+                else f"{head.name}: no decoder of this file is below it, and nothing slices its position ids: prove it "
+                "before it trains sequence-parallel"
+            )
         return remarks
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        del anatomy
-        miss: list[Missed] = []
-
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                miss.append(Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest))
-                return forward
+                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
-        block = edit_function(block, "forward", insert)
-        return miss[0] if miss else Rewritten(block, "position ids of this rank's slice")
+        return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -139,10 +113,7 @@ def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Whether the forward computes rotary embeddings or looks positions up in a table."""
-    learned = {name for name, value in info.attributes.items() if "position" in ast.unparse(value) and _embeds(value)}
+    tables = {name: value for name, value in info.attributes.items() if dotted(value).endswith("Embedding")}
+    learned = {name for name, value in tables.items() if "position" in ast.unparse(value)}
     known = _rotary_attributes(anatomy, info) | learned
     return any(dotted(call.func).removeprefix("self.") in known for call in calls(info.methods["forward"]))
-
-
-def _embeds(value: ast.expr) -> bool:
-    return dotted(value).endswith("Embedding")

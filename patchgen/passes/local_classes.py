@@ -11,7 +11,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import code_of, transform
+from patchgen.rewrite import MarkStatements, code_of, transform
 from patchgen.source import Block, Module
 
 AUTO_CLASSES = ("AutoModel", "AutoBackbone")  # and every AutoModelFor...
@@ -24,30 +24,19 @@ class LocalClasses(SitePass):
     purpose = "Auto classes become the classes of this file that they would build."
     expects = "every Auto.from_config whose class is in this file"
     EXAMPLES = (
-        Example(
-            "a language model found through the one class that is written for its config",
-            before=(
-                "class ExampleTextModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleTextConfig):\n"
-                "        super().__init__(config)\n"
-                "\n\n"
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleConfig):\n"
-                "        super().__init__(config)\n"
-                "        self.language_model = AutoModel.from_config(config.text_config)\n"
-            ),
-            after=(
-                "class ExampleTextModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleTextConfig):\n"
-                "        super().__init__(config)\n"
-                "\n\n"
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config: ExampleConfig):\n"
-                "        super().__init__(config)\n"
-                "        # patchgen: local_classes\n"
-                "        self.language_model = ExampleTextModel._from_config(config.text_config)\n"
-            ),
-        ),
+        Example("""a language model found through the one class that is written for its config
+        class ExampleTextModel(ExamplePreTrainedModel):
+            def __init__(self, config: ExampleTextConfig):
+                super().__init__(config)
+
+
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config: ExampleConfig):
+                super().__init__(config)
+      -         self.language_model = AutoModel.from_config(config.text_config)
+      +         # patchgen: local_classes
+      +         self.language_model = ExampleTextModel._from_config(config.text_config)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -61,7 +50,6 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        del anatomy
         imported = imported_names(statement for block in module for statement in block.statements)
         auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
         signs = []
@@ -80,17 +68,17 @@ class LocalClasses(SitePass):
                 ]
         return signs
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         wanted = {}
         for build in _local_builds(anatomy, site.block):
             target = anatomy.target_of(build)
             if target is None:
-                return Missed(f"one class of this file that is written for the config {build.config}", build.code)
+                raise Missed(f"one class of this file that is written for the config {build.config}", build.code)
             wanted[build.code] = target
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
         if rewriter.found != set(wanted):
-            return Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
+            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
         return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -120,13 +108,13 @@ def _elsewhere(target: str | None) -> str:
     return "what the checkpoint's config says" if target == "AutoConfig" else f"{target}, which is not in this file"
 
 
-class _UseLocalClass(cst.CSTTransformer):
+class _UseLocalClass(MarkStatements):
     """Replaces `Auto.from_config(config...)` in statements, each marked with a comment."""
 
     def __init__(self, wanted: dict[str, str], mark: str) -> None:
-        self._wanted, self._mark = wanted, mark
+        super().__init__(mark)
+        self._wanted = wanted
         self.found: set[str] = set()
-        self._changed = False
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         if not m.matches(original_node.func, m.Attribute(attr=m.OneOf(*map(m.Name, CONSTRUCTORS)))):
@@ -136,18 +124,6 @@ class _UseLocalClass(cst.CSTTransformer):
         if target is None:
             return updated_node
         self.found.add(code)
-        self._changed = True
+        self.changed = True
         func = cst.Attribute(value=cst.Name(target), attr=cst.Name("_from_config"))
         return updated_node.with_changes(func=func)
-
-    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
-        self._changed = False
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        if not self._changed:
-            return updated_node
-        self._changed = False
-        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
-        return updated_node.with_changes(leading_lines=[*updated_node.leading_lines, comment])

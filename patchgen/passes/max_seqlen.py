@@ -11,7 +11,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
-from patchgen.rewrite import edit_function
+from patchgen.rewrite import edit_function, marked
 from patchgen.source import Block, Module
 
 HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
@@ -25,22 +25,14 @@ class MaxSeqlen(SitePass):
     purpose = "The longest packed sequence is computed once per forward, or taken from the collator."
     expects = "one hit per attention that computes it in each layer, or upstream's own computation above the layers"
     EXAMPLES = (
-        Example(
-            "in every layer",
-            before=(
-                "class ExampleVisionAttention(nn.Module):\n"
-                "    def forward(self, x, cu_seqlens, **kwargs):\n"
-                "        max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()\n"
-                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
-            ),
-            after=(
-                "class ExampleVisionAttention(nn.Module):\n"
-                "    def forward(self, x, cu_seqlens, **kwargs):\n"
-                "        # patchgen: max_seqlen\n"
-                "        max_seqlen = ops.max_seqlen(cu_seqlens, kwargs)\n"
-                "        return self.attend(x, cu_seqlens, max_seqlen)\n"
-            ),
-        ),
+        Example("""in every layer
+        class ExampleVisionAttention(nn.Module):
+            def forward(self, x, cu_seqlens, **kwargs):
+      -         max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()
+      +         # patchgen: max_seqlen
+      +         max_seqlen = ops.max_seqlen(cu_seqlens, kwargs)
+                return self.attend(x, cu_seqlens, max_seqlen)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -57,19 +49,19 @@ class MaxSeqlen(SitePass):
                 sites.append(method_site(anatomy, info.name, "forward", "asks for the longest packed sequence"))
         return sites
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         forward = info.methods["forward"]
         if not _longest(info):
             inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
             if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
-                return Missed("the longest sequence above the layers", ast.unparse(forward))
+                raise Missed("the longest sequence above the layers", ast.unparse(forward))
             names = sorted(called_names(forward) & set(HELPERS))
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         once = _Once(self.mark, forward.args.kwarg.arg if forward.args.kwarg else None)
         block = edit_function(block, "forward", lambda node: node.visit(once))
         if once.count != len(_longest(info)):
-            return Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
+            raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
         return Rewritten(block, "once per forward")
 
 
@@ -105,8 +97,5 @@ class _Once(cst.CSTTransformer):
         self.count += 1
         arguments = f"{bounds}, {self._kwargs}" if self._kwargs else bounds
         value = cst.parse_expression(f"ops.max_seqlen({arguments})")
-        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
-        return updated_node.with_changes(
-            body=[assign.with_changes(value=value), *updated_node.body[1:]],
-            leading_lines=[*updated_node.leading_lines, comment],
-        )
+        body = [assign.with_changes(value=value), *updated_node.body[1:]]
+        return marked(updated_node.with_changes(body=body), self._mark)

@@ -9,13 +9,11 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, parameter_names, reads_name
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, INTERFACE, TORCH_ATTENTION, depthwise_convolutions
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
-
-
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
 
@@ -28,49 +26,29 @@ class MixerSP(SitePass):
         "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
     )
     EXAMPLES = (
-        Example(
-            "a short convolution",
-            before=(
-                "def causal_conv1d_fn(x, weight, bias=None, activation=None):\n"
-                "    return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])\n"
-                "\n\n"
-                "class ExampleShortConv(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)\n"
-                "\n"
-                "    def forward(self, hidden_states):\n"
-                "        hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
-                "        return hidden_states\n"
-            ),
-            after=(
-                "def causal_conv1d_fn(x, weight, bias=None, activation=None):\n"
-                "    return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])\n"
-                "\n\n"
-                "class ExampleShortConv(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)\n"
-                "\n"
-                "    def forward(self, hidden_states):\n"
-                "        # patchgen: mixer_sp\n"
-                "        hidden_states = ops.causal_conv1d("
-                "causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)\n"
-                "        return hidden_states\n"
-            ),
-        ),
+        Example("""a short convolution
+        def causal_conv1d_fn(x, weight, bias=None, activation=None):
+            return F.conv1d(x, weight.unsqueeze(1), bias, padding=weight.shape[1] - 1, groups=x.shape[1])
+
+
+        class ExampleShortConv(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.conv = nn.Conv1d(config.size, config.size, config.width, groups=config.size)
+
+            def forward(self, hidden_states):
+      -         hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias)
+      +         # patchgen: mixer_sp
+      +         hidden_states = ops.causal_conv1d(causal_conv1d_fn, hidden_states, self.conv.weight.squeeze(1), self.conv.bias)
+                return hidden_states
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         operations = set(sequence_operations(anatomy))
         language = _of_the_language_model(anatomy)
         return [
-            Site(
-                info.name,
-                info.name,
-                info.node.lineno,
-                f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}",
-            )
+            class_site(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
             for info in anatomy.classes.values()
             if module.has(info.name)
             and info.name in language
@@ -104,21 +82,22 @@ class MixerSP(SitePass):
                 ]
         return list(dict.fromkeys(remarks))
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed | LeftAlone:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         operations = sequence_operations(anatomy)
         called = called_names(block.node)
         scans = [name for name, kind in operations.items() if kind == SCAN and name in called]
         if scans:
-            return LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
+            raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(info) else []
-        needed += [DELTA_RULE] if _recurrences(anatomy, called) else []
+        functions = [function for name, function in anatomy.functions.items() if name in called]
+        needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
         rewriter = WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
-            return Missed(f"a call of {wanted}", ast.unparse(info.methods["forward"]))
+            raise Missed(f"a call of {wanted}", ast.unparse(info.methods["forward"]))
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
 
 
@@ -152,15 +131,6 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
 def _is_convolution(function: FunctionNode, parameters: list[str]) -> bool:
     """`(x, weight, bias, ...)` over a whole sequence; the update of a single token takes a state second."""
     return parameters[1:3] == ["weight", "bias"] and "conv1d" in called_names(function)
-
-
-def _recurrences(anatomy: Anatomy, called: set[str]) -> list[str]:
-    """The functions of this file among `called` that step along the sequence in a loop, whatever their signature."""
-    return [
-        name
-        for name, function in anatomy.functions.items()
-        if name in called and any(_steps(node) for node in ast.walk(function))
-    ]
 
 
 def _steps(node: ast.AST) -> bool:
@@ -199,15 +169,12 @@ def _sequence_loop(function: FunctionNode) -> ast.For | None:
         if not _steps(loop):
             continue
         counts = " ".join(ast.unparse(arg) for arg in loop.iter.args)
-        stored = {
-            n.id for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
+        body = ast.Module(loop.body, [])
+        stored = {n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
         carried = _read_before_stored(loop.body) & stored - targets
-        over_parts = isinstance(loop.iter.args[-1], ast.Constant) or any(
-            w in counts for w in ("self.", "config", "expert")
-        )
-        if carried and not over_parts:
+        over_parts = any(word in counts for word in ("self.", "config", "expert"))
+        if carried and not over_parts and not isinstance(loop.iter.args[-1], ast.Constant):
             return loop
     return None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import Unread, read_experts
 from patchgen.anatomy.roles import unread_heads
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -19,35 +19,26 @@ class ParallelPlan(SitePass):
     purpose = "Each head reports which parameters carry the expert dimension."
     expects = "one hit per causal head"
     EXAMPLES = (
-        Example(
-            "a head without experts below it",
-            before=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
-            ),
-            after=(
-                "class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)\n"
-                "\n"
-                "    # patchgen: parallel_plan\n"
-                "    def get_parallel_plan(self) -> ops.ParallelPlan:\n"
-                "        return ops.parallel_plan(self, experts={})\n"
-            ),
-        ),
+        Example("""a head without experts below it
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def forward(self, input_ids, labels=None):
+                return self.loss_function(self.lm_head(self.model(input_ids)), labels, self.vocab_size)
+      +
+      +     # patchgen: parallel_plan
+      +     def get_parallel_plan(self) -> ops.ParallelPlan:
+      +         return ops.parallel_plan(self, experts={})
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(info.name, info.name, info.node.lineno, f"causal head: {info.roles[Role.HEAD]}")
-            for info in anatomy.with_role(Role.HEAD, module)
+            class_site(info, f"causal head: {info.roles[Role.HEAD]}") for info in anatomy.with_role(Role.HEAD, module)
         ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return unread_heads(module, anatomy)
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         below = anatomy.reached_from([site.block])
         experts = {}
         for info in anatomy.with_role(Role.EXPERTS):
@@ -55,7 +46,7 @@ class ParallelPlan(SitePass):
                 continue
             formula = read_experts(anatomy, info.name)
             if isinstance(formula, Unread):
-                return Missed(formula.expected, formula.found)
+                raise Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"

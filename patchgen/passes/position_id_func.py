@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, own_attribute
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.anatomy.classes import own_attribute
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -22,31 +22,19 @@ class PositionIdFunc(SitePass):
     purpose = f"`{NAME}()` gives a picklable function that computes {SOURCE}'s positions without the model."
     expects = f"one hit per class with {SOURCE}, and one per head above it"
     EXAMPLES = (
-        Example(
-            "what the method reads off the model goes with it",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.merge = config.vision_config.spatial_merge_size\n"
-                "\n"
-                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
-                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.merge = config.vision_config.spatial_merge_size\n"
-                "\n"
-                "    def get_rope_index(self, input_ids, image_grid_thw=None):\n"
-                "        return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)\n"
-                "\n"
-                "    # patchgen: position_id_func\n"
-                "    def get_position_id_func(self) -> ops.PositionIds:\n"
-                "        return ops.PositionIds(type(self), self.config, dict(merge=self.merge))\n"
-            ),
-        ),
+        Example("""what the method reads off the model goes with it
+        class ExampleModel(ExamplePreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.merge = config.vision_config.spatial_merge_size
+
+            def get_rope_index(self, input_ids, image_grid_thw=None):
+                return grid_positions(input_ids, image_grid_thw // self.merge, self.config.image_token_id)
+      +
+      +     # patchgen: position_id_func
+      +     def get_position_id_func(self) -> ops.PositionIds:
+      +         return ops.PositionIds(type(self), self.config, dict(merge=self.merge))
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -56,28 +44,22 @@ class PositionIdFunc(SitePass):
             if module.has(info.name) and SOURCE in info.methods
         ]
         heads = [
-            Site(
-                info.name,
-                info.name,
-                info.node.lineno,
-                f"head of a model with {SOURCE}, its self.{_model_below(anatomy, info.name)}",
-            )
+            class_site(info, f"head of a model with {SOURCE}, its self.{below}")
             for info in anatomy.with_role(Role.HEAD, module)
-            if not anatomy.method(info.name, SOURCE) and _model_below(anatomy, info.name)
+            if not anatomy.method(info.name, SOURCE) and (below := _model_below(anatomy, info.name))
         ]
         return own + heads
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         header = f"def {NAME}(self) -> ops.PositionIds:\n    "
         if SOURCE not in anatomy.classes[site.block].methods:
             below = _model_below(anatomy, site.block)
-            return Rewritten(
-                append_method(block, f"{header}return self.{below}.{NAME}()", self.mark), f"that of self.{below}"
-            )
+            code = f"{header}return self.{below}.{NAME}()"
+            return Rewritten(append_method(block, code, self.mark), f"that of self.{below}")
         names = sorted(_read_attributes(anatomy, site.block) - {"config"})
         heavy = [name for name in names if _is_module(anatomy, site.block, name)]
         if heavy:
-            return Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
+            raise Missed(f"{SOURCE} that reads numbers and the config off the model", f"self.{heavy[0]}")
         attributes = ", ".join(f"{name}=self.{name}" for name in names)
         code = f"{header}return ops.PositionIds(type(self), self.config, dict({attributes}))"
         return Rewritten(append_method(block, code, self.mark), f"takes along {', '.join(['config', *names])}")
@@ -93,27 +75,13 @@ def _model_below(anatomy: Anatomy, name: str) -> str | None:
 
 def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
     """What the method, and the methods of the class that it calls, read off the model."""
-    read: set[str] = set()
-    seen: set[str] = set()
-    pending = [SOURCE]
-    while pending:
-        found = anatomy.method(name, pending.pop())
-        if found is None or found[1].name in seen:
-            continue
-        seen.add(found[1].name)
-        for attribute in _loads(found[1]):
-            if anatomy.method(name, attribute):
-                pending.append(attribute)
-            else:
-                read.add(attribute)
-    return read
-
-
-def _loads(method: FunctionNode) -> Iterator[str]:
-    for node in ast.walk(method):
-        attribute = own_attribute(node)
-        if attribute is not None and isinstance(node.ctx, ast.Load):
-            yield attribute
+    read = [SOURCE]
+    for attribute in read:  # grows
+        found = anatomy.method(name, attribute)
+        nodes = ast.walk(found[1]) if found is not None else ()
+        loaded = {own_attribute(node) for node in nodes if isinstance(getattr(node, "ctx", None), ast.Load)} - {None}
+        read += sorted(loaded - set(read))
+    return {attribute for attribute in read if not anatomy.method(name, attribute)}
 
 
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:

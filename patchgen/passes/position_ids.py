@@ -16,9 +16,8 @@ from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
 BATCH = "inputs_embeds"
-STACKED = (
-    "stacked_position_ids"  # a name of their own: three samples of three rows have the shape of upstream's layout
-)
+# A name of their own: three samples of three rows have the shape of upstream's layout.
+STACKED = "stacked_position_ids"
 
 
 class PositionIds(SitePass):
@@ -28,34 +27,19 @@ class PositionIds(SitePass):
     purpose = "Multimodal position ids as a collator stacks them, (batch, 3, L), have a name and become (3, batch, L)."
     expects = "one hit per fusion model that computes multimodal positions"
     EXAMPLES = (
-        Example(
-            "before the model would compute them itself",
-            before=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_rope_index(self, input_ids):\n"
-                "        return input_ids\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
-                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
-                "        if position_ids is None:\n"
-                "            position_ids = self.get_rope_index(input_ids)\n"
-                "        return self.language_model(inputs_embeds, position_ids)\n"
-            ),
-            after=(
-                "class ExampleModel(ExamplePreTrainedModel):\n"
-                "    def get_rope_index(self, input_ids):\n"
-                "        return input_ids\n"
-                "\n"
-                "    def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):\n"
-                "        inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))\n"
-                "        # patchgen: position_ids\n"
-                "        position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, "
-                'kwargs.pop("stacked_position_ids", None))\n'
-                "        if position_ids is None:\n"
-                "            position_ids = self.get_rope_index(input_ids)\n"
-                "        return self.language_model(inputs_embeds, position_ids)\n"
-            ),
-        ),
+        Example("""before the model would compute them itself
+        class ExampleModel(ExamplePreTrainedModel):
+            def get_rope_index(self, input_ids):
+                return input_ids
+
+            def forward(self, input_ids, pixel_values=None, position_ids=None, **kwargs):
+                inputs_embeds = self.embed(input_ids).masked_scatter(self.mask, self.visual(pixel_values))
+      +         # patchgen: position_ids
+      +         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
+                if position_ids is None:
+                    position_ids = self.get_rope_index(input_ids)
+                return self.language_model(inputs_embeds, position_ids)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -77,26 +61,20 @@ class PositionIds(SitePass):
             if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
-        del site, anatomy
-        miss: list[Missed] = []
-
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             if anchor is None or not any(uses_name(node, BATCH) for node in body[:anchor]):
                 closest = code_of(body[-1 if anchor is None else anchor])
-                miss.append(Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest))
-                return forward
+                raise Missed(f"a statement that reads {POSITIONS}, below the one that makes {BATCH}", closest)
             if not isinstance(forward.params.star_kwarg, cst.Param):
-                miss.append(Missed("a forward that takes keyword arguments", code_of(forward.params)))
-                return forward
+                raise Missed("a forward that takes keyword arguments", code_of(forward.params))
             stacked = f'{forward.params.star_kwarg.name.value}.pop("{STACKED}", None)'
             code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
             return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
 
-        block = edit_function(block, "forward", insert)
-        return miss[0] if miss else Rewritten(block, "(batch, 3, L) becomes (3, batch, L)")
+        return Rewritten(edit_function(block, "forward", insert), "(batch, 3, L) becomes (3, batch, L)")
 
 
 def _is_multimodal(info: ClassInfo) -> bool:

@@ -13,6 +13,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
+from patchgen.rewrite import transform
 from patchgen.source import Block, Module
 from patchgen.unseen import unseen_references
 
@@ -25,42 +26,30 @@ class Prune(Pass):
     purpose = "Classes and functions that the roots do not reach are dropped."
     expects = "that every root exists"
     EXAMPLES = (
-        Example(
-            "an unreached class goes, with the branch that asks for it",
-            before=(
-                "class Vocoder(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Tower(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Model(nn.Module):\n"
-                "    def __init__(self):\n"
-                "        self.tower = Tower()\n"
-                "\n"
-                "    def _init_weights(self, module):\n"
-                "        if isinstance(module, Vocoder):\n"
-                "            init.zeros_(module.offset)\n"
-                "        elif isinstance(module, Tower):\n"
-                "            init.ones_(module.scale)\n"
-                "\n\n"
-                '__all__ = ["Model", "Vocoder"]\n'
-            ),
-            after=(
-                "class Tower(nn.Module):\n"
-                "    pass\n"
-                "\n\n"
-                "class Model(nn.Module):\n"
-                "    def __init__(self):\n"
-                "        self.tower = Tower()\n"
-                "\n"
-                "    def _init_weights(self, module):\n"
-                "        if isinstance(module, Tower):\n"
-                "            init.ones_(module.scale)\n"
-                "\n\n"
-                '__all__ = ["Model"]\n'
-            ),
-        ),
+        Example("""an unreached class goes, with the branch that asks for it
+      - class Vocoder(nn.Module):
+      -     pass
+      -
+      -
+        class Tower(nn.Module):
+            pass
+
+
+        class Model(nn.Module):
+            def __init__(self):
+                self.tower = Tower()
+
+            def _init_weights(self, module):
+      -         if isinstance(module, Vocoder):
+      -             init.zeros_(module.offset)
+      -         elif isinstance(module, Tower):
+      +         if isinstance(module, Tower):
+                    init.ones_(module.scale)
+
+
+      - __all__ = ["Model", "Vocoder"]
+      + __all__ = ["Model"]
+        """),
     )
 
     def __init__(self, roots: Sequence[str] = ()) -> None:
@@ -79,12 +68,8 @@ class Prune(Pass):
                 "  ways out correct `roots` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
-        kept, dropped = [], []
-        for block in module:
-            if _stays(block, kept_names):
-                kept.append(block)
-            else:
-                dropped += block.binds
+        kept = [block for block in module if _stays(block, kept_names)]
+        dropped = [name for block in module if not _stays(block, kept_names) for name in block.binds]
         gone = {name for name in dropped if name not in kept_names}
         blocks = [without_mentions(block, gone) for block in kept]
         if blocks and not module.header:
@@ -153,8 +138,7 @@ def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes names that are gone from `__all__` and from isinstance checks."""
     if not gone or not any(name in block.text for name in gone):
         return block
-    tree = block.cst.visit(_DropMentions(gone))
-    return block.with_text(tree.code)
+    return transform(block, _DropMentions(gone))
 
 
 class _DropMentions(cst.CSTTransformer):
@@ -162,12 +146,10 @@ class _DropMentions(cst.CSTTransformer):
         self._gone = gone
 
     def leave_Assign(self, original_node: cst.Assign, updated_node: cst.Assign) -> cst.Assign:
-        del original_node
         is_exports = m.matches(updated_node, m.Assign(targets=[m.AssignTarget(m.Name("__all__"))]))
         return self._without_gone(updated_node) if is_exports else updated_node
 
     def leave_AugAssign(self, original_node: cst.AugAssign, updated_node: cst.AugAssign) -> cst.AugAssign:
-        del original_node
         return self._without_gone(updated_node) if m.matches(updated_node.target, m.Name("__all__")) else updated_node
 
     def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
@@ -185,11 +167,10 @@ class _DropMentions(cst.CSTTransformer):
         return node.with_changes(value=node.value.with_changes(elements=elements))
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
-        del original_node
         orelse = updated_node.orelse
-        if isinstance(orelse, cst.If) and self._is_dead(orelse):
+        if isinstance(orelse, cst.If) and m.matches(orelse, _DEAD):
             updated_node = updated_node.with_changes(orelse=orelse.orelse)
-        if not self._is_dead(updated_node):
+        if not m.matches(updated_node, _DEAD):
             return updated_node
         rest = updated_node.orelse
         if rest is None:
@@ -200,27 +181,24 @@ class _DropMentions(cst.CSTTransformer):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         """`isinstance(x, (A, Gone))` loses the element; `isinstance(x, Gone)` inside a larger test becomes False."""
-        del original_node
         if not m.matches(updated_node, m.Call(func=m.Name("isinstance"), args=[m.Arg(), m.Arg()])):
             return updated_node
-        kinds = updated_node.args[1].value
+        first, second = updated_node.args
+        kinds = second.value
         if isinstance(kinds, cst.Tuple):
-            elements = [
-                e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)
-            ]
-            if len(elements) == len(kinds.elements):
+            left = [e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)]
+            if len(left) == len(kinds.elements):
                 return updated_node
-            if len(elements) == 1:
-                only = updated_node.args[1].with_changes(value=elements[0].value)
-                return updated_node.with_changes(args=[updated_node.args[0], only])
-            if elements:
-                elements[-1] = elements[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                changed = updated_node.args[1].with_changes(value=kinds.with_changes(elements=elements))
-                return updated_node.with_changes(args=[updated_node.args[0], changed])
-            return cst.Name("False")
-        if isinstance(kinds, cst.Name) and kinds.value in self._gone:
-            return cst.Name("False")
-        return updated_node
+            if len(left) == 1:
+                return updated_node.with_changes(args=[first, second.with_changes(value=left[0].value)])
+            if left:
+                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+                return updated_node.with_changes(
+                    args=[first, second.with_changes(value=kinds.with_changes(elements=left))]
+                )
+        elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
+            return updated_node
+        return cst.Name("False")
 
-    def _is_dead(self, node: cst.If) -> bool:
-        return m.matches(node.test, m.Name("False"))
+
+_DEAD = m.If(test=m.Name("False"))

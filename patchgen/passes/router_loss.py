@@ -28,42 +28,30 @@ class RouterLoss(SitePass):
     purpose = "The load-balancing loss is the same number in every layout (SP and EP too) and for every padding."
     expects = "one hit per load-balancing loss function, and one per method that calls it"
     EXAMPLES = (
-        Example(
-            "a loss over what counts, called group by group",
-            before=(
-                "def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):\n"
-                "    tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)\n"
-                "    overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))\n"
-                "    return overall_loss * num_experts\n"
-                "\n\n"
-                "class ExampleForCausalLM(nn.Module):\n"
-                "    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):\n"
-                "        outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)\n"
-                "        return load_balancing_loss_func(outputs.router_logits, self.num_experts, 2, attention_mask)\n"
-            ),
-            after=(
-                "def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):\n"
-                "    tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)\n"
-                "    # patchgen: router_loss\n"
-                "    tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)\n"
-                "    overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))\n"
-                "    return overall_loss * num_experts\n"
-                "\n\n"
-                "class ExampleForCausalLM(nn.Module):\n"
-                "    def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):\n"
-                "        outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)\n"
-                "        # patchgen: router_loss\n"
-                "        return ops.router_loss(\n"
-                "            load_balancing_loss_func,\n"
-                "            outputs.router_logits,\n"
-                "            self.num_experts,\n"
-                "            2,\n"
-                "            attention_mask,\n"
-                "            tokens=input_ids if input_ids is not None else inputs_embeds,\n"
-                '            real_tokens=kwargs.get("real_tokens"),\n'
-                "        )\n"
-            ),
-        ),
+        Example("""a loss over what counts, called group by group
+        def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):
+            tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)
+      +     # patchgen: router_loss
+      +     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
+            overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
+            return overall_loss * num_experts
+
+
+        class ExampleForCausalLM(nn.Module):
+            def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
+                outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
+      -         return load_balancing_loss_func(outputs.router_logits, self.num_experts, 2, attention_mask)
+      +         # patchgen: router_loss
+      +         return ops.router_loss(
+      +             load_balancing_loss_func,
+      +             outputs.router_logits,
+      +             self.num_experts,
+      +             2,
+      +             attention_mask,
+      +             tokens=input_ids if input_ids is not None else inputs_embeds,
+      +             real_tokens=kwargs.get("real_tokens"),
+      +         )
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -100,15 +88,13 @@ class RouterLoss(SitePass):
                 signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")
         return signs
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.block in anatomy.functions:
             return self._take_means(block, site)
         method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
         return self._say_what_counts(block, method, _losses(anatomy))
 
-    def _take_means(self, block: Block, site: Site) -> Rewritten | Missed:
-        miss: list[Missed] = []
-
+    def _take_means(self, block: Block, site: Site) -> Rewritten:
         def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(function)
             position, factors = next(
@@ -116,20 +102,16 @@ class RouterLoss(SitePass):
             )
             if factors is None:
                 last = cst.Module(body=body[-2:]).code if body else ""
-                miss.append(Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last))
-                return function
+                raise Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last)
             left, right = factors
             means = f"{left}, {right} = ops.router_means({left}, {right})"
             return with_body(function, insert_before(body, position, statements(means, depth=1, comment=self.mark)))
 
-        block = edit_function(block, site.name, globalise)
-        return miss[0] if miss else Rewritten(block, "means over what counts")
+        return Rewritten(edit_function(block, site.name, globalise), "means over what counts")
 
-    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten | Missed:
+    def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
-            return Missed(
-                f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args)
-            )
+            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args))
         tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
         more = [
             cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))

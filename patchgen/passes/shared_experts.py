@@ -11,37 +11,19 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    function_body,
+    insert_before,
+    replace_statement,
+    statements,
+    uses_name,
+    with_body,
+)
 from patchgen.source import Block, Module
 
 HANDLE = "shared_beside"
-# What the examples build: an MLP, and the parameters and arguments by which experts are known.
-_MODULES = """\
-class ExampleMLP(nn.Module):
-    def forward(self, x):
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
-class ExampleExperts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
-
-    def forward(self, hidden_states, top_k_index, top_k_weights):
-        for expert in top_k_index.unique():
-            gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
-            hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
-        return hidden_states
-
-
-class ExampleMoE(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.experts = ExampleExperts(config)
-        self.shared_experts = ExampleMLP(config)
-
-"""
 RESHAPES = ("view", "reshape")
 
 
@@ -63,79 +45,88 @@ class SharedExperts(SitePass):
         "one hit per MoE block that builds an MLP beside its experts; those under a condition are listed as notes"
     )
     EXAMPLES = (
-        Example(
-            "shared experts after the routed ones",
-            before=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        residuals = hidden_states\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + self.shared_experts(residuals)\n"
-            ),
-            after=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        residuals = hidden_states\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        # patchgen: shared_experts\n"
-                "        shared_beside = ops.beside_experts(self.shared_experts, residuals)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + shared_beside()\n"
-            ),
-        ),
-        Example(
-            "shared experts before the routed ones",
-            before=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        shared_output = self.shared_experts(hidden_states)\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        return hidden_states + shared_output\n"
-            ),
-            after=(
-                _MODULES + "    def forward(self, hidden_states):\n"
-                "        # patchgen: shared_experts\n"
-                "        shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)\n"
-                "        _, weights, indices = self.gate(hidden_states)\n"
-                "        hidden_states = self.experts(hidden_states, indices, weights)\n"
-                "        shared_output = shared_beside()\n"
-                "        return hidden_states + shared_output\n"
-            ),
-        ),
+        Example("""shared experts after the routed ones, and before them
+        class ExampleMLP(nn.Module):
+            def forward(self, x):
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+        class ExampleExperts(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.size, config.hidden_size))
+                self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.size))
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+                for expert in top_k_index.unique():
+                    gate, up = F.linear(hidden_states, self.gate_up_proj[expert]).chunk(2, dim=-1)
+                    hidden_states = F.linear(F.silu(gate) * up, self.down_proj[expert]) * top_k_weights
+                return hidden_states
+
+
+        class ExampleMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.experts = ExampleExperts(config)
+                self.shared_experts = ExampleMLP(config)
+
+            def forward(self, hidden_states):
+                residuals = hidden_states
+                _, weights, indices = self.gate(hidden_states)
+      +         # patchgen: shared_experts
+      +         shared_beside = ops.beside_experts(self.shared_experts, residuals)
+                hidden_states = self.experts(hidden_states, indices, weights)
+      -         return hidden_states + self.shared_experts(residuals)
+      +         return hidden_states + shared_beside()
+
+
+        class ExampleEarlyMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.experts = ExampleExperts(config)
+                self.shared_experts = ExampleMLP(config)
+
+            def forward(self, hidden_states):
+      -         shared_output = self.shared_experts(hidden_states)
+      +         # patchgen: shared_experts
+      +         shared_beside = ops.beside_experts(self.shared_experts, hidden_states, at_once=True)
+                _, weights, indices = self.gate(hidden_states)
+                hidden_states = self.experts(hidden_states, indices, weights)
+      +         shared_output = shared_beside()
+                return hidden_states + shared_output
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(f"{info.name}.forward", info.name, info.methods["forward"].lineno, f"builds self.{shared} beside it")
+            Site(
+                f"{info.name}.forward",
+                info.name,
+                info.methods["forward"].lineno,
+                f"builds self.{parts[1][0]} beside it",
+            )
             for info in anatomy.classes.values()
             if module.has(info.name)
             and "forward" in info.methods
-            and _experts(anatomy, info.name)
-            and (shared := next(iter(_shared(anatomy, info.name)), None))
+            and all(parts := _routed_and_shared(anatomy, info.name))
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
-        (routed, *_), (shared, *_) = _experts(anatomy, site.block), _shared(anatomy, site.block)
-        found: list[_Calls | Missed | str] = []
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
             calls = _find(forward, routed, shared)
-            found.append(calls)
-            return with_body(forward, self._moved(forward, calls)) if isinstance(calls, _Calls) else forward
+            if isinstance(calls, str):
+                raise LeftAlone(f"{site.name}: {calls}; shared and routed experts run one after the other")
+            return with_body(forward, self._moved(forward, calls))
 
-        block = edit_function(block, "forward", edit)
-        if isinstance(found[0], Missed):
-            return found[0]
-        if isinstance(found[0], str):
-            return LeftAlone(f"{site.name}: {found[0]}; shared and routed experts run one after the other")
-        return Rewritten(block, f"self.{shared} beside self.{routed}")
+        return Rewritten(edit_function(block, "forward", edit), f"self.{shared} beside self.{routed}")
 
     def _moved(self, forward: cst.FunctionDef, calls: _Calls) -> list[cst.BaseStatement]:
         body = function_body(forward)
         before = calls.shared < calls.routed
-        arguments = [
-            code_of(calls.call.func),
-            *(code_of(arg.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for arg in calls.call.args),
-        ]
+        given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in calls.call.args)
+        arguments = [code_of(calls.call.func), *map(code_of, given)]
         if not before and not all(m.matches(arg.value, m.Name()) for arg in calls.call.args):
             # What the arguments compute stays where it was, and with it the order of sums in the backward.
             arguments = [f"lambda: {code_of(calls.call)}"]
@@ -144,41 +135,27 @@ class SharedExperts(SitePass):
         taken = body[calls.shared].deep_replace(calls.call, cst.parse_expression(f"{HANDLE}()"))
         if before:
             body.insert(calls.routed + 1, taken.with_changes(leading_lines=[]))
-            first, *_ = handle
-            body[calls.shared] = first.with_changes(
-                leading_lines=[*body[calls.shared].leading_lines, *first.leading_lines]
-            )
-            return body
+            return [*body[: calls.shared], *replace_statement(body[calls.shared], handle), *body[calls.shared + 1 :]]
         body[calls.shared] = taken
         return insert_before(body, calls.routed, handle)
 
 
-def _experts(anatomy: Anatomy, name: str) -> list[str]:
-    """The attributes that hold routed experts."""
-    return [a for a, info in _built(anatomy, name) if Role.EXPERTS in info.roles]
-
-
-def _shared(anatomy: Anatomy, name: str) -> list[str]:
-    """MLPs that every token goes through, beside the routed experts: those with a gate, and others of several layers."""
-    return [a for a, info in _built(anatomy, name) if Role.MLP in info.roles or _is_dense(info)]
+def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
+    """The attributes that hold routed experts, and MLPs that every token goes through beside them: those with a gate, and
+    others of several layers."""
+    builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
+    built = [(build.attribute, anatomy.classes[build.target]) for build in builds]
+    routed = [attribute for attribute, info in built if Role.EXPERTS in info.roles]
+    return routed, [attribute for attribute, info in built if Role.MLP in info.roles or _is_dense(info)]
 
 
 def _is_dense(info: ClassInfo) -> bool:
     linear = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
-    return (
-        not info.roles
-        and len(linear) > 1
-        and "forward" in info.methods
-        and len(parameter_names(info.methods["forward"])) == 1
-    )
+    forward = info.methods.get("forward")
+    return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
-def _built(anatomy: Anatomy, name: str) -> list[tuple[str, ClassInfo]]:
-    builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
-    return [(build.attribute, anatomy.classes[build.target]) for build in builds]
-
-
-def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | Missed | str:
+def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
     """Where the two calls stand; in words, why they are not moved."""
     body = function_body(forward)
     places = {}
@@ -186,7 +163,7 @@ def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | Missed
         pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name(attribute)))
         found = [(i, call) for i, node in enumerate(body) for call in m.findall(node, pattern)]
         if not found:
-            return Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
+            raise Missed(f"a call of self.{attribute}(...) in forward", code_of(forward))
         if len(found) > 1:
             return f"self.{attribute} is called {len(found)} times"
         places[attribute] = found[0]

@@ -14,8 +14,9 @@ from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, Unread, read_
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
-from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, class_site
 from patchgen.rewrite import (
+    at_end,
     edit_function,
     format_code,
     function_body,
@@ -35,152 +36,105 @@ class StackedExperts(SitePass):
         "Experts are stacked weights; lists of expert modules become stacks, with initialisation and checkpoints."
     )
     expects = "one hit per list of experts; experts that upstream stacks are upstream's"
+    role = Role.EXPERTS
     EXAMPLES = (
-        Example(
-            "a list of modules becomes two stacks, its loop one call",
-            before=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-                "\n"
-                "\n"
-                "class ExampleMoE(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])\n"
-                "\n"
-                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
-                "        routed = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, "
-                "0)\n"
-                "        for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():\n"
-                "            idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))\n"
-                "            current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])\n"
-                "            current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, "
-                "idx, None]\n"
-                "            routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))\n"
-                "        return routed\n"
-                "\n"
-                "\n"
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def _init_weights(self, module):\n"
-                "        std = self.config.initializer_range\n"
-                "        if isinstance(module, nn.Linear):\n"
-                "            module.weight.data.normal_(mean=0.0, std=std)\n"
-            ),
-            after=(
-                "import torch\n"
-                "import torch.nn.functional as F\n"
-                "from torch import nn\n"
-                "from transformers.activations import ACT2FN\n"
-                "\n"
-                "\n"
-                "class ExampleMLP(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.up_proj = nn.Linear(config.hidden, config.size, bias=False)\n"
-                "        self.down_proj = nn.Linear(config.size, config.hidden, bias=False)\n"
-                "        self.act_fn = ACT2FN[config.hidden_act]\n"
-                "\n"
-                "    def forward(self, x):\n"
-                "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))\n"
-                "\n"
-                "\n"
-                "# patchgen: stacked_experts\n"
-                "class ExampleStackedExperts(nn.Module):\n"
-                '    """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""\n'
-                "\n"
-                "    def __init__(self, expert, num_experts):\n"
-                "        super().__init__()\n"
-                "        self.num_experts = num_experts\n"
-                "        intermediate_size, hidden_size = expert.gate_proj.weight.shape\n"
-                '        like = {"dtype": expert.gate_proj.weight.dtype, "device": '
-                "expert.gate_proj.weight.device}\n"
-                "        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, "
-                "hidden_size, **like))\n"
-                "        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, "
-                "**like))\n"
-                "        self.act_fn = expert.act_fn\n"
-                "\n"
-                "    def forward(self, hidden_states, top_k_index, top_k_weights):\n"
-                "        final_hidden_states = torch.zeros_like(hidden_states)\n"
-                "        expert_mask = nn.functional.one_hot(top_k_index, "
-                "num_classes=self.num_experts).permute(2, 1, 0)\n"
-                "        for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():\n"
-                "            expert_idx = expert_idx[0]\n"
-                "            top_k_pos, token_idx = torch.where(expert_mask[expert_idx])\n"
-                "            current_state = hidden_states[token_idx]\n"
-                "            gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])\n"
-                "            gate, up = gate_up.chunk(2, dim=-1)\n"
-                "            current_state = self.act_fn(gate) * up\n"
-                "            current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])\n"
-                "            current_state = current_state * top_k_weights[token_idx, top_k_pos, None]\n"
-                "            final_hidden_states.index_add_(0, token_idx, "
-                "current_state.to(final_hidden_states.dtype))\n"
-                "        return final_hidden_states\n"
-                "\n"
-                "\n"
-                "class ExampleMoE(nn.Module):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__()\n"
-                "        # patchgen: stacked_experts\n"
-                "        self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)\n"
-                "\n"
-                "    def forward(self, hidden_states, selected_experts, routing_weights):\n"
-                "        # patchgen: stacked_experts\n"
-                "        routed = self.experts(hidden_states, selected_experts, routing_weights)\n"
-                "        return routed\n"
-                "\n"
-                "\n"
-                "class ExampleModel(PreTrainedModel):\n"
-                "    def _init_weights(self, module):\n"
-                "        # patchgen: stacked_experts\n"
-                "        if isinstance(module, ExampleStackedExperts):\n"
-                "            nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)\n"
-                "            nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)\n"
-                "        std = self.config.initializer_range\n"
-                "        if isinstance(module, nn.Linear):\n"
-                "            module.weight.data.normal_(mean=0.0, std=std)\n"
-                "\n"
-                "\n"
-                "# patchgen: stacked_experts\n"
-                'ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", '
-                '"down_proj")})\n'
-            ),
-        ),
+        Example('''a list of modules becomes two stacks, its loop one call
+        import torch
+        import torch.nn.functional as F
+        from torch import nn
+        from transformers.activations import ACT2FN
+
+
+        class ExampleMLP(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.gate_proj = nn.Linear(config.hidden, config.size, bias=False)
+                self.up_proj = nn.Linear(config.hidden, config.size, bias=False)
+                self.down_proj = nn.Linear(config.size, config.hidden, bias=False)
+                self.act_fn = ACT2FN[config.hidden_act]
+
+            def forward(self, x):
+                return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+      + # patchgen: stacked_experts
+      + class ExampleStackedExperts(nn.Module):
+      +     """The experts of ExampleMoE as stacks: slice e of each is the ExampleMLP number e."""
+      +
+      +     def __init__(self, expert, num_experts):
+      +         super().__init__()
+      +         self.num_experts = num_experts
+      +         intermediate_size, hidden_size = expert.gate_proj.weight.shape
+      +         like = {"dtype": expert.gate_proj.weight.dtype, "device": expert.gate_proj.weight.device}
+      +         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size, **like))
+      +         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size, **like))
+      +         self.act_fn = expert.act_fn
+      +
+      +     def forward(self, hidden_states, top_k_index, top_k_weights):
+      +         final_hidden_states = torch.zeros_like(hidden_states)
+      +         expert_mask = nn.functional.one_hot(top_k_index, num_classes=self.num_experts).permute(2, 1, 0)
+      +         for expert_idx in expert_mask.sum(dim=(-1, -2)).nonzero():
+      +             expert_idx = expert_idx[0]
+      +             top_k_pos, token_idx = torch.where(expert_mask[expert_idx])
+      +             current_state = hidden_states[token_idx]
+      +             gate_up = nn.functional.linear(current_state, self.gate_up_proj[expert_idx])
+      +             gate, up = gate_up.chunk(2, dim=-1)
+      +             current_state = self.act_fn(gate) * up
+      +             current_state = nn.functional.linear(current_state, self.down_proj[expert_idx])
+      +             current_state = current_state * top_k_weights[token_idx, top_k_pos, None]
+      +             final_hidden_states.index_add_(0, token_idx, current_state.to(final_hidden_states.dtype))
+      +         return final_hidden_states
+      +
+      +
+        class ExampleMoE(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+      -         self.experts = nn.ModuleList([ExampleMLP(config) for _ in range(config.num_experts)])
+      +         # patchgen: stacked_experts
+      +         self.experts = ExampleStackedExperts(ExampleMLP(config), num_experts=config.num_experts)
+
+            def forward(self, hidden_states, selected_experts, routing_weights):
+      -         routed = torch.zeros_like(hidden_states)
+      -         expert_mask = F.one_hot(selected_experts, num_classes=len(self.experts)).permute(2, 1, 0)
+      -         for expert_idx in torch.greater(expert_mask.sum(dim=(-1, -2)), 0).nonzero():
+      -             idx, top_x = torch.where(expert_mask[expert_idx].squeeze(0))
+      -             current_state = hidden_states[None, top_x].reshape(-1, hidden_states.shape[-1])
+      -             current_state = self.experts[expert_idx](current_state) * routing_weights[top_x, idx, None]
+      -             routed.index_add_(0, top_x, current_state.to(hidden_states.dtype))
+      +         # patchgen: stacked_experts
+      +         routed = self.experts(hidden_states, selected_experts, routing_weights)
+                return routed
+
+
+        class ExampleModel(PreTrainedModel):
+            def _init_weights(self, module):
+      +         # patchgen: stacked_experts
+      +         if isinstance(module, ExampleStackedExperts):
+      +             nn.init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+      +             nn.init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+                std = self.config.initializer_range
+                if isinstance(module, nn.Linear):
+                    module.weight.data.normal_(mean=0.0, std=std)
+      +
+      +
+      + # patchgen: stacked_experts
+      + ops.register_stacked_experts("ExampleModel", experts={"experts": ("gate_proj", "up_proj", "down_proj")})
+        '''),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        stacked = [
-            method_site(anatomy, info.name, "forward", f"{Role.EXPERTS}: {info.roles[Role.EXPERTS]}")
-            for info in anatomy.with_role(Role.EXPERTS, module)
-        ]
         lists = [
-            Site(info.name, info.name, info.node.lineno, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
+            class_site(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
             for info in anatomy.with_role(Role.EXPERT_LIST, module)
         ]
-        return [*stacked, *lists]
+        return [*super().sites(module, anatomy), *lists]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
             formula = read_experts(anatomy, info.name)
             if isinstance(formula, Unread):
-                return Missed(formula.expected, formula.found)
+                raise Missed(formula.expected, formula.found)
             if formula.is_transposed:
                 return Upstream(
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
@@ -188,23 +142,18 @@ class StackedExperts(SitePass):
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
         found = read_expert_list(anatomy, info)
         if isinstance(found, Unread):
-            return Missed(found.expected, found.found)
+            raise Missed(found.expected, found.found)
         experts, loop = found
         others = _other_users(anatomy, info, experts.attribute)
         if others:
-            return Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
-        dtype = _dtype_inside(loop)
-        if isinstance(dtype, Missed):
-            return dtype
+            raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
         name = stacked_name(anatomy, info.name)
-        text = render(
-            "stacked_experts.jinja", name=name, block=info.name, experts=experts, dtype=dtype, mark=self.mark
-        )
-        stacked = Block(text="\n\n" + format_code(text.lstrip("\n")))
+        told = {"name": name, "block": info.name, "experts": experts, "dtype": _dtype_inside(loop), "mark": self.mark}
+        stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
         block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
         block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
         if _uses(block.node, experts.attribute) != 2:  # built once, called once
-            return Missed(f"no use of self.{experts.attribute} but its loop", block.text)
+            raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
@@ -270,20 +219,16 @@ class StackedExperts(SitePass):
                     "Rename one with a hand edit in the model's config."
                 )
         arguments = ", ".join([*(f'"{name}"' for name in models), f"experts={projections!r}"])
-        call = format_code(f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
-        blocks = list(module.blocks)
-        position = next((i for i, block in enumerate(blocks) if "__all__" in block.binds), len(blocks))
-        blocks.insert(position, Block(text="\n\n" + call))
-        return module.with_blocks(blocks)
+        return at_end(module, f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
 
 
-def _dtype_inside(loop: ExpertLoop) -> str | Missed | None:
+def _dtype_inside(loop: ExpertLoop) -> str | None:
     """The accumulator's dtype in the names of the new class."""
     if loop.dtype is None or loop.dtype.startswith("torch."):
         return loop.dtype
     if loop.dtype == f"{loop.top_k_weights}.dtype":
         return "top_k_weights.dtype"
-    return Missed(
+    raise Missed(
         "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
     )
 

@@ -13,7 +13,7 @@ from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, statements, with_body
-from patchgen.source import Block, Module
+from patchgen.source import Block, Module, bound_names
 
 
 class TiedEmbeddings(SitePass):
@@ -23,29 +23,17 @@ class TiedEmbeddings(SitePass):
     purpose = "A head without output embeddings does not claim tied ones."
     expects = "one hit per head without an output projection; heads that have one are upstream's"
     EXAMPLES = (
-        Example(
-            "a head that delegates to a model with a head of its own",
-            before=(
-                "class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        self.language_model = ExampleForCausalLM(config.text_config)\n"
-                "\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.language_model(input_ids, labels=labels)\n"
-            ),
-            after=(
-                "class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):\n"
-                "    def __init__(self, config):\n"
-                "        super().__init__(config)\n"
-                "        # patchgen: tied_embeddings\n"
-                "        self.config.tie_word_embeddings = False\n"
-                "        self.language_model = ExampleForCausalLM(config.text_config)\n"
-                "\n"
-                "    def forward(self, input_ids, labels=None):\n"
-                "        return self.language_model(input_ids, labels=labels)\n"
-            ),
-        ),
+        Example("""a head that delegates to a model with a head of its own
+        class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+      +         # patchgen: tied_embeddings
+      +         self.config.tie_word_embeddings = False
+                self.language_model = ExampleForCausalLM(config.text_config)
+
+            def forward(self, input_ids, labels=None):
+                return self.language_model(input_ids, labels=labels)
+        """),
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -57,30 +45,25 @@ class TiedEmbeddings(SitePass):
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return unread_heads(module, anatomy)
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         projection = _output_projection(anatomy, site.block)
         if projection is not None:
             return Upstream(projection)
         if "__init__" not in anatomy.classes[site.block].methods:
-            return Missed("an __init__ to correct the config in", "")
-        found = False
+            raise Missed("an __init__ to correct the config in", "")
 
         def untie(init: cst.FunctionDef) -> cst.FunctionDef:
-            nonlocal found
             body = function_body(init)
-            position = next((i for i, node in enumerate(body) if _calls_super(node)), None)
-            if position is None:
-                return init
-            found = True
-            code = "self.config.tie_word_embeddings = False"
-            return with_body(
-                init, [*body[: position + 1], *statements(code, depth=2, comment=self.mark), *body[position + 1 :]]
-            )
+            after = next((i for i, node in enumerate(body, start=1) if m.findall(node, _SUPER)), None)
+            if after is None:
+                raise Missed("super().__init__(config)", ast.unparse(anatomy.classes[site.block].methods["__init__"]))
+            new = statements("self.config.tie_word_embeddings = False", depth=2, comment=self.mark)
+            return with_body(init, [*body[:after], *new, *body[after:]])
 
-        block = edit_function(block, "__init__", untie)
-        if not found:
-            return Missed("super().__init__(config)", ast.unparse(anatomy.classes[site.block].methods["__init__"]))
-        return Rewritten(block, "no output embeddings to tie")
+        return Rewritten(edit_function(block, "__init__", untie), "no output embeddings to tie")
+
+
+_SUPER = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name("__init__")))
 
 
 def _output_projection(anatomy: Anatomy, name: str) -> str | None:
@@ -89,28 +72,9 @@ def _output_projection(anatomy: Anatomy, name: str) -> str | None:
         for method in ("get_output_embeddings", "set_output_embeddings"):
             if method in info.methods:
                 return f"defines {method}"
-        if any(_class_attribute(info.node, "_tied_weights_keys")):
+        if "_tied_weights_keys" in {name for statement in info.node.body for name in bound_names(statement)}:
             return "lists _tied_weights_keys"
         for attribute, value in info.attributes.items():
             if "vocab" in ast.unparse(value) and "Linear" in dotted(value):
                 return f"projects with self.{attribute}"
     return None
-
-
-def _class_attribute(node: ast.ClassDef, name: str) -> list[ast.stmt]:
-    return [
-        statement
-        for statement in node.body
-        if isinstance(statement, ast.Assign | ast.AnnAssign)
-        and name
-        in [
-            t.id
-            for t in getattr(statement, "targets", [getattr(statement, "target", None)])
-            if isinstance(t, ast.Name)
-        ]
-    ]
-
-
-def _calls_super(node: cst.BaseStatement) -> bool:
-    pattern = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name("__init__")))
-    return bool(m.findall(node, pattern))

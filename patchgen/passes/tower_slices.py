@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from typing import ClassVar
 
 import libcst as cst
 import libcst.matchers as m
@@ -18,8 +17,8 @@ from patchgen.anatomy.towers import (
     chunked_convolution,
     layer_loop,
 )
-from patchgen.passes.base import LeftAlone, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import edit_function, function_body, insert_before, statements, transform, with_body
+from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, method_site
+from patchgen.rewrite import edit_function, function_body, insert_before, marked, statements, transform, with_body
 from patchgen.source import Block, Module
 
 DIVIDER = "ops.tower_rows"
@@ -32,8 +31,6 @@ class TowerSlices(SitePass):
     What stands above the loop (patch embeddings, position embeddings, the order of windows) sees all rows on every rank;
     a tower spends less than a per cent of its time there. Convolutions over chunks of sound are divided by chunks.
     """
-
-    role: ClassVar[str]
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         found: list[Site] = []
@@ -52,7 +49,7 @@ class TowerSlices(SitePass):
             ]
         return found
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | LeftAlone | Missed:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         if self.role not in info.roles:
             rewriter = _ChooseByLengths(self.mark)
@@ -60,7 +57,8 @@ class TowerSlices(SitePass):
         try:
             loop = layer_loop(anatomy, info, _forward(block))
         except Unread as reason:
-            return LeftAlone(f"{site.block} is computed whole on every rank that shares a sequence: {reason}")
+            why = f"{site.block} is computed whole on every rank that shares a sequence: {reason}"
+            raise LeftAlone(why) from reason
         chunks = chunked_convolution(info, _forward(block))
         edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop, chunks))
         names = ", ".join(dict.fromkeys(name for _, gathered in loop.gathers for name in gathered))
@@ -101,5 +99,4 @@ class _ChooseByLengths(cst.CSTTransformer):
         if not m.matches(updated_node.test, m.Call(func=m.Name(LENGTHS_TEST))):
             return updated_node
         test = updated_node.test.with_changes(func=cst.parse_expression(CHOICE))
-        comment = cst.EmptyLine(comment=cst.Comment(f"# {self._mark}"))
-        return updated_node.with_changes(test=test, leading_lines=[*updated_node.leading_lines, comment])
+        return marked(updated_node.with_changes(test=test), self._mark)

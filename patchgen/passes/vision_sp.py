@@ -6,40 +6,6 @@ from patchgen.anatomy import Role
 from patchgen.passes.base import Example
 from patchgen.passes.tower_slices import TowerSlices
 
-_ATTENTION = """\
-class ExampleAttention(nn.Module):
-    def forward(self, hidden_states, cu_seqlens):
-        attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
-{mark}        if {test}(self.config):
-            return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens)
-        return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
-
-
-class ExampleBlock(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.attn = ExampleAttention(config)
-
-
-class ExampleVision(PreTrainedModel):
-    def __init__(self, config):
-        super().__init__(config)
-        self.spatial_merge_size = config.spatial_merge_size
-        self.patch_embed = ExamplePatchEmbed(config)
-        self.blocks = nn.ModuleList([ExampleBlock(config) for _ in range(config.depth)])
-        self.merger = ExampleMerger(config)
-
-    def forward(self, hidden_states, grid_thw):
-        cu_seqlens = get_vision_cu_seqlens(grid_thw)
-        hidden_states = self.patch_embed(hidden_states)
-        position_embeddings = self.rotary_pos_emb(hidden_states, get_vision_position_ids(grid_thw))
-"""
-_LOOP = """\
-        for block in self.blocks:
-            hidden_states = block(hidden_states, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings)
-        merged = self.merger(hidden_states)
-"""
-
 
 class VisionSP(TowerSlices):
     """Ulysses in the tower: rows of all images one after the other, heads exchanged inside attention."""
@@ -49,24 +15,45 @@ class VisionSP(TowerSlices):
     expects = "one hit per vision tower whose layers attend by lengths, and one per attention class of these"
     role = Role.VISION
     EXAMPLES = (
-        Example(
-            "patches are divided above the layers, merged patches gathered below them",
-            before=(
-                _ATTENTION.format(mark="", test="is_flash_attention_requested")
-                + _LOOP
-                + "        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=merged)\n"
-            ),
-            after=(
-                _ATTENTION.format(mark="        # patchgen: vision_sp\n", test="ops.attends_by_lengths")
-                + "        # patchgen: vision_sp\n"
-                "        rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)\n"
-                "        cu_seqlens = rows.lengths(cu_seqlens)\n"
-                "        hidden_states = rows.own(hidden_states)\n"
-                "        position_embeddings = rows.own(position_embeddings)\n"
-                + _LOOP
-                + "        # patchgen: vision_sp\n"
-                "        merged = rows.all(merged)\n"
-                "        return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=merged)\n"
-            ),
-        ),
+        Example("""patches are divided above the layers, merged patches gathered below them
+        class ExampleAttention(nn.Module):
+            def forward(self, hidden_states, cu_seqlens):
+                attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
+      -         if is_flash_attention_requested(self.config):
+      +         # patchgen: vision_sp
+      +         if ops.attends_by_lengths(self.config):
+                    return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens)
+                return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
+
+
+        class ExampleBlock(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.attn = ExampleAttention(config)
+
+
+        class ExampleVision(PreTrainedModel):
+            def __init__(self, config):
+                super().__init__(config)
+                self.spatial_merge_size = config.spatial_merge_size
+                self.patch_embed = ExamplePatchEmbed(config)
+                self.blocks = nn.ModuleList([ExampleBlock(config) for _ in range(config.depth)])
+                self.merger = ExampleMerger(config)
+
+            def forward(self, hidden_states, grid_thw):
+                cu_seqlens = get_vision_cu_seqlens(grid_thw)
+                hidden_states = self.patch_embed(hidden_states)
+                position_embeddings = self.rotary_pos_emb(hidden_states, get_vision_position_ids(grid_thw))
+      +         # patchgen: vision_sp
+      +         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
+      +         cu_seqlens = rows.lengths(cu_seqlens)
+      +         hidden_states = rows.own(hidden_states)
+      +         position_embeddings = rows.own(position_embeddings)
+                for block in self.blocks:
+                    hidden_states = block(hidden_states, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings)
+                merged = self.merger(hidden_states)
+      +         # patchgen: vision_sp
+      +         merged = rows.all(merged)
+                return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=merged)
+        """),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -123,8 +122,3 @@ def within(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
 def part_of_rank(tensor: Tensor, like: DTensor) -> Tensor:
     """The part of a whole tensor, of the shape of `like`, that this rank holds of `like`; this rank is on its mesh."""
     return within(tensor, whole(tensor.shape), box_of_rank(like))
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, on every rank that calls it (all must)."""
-    return torch.as_tensor(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

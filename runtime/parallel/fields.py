@@ -108,7 +108,11 @@ def rule_of(field: str) -> FieldRule:
 
 
 def pack(field: str, values: Sequence[Tensor]) -> Tensor:
-    """The values of several samples put together by the field's rule."""
+    """The values of several samples put together by the field's rule.
+
+    Raises:
+        ValueError: they differ in another dimension, and padding of this field only counts along the tokens.
+    """
     rule = rule_of(field)
     dims = values[0].ndim
     along = rule.pack_dim % dims
@@ -117,9 +121,10 @@ def pack(field: str, values: Sequence[Tensor]) -> Tensor:
     for value in values:
         missing = [0 if dim == along else sizes[dim] - value.shape[dim] for dim in range(dims)]
         if any(missing):
-            if rule.pad_value is None:
+            if rule.pad_value == COUNTING:
                 raise ValueError(
-                    f"Samples differ in {field} beside dimension {along}: {[tuple(v.shape) for v in values]}."
+                    f"Samples differ in {field} beside dimension {along}, where nothing can fill up the shorter ones: "
+                    f"{[tuple(v.shape) for v in values]}."
                 )
             value = F.pad(value, [amount for size in reversed(missing) for amount in (0, size)], value=rule.pad_value)
         filled.append(value)

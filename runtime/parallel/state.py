@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -79,9 +81,7 @@ class ParallelState:
             raise ValueError(f"router_loss must be 'row' or 'global', not {router_loss!r}.")
         config.require_world(dist.get_world_size())
 
-        def mesh(**dimensions: int) -> DeviceMesh:
-            return init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
-
+        mesh = partial(_mesh, device_type)
         expert_mesh = mesh(dp_replicate=config.dp_replicate, ep_shard=config.ep_shard, ep=config.ep)
         return cls(
             config=config,
@@ -108,11 +108,6 @@ class ParallelState:
     def sp_rank(self) -> int:
         """Which slice of the sequence this rank holds."""
         return self.data_mesh.get_local_rank("sp")
-
-    @property
-    def ep_rank(self) -> int:
-        """Which group of experts this rank holds."""
-        return self.expert_mesh.get_local_rank("ep")
 
     @property
     def batch_index(self) -> int:
@@ -143,3 +138,19 @@ class ParallelState:
     def ep_mesh(self) -> DeviceMesh:
         """The mesh of the expert dimension: `ep`."""
         return self.expert_mesh["ep"]
+
+
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple, DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh(device_type: str, **dimensions: int) -> DeviceMesh:
+    """The mesh of all ranks with these dimensions, made once: states of one layout share it.
+
+    Each mesh makes a process group per dimension, and none is freed before the process ends: with gloo, a thread each that
+    wakes a hundred times a second, with NCCL, memory of the device.
+    """
+    made = _MESHES.setdefault(dist.group.WORLD, {})
+    key = (device_type, *dimensions.items())
+    if key not in made:
+        made[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))
+    return made[key]

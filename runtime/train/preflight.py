@@ -39,8 +39,9 @@ from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
+from patchgen.runtime.verify.slices import refusal_on_slices
 from patchgen.runtime.verify.small_config import small_config
-from patchgen.runtime.verify.training_path import prove_training_path
+from patchgen.runtime.verify.training_path import ON_CPU, asked_of_attention, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
@@ -85,12 +86,23 @@ def require_trainable(recipe: Recipe) -> Recipe:
             "own, for nothing tells it where documents end, and a slice of a packed row cannot be taken apart. Train it "
             "with sp: 1."
         )
+    if recipe.parallel.sp > 1 and (refusal := _refusal_on_slices(recipe, found.attention)):
+        raise RecipeError(f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}': {refusal}")
     if found.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Leave it "
             "out."
         )
     return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
+
+
+def _refusal_on_slices(recipe: Recipe, name: str) -> str:
+    """What a small form of the model says to a slice of a sequence under the attention of the run."""
+    head, config = _head(recipe)
+    on_cpu = name if name in ON_CPU else attention.choose(asked_of_attention(head, config), device_type="cpu")
+    attention.register()
+    small = _small(head, config)
+    return refusal_on_slices(head._from_config(small, attn_implementation=on_cpu, dtype=torch.float32))
 
 
 def examine(recipe: Recipe) -> Preflight:

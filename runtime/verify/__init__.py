@@ -16,9 +16,11 @@
 | `model_pair.py` | builds both models with the same weights and compares their structure |
 | `comparison.py` | one training step, and how far two of them are apart |
 | `seam_proof.py` | the kernels behind the seams |
+| `layout.py` | how ranks share the work of a proof |
 | `round_trip.py` | checkpoints from one class to the other |
 | `proof.py` | puts these together for one config |
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
 | `report.py` | the table and `verify.json` |
 | `coverage.py` | for how many types of transformers there is a small config |
+| `source_closure.py` | what code a proof depends on, as a hash |
 """

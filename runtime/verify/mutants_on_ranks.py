@@ -15,13 +15,16 @@ divides rows can be equal: those layouts are not compared.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers.utils.generic import is_flash_attention_requested
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
@@ -29,6 +32,7 @@ from patchgen.runtime.verify import mutants
 from patchgen.runtime.verify.changed_modules import importable
 from patchgen.runtime.verify.comparison import Step, compare_gradients, difference
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.layout import Layout
 from patchgen.runtime.verify.media_ranks import PACKED, inputs_of, on_ranks
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.seam_proof import all_eager
@@ -59,17 +63,7 @@ class Subject:
     files: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How two ranks share the work."""
-
-    name: str
-    sp: int = 1
-    ep: int = 1
-    fsdp: bool = True
-
-
-LAYOUTS = (Layout("sp", sp=2, fsdp=False), Layout("ep", ep=2), Layout("fsdp"))
+LAYOUTS = (Layout(2, sp=2), Layout(2, ep=2, fsdp=True), Layout(2, fsdp=True))
 
 
 def verdict(pool: RankPool, subject: Subject) -> mutants.Verdict:
@@ -133,10 +127,24 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
     actual = _step(known, loss, gradients)
     found = _judged(known, whole, case, where, actual)
     if found.kind == mutants.WRONG:
-        known.model.set_attn_implementation(known.attention)  # the change may lie in what only eager attention runs
-        found = _judged(known, whole, case, where, actual)
-        known.model.set_attn_implementation("eager")
+        with _attending_as_a_run(known):
+            found = _judged(known, whole, case, where, actual)
     return found
+
+
+@contextlib.contextmanager
+def _attending_as_a_run(known: Yardstick) -> Iterator[None]:
+    """Upstream's model under the attention of a run, lengths of media included: the change may lie in what only another
+    attention runs, and where its file holds two forms of one computation, in one of the two."""
+    module = vars(sys.modules[type(known.model).__module__])
+    asking = [name for name, value in module.items() if value is is_flash_attention_requested]
+    module.update(dict.fromkeys(asking, lambda *_, **__: True))
+    known.model.set_attn_implementation(known.attention)
+    try:
+        yield
+    finally:
+        known.model.set_attn_implementation("eager")
+        module.update(dict.fromkeys(asking, is_flash_attention_requested))
 
 
 def _judged(known: Yardstick, whole: list, case: str, where: str, actual: Step) -> mutants.Verdict:

@@ -5,19 +5,18 @@
 
 Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared
 with upstream's own class in one process. A packed batch follows, compared with its documents run one by one. Attention
-and seams are those that a run chooses, and the router loss is on.
+and seams are those that a run chooses, a type whose packed documents a run computes in rows of their own is called so
+here, and the router loss is on.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
 import itertools
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -25,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import parallel, registry, seams
+from patchgen.runtime import model_calls, parallel, registry, seams
 from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, shaken_step
-from patchgen.runtime.verify.coverage import causal_types
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
@@ -75,7 +73,7 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
     return getattr(registry.import_file(Path(file)), head)
 
 
-def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
+def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: bool) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
     import transformers
 
@@ -102,6 +100,8 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int) -> dict:
         model = generated._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         model.load_state_dict(yardstick.state_dict())
         switch_dropout_off(model)
+        if separates:
+            model_calls.separate_documents(model)
         row["num_expert_parameters"] = len(sharding.own_plan(model))
         sharding.shard_model(model, state)
         got_loss, got = _all_ranks(model, inputs, state, kernels)
@@ -182,8 +182,13 @@ def _difference(got: Tensor, expected: Tensor, least: float) -> float:
 # ----------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(model_types: Iterable[str], *, sp: int = 1, ep: int = 1, world: int = 2) -> Iterator[Row]:
-    """The rows of some types, or of all, as they come: the file that each generates is compared. Prints a line each."""
+def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int = 2) -> Iterator[Row]:
+    """The rows of types as they come: the file that each generates is compared. Prints a line each.
+
+    Args:
+        separates: model type -> whether a run computes its packed documents in rows of their own, as the proof in one
+            process found (`TrainingPath.separates_documents`).
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -192,7 +197,7 @@ def sweep(model_types: Iterable[str], *, sp: int = 1, ep: int = 1, world: int = 
 
     pool = RankPool(world)
     with tempfile.TemporaryDirectory(prefix="patchgen-sweep-") as folder:
-        for model_type in model_types or causal_types():
+        for model_type in separates:
             generated, refusal, digest = examination.generate(model_type, transformers.__version__)
             if generated is None:
                 row = Row(model_type, reason=f"not generated: {refusal}")
@@ -200,16 +205,16 @@ def sweep(model_types: Iterable[str], *, sp: int = 1, ep: int = 1, world: int = 
                 provenance.write(generated, Path(folder) / model_type)
                 file = Path(folder) / model_type / f"modeling_{generated.model}.py"
                 head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
-                row = _compared(pool, model_type, head, file, sp, ep)
+                row = _compared(pool, model_type, head, str(file), sp, ep, separates[model_type])
             row = replace(row, generated=digest)
             print(_line(row), flush=True)
             yield row
     pool.close()
 
 
-def _compared(pool: RankPool, model_type: str, head: str, file: Path, sp: int, ep: int) -> Row:
+def _compared(pool: RankPool, model_type: str, *how: object) -> Row:
     try:
-        return Row(**pool.run(compare, model_type, head, str(file), sp, ep, timeout=120)[0])
+        return Row(**pool.run(compare, model_type, *how, timeout=120)[0])
     except CaseFailed as failure:
         return Row(model_type, reason=_last_line(str(failure)))
 
@@ -230,22 +235,3 @@ def _line(row: Row) -> str:
         f"{name} {numbers[name]:.1e}" for name in ("loss", "gradients", "packed_loss", "packed_gradients")
     )
     return f"ok      {row.model_type}: {figures}"
-
-
-def main(arguments: list[str]) -> int:
-    """Prints the rows and their counts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sp", type=int, default=1)
-    parser.add_argument("--ep", type=int, default=1)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("model_types", nargs="*")
-    options = parser.parse_args(arguments)
-    rows = [
-        row for row in sweep(options.model_types, sp=options.sp, ep=options.ep, world=options.world) if row.applies
-    ]
-    print(f"{len(rows)} types, {sum(not row.reason for row in rows)} agree")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -13,8 +13,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
-from patchgen import source_closure
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.seam_proof import FAILED, PASSED

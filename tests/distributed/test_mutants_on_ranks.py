@@ -34,7 +34,7 @@ def test_the_same_change_on_both_sides_is_equal(two_ranks, judge):
 
 def test_a_change_that_the_generated_file_lacks_is_wrong(two_ranks, judge):
     found = mutants_on_ranks.verdict(two_ranks, subject(judge, f"{PROJECTED} * 1.25", generated_from="upstream"))
-    assert found.kind == mutants.WRONG and found.detail.startswith("sp, plain: "), found
+    assert found.kind == mutants.WRONG and found.detail.startswith("2 ranks, sp 2, whole parameters, plain: "), found
 
 
 def test_tokens_that_are_mixed_without_attention_are_refused_at_the_start(two_ranks, judge):

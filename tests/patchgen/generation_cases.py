@@ -9,6 +9,7 @@ from patchgen import pipeline, source, upstream
 from patchgen.anatomy import Anatomy, study
 from patchgen.errors import EmissionError, PassMismatch
 from patchgen.model_configs import ModelConfig
+from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.base import Outcome, Pass
 from patchgen.upstream import ConfigClass, SubConfig, Upstream
 
@@ -42,6 +43,12 @@ def applied(kind: Pass, text: str, **facts: object) -> Outcome:
 def anatomy_of(text: str, **facts: object) -> Anatomy:
     origin = written(text, **facts)
     return study(source.parse(origin.text, origin.path), origin)
+
+
+def with_absolute_imports(origin: Upstream) -> str:
+    """An upstream text after the one pass that every file needs, and nothing else."""
+    module = source.parse(origin.text, origin.path)
+    return AbsoluteImports().apply(module, study(module, origin)).module.text
 
 
 def edited(origin: Upstream, *edits: tuple[str, str]) -> Upstream:

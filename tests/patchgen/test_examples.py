@@ -21,7 +21,6 @@ EXAMPLES = [(kind, example) for kind in PASSES for example in kind.EXAMPLES]
 LONG = {
     "hand_edits": "seven verbs with their types, which users read in one place",
     "fused_loss": "reads the region from the logits to the loss, in every form that upstream has",
-    "mixer_sp": "tells sequence operations by signature and by loop, and notes those that it leaves alone",
     "fused_ops": "three seams, with the table of known bodies",
 }
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from patchgen import provenance, source_closure
+from patchgen import provenance
 from patchgen.commands import records, source_keys
 from patchgen.commands.examination import digest, row
+from patchgen.runtime.verify import source_closure
 
 CODE = "\n\nUNUSED = 1\n"
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from generation_cases import applied
 
 from patchgen import pipeline, source, upstream
 from patchgen.anatomy import Role, study
 from patchgen.anatomy.towers import Unread, chunked_convolution, layer_loop
-from patchgen.passes.fill_back import language_parts, towers_held_whole
+from patchgen.passes.fill_back import FillBack, language_parts, towers_held_whole
 
 
 def anatomy_of(model: str):
@@ -88,3 +89,20 @@ def test_no_class_builds_itself():
     anatomy = anatomy_of("shieldgemma2")
     (build,) = anatomy.auto_builds("ShieldGemma2ForImageClassification")
     assert anatomy.target_of(build) == "Gemma3ForConditionalGeneration"
+
+
+@pytest.mark.parametrize("filled", ["rows", "filled"])
+def test_features_land_in_what_the_language_model_gets_whatever_its_name(filled: str):
+    source = FillBack.EXAMPLES[0].before.replace("inputs_embeds", "rows")
+    source = source.replace("rows = rows.masked", f"{filled} = rows.masked").replace(
+        "(rows=rows)", f"(inputs_embeds={filled})"
+    )
+    text = applied(FillBack(), source).module.text
+    assert f"{filled} = rows.masked_scatter(mask, ops.own_features(image_features, mask))" in text
+
+
+def test_features_that_land_elsewhere_are_refused():
+    source = FillBack.EXAMPLES[0].before.replace(
+        "inputs_embeds = inputs_embeds.masked", "image_ids = input_ids.masked"
+    )
+    assert "ops.require_whole_sequence" in applied(FillBack(), source).module.text

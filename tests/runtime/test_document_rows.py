@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutput
 
-from patchgen.runtime import attention, model_calls
+from patchgen.runtime import attention, model_calls, parallel
 from patchgen.runtime.document_rows import DocumentRows
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify.model_pair import build_model, perturb
+from patchgen.runtime.verify.slices import one_of_ranks
 from patchgen.runtime.verify.small_config import small_config
 
 LENGTHS = (7, 12, 5)
@@ -103,3 +104,19 @@ def test_a_padding_mask_is_refused():
     bounds = torch.tensor([0, 3, 8], dtype=torch.int32)
     with pytest.raises(ValueError, match="BloomForCausalLM got both cu_seq_lens_q and a padding mask"):
         model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=torch.ones(1, 8), cu_seq_lens_q=bounds)
+
+
+def test_a_slice_of_rows_is_refused_packed_or_not():
+    """One of two ranks, in torch's fake group."""
+    attention.register()
+    module = importlib.import_module("transformers.models.mamba.modeling_mamba")
+    model = module.MambaForCausalLM(small_config("mamba").config)
+    model_calls.separate_documents(model)
+    positions = torch.arange(16)[None]
+    with one_of_ranks() as state, parallel.using(state):
+        for counted in (positions, positions % 5):
+            batch = slice_batch({"input_ids": torch.ones_like(counted), "position_ids": counted}, sp=2, sp_rank=0)
+            with pytest.raises(
+                ValueError, match=r"MambaForCausalLM computes each document .* a slice of the rows .sp=2"
+            ):
+                model(**batch)

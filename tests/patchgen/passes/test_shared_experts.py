@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from generation_cases import applied
 
-from patchgen.passes import shared_experts
 from patchgen.passes.shared_experts import SharedExperts
 
+MODULES = SharedExperts.EXAMPLES[0].before.partition("    def forward(self, hidden_states):\n")[0]
 LINEAR = """\
 class ExampleMLP(nn.Module):
     def __init__(self, config):
@@ -20,7 +20,7 @@ class ExampleMLP(nn.Module):
 """
 
 
-def outcome_of(forward: str, modules: str = shared_experts._MODULES):
+def outcome_of(forward: str, modules: str = MODULES):
     lines = "".join(f"        {line}\n" for line in forward.strip().splitlines())
     return applied(SharedExperts(), f"{modules}    def forward(self, hidden_states, weights, indices):\n{lines}")
 
@@ -100,7 +100,7 @@ def test_a_name_that_changes_after_the_call_is_bound_where_the_call_stood():
 
 
 def test_an_mlp_without_a_gate_is_a_site():
-    start = shared_experts._MODULES.index("class ExampleExperts")
-    modules = f"{LINEAR}\n\n{shared_experts._MODULES[start:]}"
+    start = MODULES.index("class ExampleExperts")
+    modules = f"{LINEAR}\n\n{MODULES[start:]}"
     forward = "out = self.experts(hidden_states, indices, weights)\nreturn out + self.shared_experts(hidden_states)"
     assert [hit.site for hit in outcome_of(forward, modules).hits] == ["ExampleMoE.forward"]

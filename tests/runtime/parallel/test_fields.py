@@ -87,3 +87,9 @@ def test_what_is_padding_is_said_once_and_for_every_rank():
 def test_a_field_without_a_rule_is_refused():
     with pytest.raises(KeyError, match="No rule says how the field 'pixels'"):
         rule_of("pixels")
+
+
+def test_position_ids_of_different_rows_are_refused():
+    """Three rows (time, height, width) and one: padding that counts goes along the tokens only."""
+    with pytest.raises(ValueError, match=r"Samples differ in position_ids beside dimension 1.*\(3, 4\).*\(1, 5\)"):
+        pack("position_ids", [torch.zeros(3, 4, dtype=torch.long), torch.zeros(1, 5, dtype=torch.long)])

@@ -12,14 +12,14 @@ import pytest
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from patchgen import source_closure
+from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
 from patchgen.runtime import launch, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.verify_model import judge
 
 STAND_INS = Path(__file__).parents[1] / "verify"
@@ -115,6 +115,19 @@ def test_a_loss_that_is_no_sum_of_shares_is_refused_before_any_rank(home, tmp_pa
         preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
 
 
+def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_path, monkeypatch):
+    """Bloom attends by its own code, which reads the whole mask."""
+    folder = tmp_path / "generated"
+    provenance.write(pipeline.generate(upstream.load("bloom")), folder / "bloom")
+    monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder))
+    decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    recipe = recipe_of("bloom", tmp_path / "run")
+    preflight.require_trainable(from_dict(recipe))
+    with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
+        preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+
+
 def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path):
     with pytest.raises(RecipeError) as refusal:
         preflight.require_trainable(from_dict(recipe_of("xlnet", tmp_path / "run")))
@@ -158,7 +171,7 @@ def test_a_machine_that_trains_needs_no_generator():
     code = (
         "import sys; sys.modules['libcst'] = sys.modules['black'] = None\n"
         "from patchgen.runtime.train import preflight\n"
-        "from patchgen import source_closure\n"
+        "from patchgen.runtime.verify import source_closure\n"
         "print(source_closure.prover())"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -10,13 +10,12 @@ import torch
 from stand_in import write_stand_in
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from patchgen import source_closure
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.kernels.chunking import largest_chunk, limited
 from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.verify import training_inputs, verdict
+from patchgen.runtime.verify import source_closure, training_inputs, verdict
 from patchgen.runtime.verify.comparison import Step
 from patchgen.runtime.verify.conditioning import is_rounding
 from patchgen.runtime.verify.report import read_training, write_proof

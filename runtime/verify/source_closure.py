@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
 # What a proof executes, beside what generated code imports (`ops`). Built from parts: a whole name counts as an import.
 PROVER = tuple(f"{PACKAGE}.{name}" for name in ("commands.examination", "runtime.verify.verify_model", "runtime.ops"))
 RANK_PROVER = tuple(f"{PACKAGE}.runtime.{name}" for name in ("verify.parallel_coverage", "verify.media_ranks", "ops"))
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 """The folder of the package whose sources are read."""
 
 
@@ -82,11 +83,8 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _base(node: ast.ImportFrom, name: str, is_package: bool) -> str:
-    if not node.level:
-        return node.module or ""
-    parts = name.split(".")
-    parts = parts[: len(parts) - node.level + is_package]
-    return ".".join([*parts, *([node.module] if node.module else [])])
+    package = name if is_package else name.rpartition(".")[0]
+    return importlib.util.resolve_name("." * node.level + (node.module or ""), package)
 
 
 def _lies_in(name: str, packages: tuple[str, ...]) -> bool:

@@ -1,0 +1,73 @@
+"""A committed model: where it came from, and what is recorded beside it of proofs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from patchgen import emit, provenance
+from patchgen.errors import UpstreamNotFound
+
+IN_ONE_PROCESS = ""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The folder of a generated model in `generated_models/`."""
+
+    name: str
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        return provenance.generated_root() / self.name
+
+    @functools.cached_property
+    def record(self) -> dict:
+        """`provenance.json`."""
+        return provenance.read(self.folder)
+
+    @property
+    def changed_lines(self) -> int:
+        """Against upstream."""
+        return emit.changed_lines((self.folder / f"modeling_{self.name}.diff").read_text(encoding="utf-8"))
+
+    @functools.cached_property
+    def proofs(self) -> dict[str, dict]:
+        """Every recorded proof: `IN_ONE_PROCESS` as in `verify.json`, and by the name of a layout on ranks."""
+        paths = (self.folder / "verify.json", self.folder / "verify_ranks.json")
+        one, ranks = (json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in paths)
+        found = {IN_ONE_PROCESS: one} if one else {}
+        return found | {
+            name: {"sha256": ranks["sha256"], **layout} for name, layout in ranks.get("layouts", {}).items()
+        }
+
+    @property
+    def present_proofs(self) -> dict[str, dict]:
+        """Those that are of the very file that stands there."""
+        present = hashlib.sha256((self.folder / f"modeling_{self.name}.py").read_bytes()).hexdigest()
+        return {layout: proof for layout, proof in self.proofs.items() if proof.get("sha256") == present}
+
+
+def committed() -> list[str]:
+    """The models in `generated_models/`."""
+    return sorted(path.parent.name for path in provenance.generated_root().glob("*/provenance.json"))
+
+
+def named(models: list[str], *, every: bool) -> list[str]:
+    """The models that a command was given, or every committed one.
+
+    Raises:
+        UpstreamNotFound: there are none.
+    """
+    names = committed() if every else models
+    if not names:
+        raise UpstreamNotFound("No model was named. Give model types, or --all for the committed ones.")
+    return names
+
+
+def docs() -> Path:
+    """The folder of the documentation, which is beside that of the generated models."""
+    return provenance.generated_root().resolve().parent / "docs"

@@ -1,0 +1,39 @@
+"""How ranks share the work of a proof.
+
+Layout(4, sp=2, fsdp=True)      0 1 | 2 3     each pair shares a sequence; parameters are sharded over all four
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from patchgen.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks in groups of `sp` that share a sequence, of `ep` that share the experts.
+
+    Raises:
+        ConfigError: they form no whole groups, or experts are to be divided without FSDP2.
+    """
+
+    ranks: int
+    sp: int = 1
+    ep: int = 1
+    fsdp: bool = False
+
+    def __post_init__(self) -> None:
+        for option, size, who in (("--sp", self.sp, "a sequence"), ("--ep", self.ep, "the experts")):
+            if self.ranks % size:
+                raise ConfigError(
+                    f"{option} {size} does not divide --ranks {self.ranks}: the ranks that share {who} form whole groups."
+                )
+        if self.ep > 1 and not self.fsdp:
+            raise ConfigError(f"--ep {self.ep} divides experts over ranks, which FSDP2 does: add --fsdp.")
+
+    @property
+    def name(self) -> str:
+        """How records call it: `4 ranks, sp 2, FSDP`."""
+        shared = f"sp {self.sp}, ep {self.ep}" if self.ep > 1 else f"sp {self.sp}"
+        return f"{self.ranks} ranks, {shared}, {'FSDP' if self.fsdp else 'whole parameters'}"
