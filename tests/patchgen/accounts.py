@@ -58,7 +58,7 @@ def account_of(generated: pipeline.Generated) -> list[str]:
 def compare(path: Path, found: list[str], what: str) -> None:
     """Fails, with the first line that differs, where an account is not the recorded one; or records it."""
     if of_another_release():
-        pytest.skip(f"the accounts are of transformers {RELEASE}, {upstream.installed_version()} is installed")
+        pytest.skip(f"the accounts are of transformers {RELEASE}, {upstream.open_release().version} is installed")
     if RECORDING:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(line + "\n" for line in found), encoding="utf-8")
@@ -93,4 +93,4 @@ def first_difference(recorded: list[str], found: list[str]) -> str:
 
 
 def of_another_release() -> bool:
-    return upstream.installed_version() != RELEASE
+    return upstream.open_release().version != RELEASE
