@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import compileall
+import contextlib
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -36,7 +37,8 @@ TESTS = "tests/patchgen"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu")
 CAUGHT, SURVIVED = "caught", "survived"
 # CPU seconds: of all tests of one mutant, and of one test, as a multiple of what it takes on the unchanged code.
-SECONDS, SLOWER = 30.0, 20.0
+SECONDS, SLOWER = 20.0, 20.0
+FIRST = 8
 MEMORY = 12 << 30
 
 
@@ -49,12 +51,14 @@ class Executed:
         by_test: the same of each test by its id; a file's tests have what runs when the file is read.
         seconds: CPU seconds of each test.
         left_out: tests that fail on the unchanged code of a copy, or start processes.
+        files: the files of tests that were recorded, with their digests.
     """
 
     on_import: list[str] = field(default_factory=list)
     by_test: dict[str, list[str]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
 
     def tests_of(self, module: str, line: int, told: Counter[str]) -> list[str]:
         """The tests that execute a statement, in the order in which they are likely to tell.
@@ -86,20 +90,25 @@ class Copy:
         mode = py_compile.PycInvalidationMode.CHECKED_HASH
         compileall.compile_dir(folder / "patchgen", quiet=2, invalidation_mode=mode)
 
-    def digest(self) -> str:
-        """What the record of executed statements depends on."""
-        files = sorted([*self.folder.glob("patchgen/**/*.py"), *self.folder.glob(f"{TESTS}/**/*.py")])
-        return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
     def executed(self) -> Executed:
-        """What the tests execute: read where it was recorded before, else recorded (minutes)."""
-        record = Path(tempfile.gettempdir()) / f"patchgen-executed-{self.digest()}.json"
-        if not record.is_file():
-            _forked(lambda write: self._record(record))
-        return Executed(**json.loads(record.read_text(encoding="utf-8")))
+        """What the tests execute: read where it was recorded before (minutes), but for files of tests that changed since."""
+        sources = sorted(self.folder.glob("patchgen/**/*.py"))
+        code = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+        record = Path(tempfile.gettempdir()) / f"patchgen-executed-{code}.json"
+        known = Executed(**json.loads(record.read_text(encoding="utf-8"))) if record.is_file() else Executed()
+        files = {
+            str(path.relative_to(self.folder)): _digest(path) for path in self.folder.glob(f"{TESTS}/**/test_*.py")
+        }
+        new = [file for file, digest in sorted(files.items()) if known.files.get(file) != digest]
+        for test in [test for test in known.by_test if test.partition("::")[0] not in {*files} - {*new}]:
+            del known.by_test[test], known.seconds[test]
+        if new:
+            _forked(lambda write: self._record(new, record, known))
+            known = Executed(**json.loads(record.read_text(encoding="utf-8")))
+        return known
 
-    def verdict(self, module: str, text: str | None, tests: list[str], executed: Executed) -> tuple[str, str]:
-        """Caught or survived, and what told: a test's id, or what happened. Without a text, of the unchanged code."""
+    def verdict(self, module: str, text: str | None, tests: list[str], executed: Executed) -> tuple[str, str, float]:
+        """Caught or survived; what told, a test's id, or what happened; CPU seconds. Without a text, of the unchanged code."""
         path = self.folder / "patchgen" / module
         original = path.read_text(encoding="utf-8")
         try:
@@ -108,14 +117,32 @@ class Copy:
         finally:
             path.write_text(original, encoding="utf-8")
 
-    def _record(self, record: Path) -> None:
-        recorder = Recorder(self.folder)
+    def warm(self) -> None:
+        """Imports into this process what the tests import besides patchgen, once for all trials."""
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # as the tests ask, before Triton is imported
+        listed = self.folder / "modules"
+        _forked(lambda write: self._list_modules(listed))
+        for name in listed.read_text(encoding="utf-8").split():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+    def _list_modules(self, listed: Path) -> None:
+        before = set(sys.modules)
+        self._enter()
+        pytest.main([*OPTIONS, "--collect-only", TESTS])
+        ours = {"patchgen", "__main__", "conftest", *(path.stem for path in self.folder.glob(f"{TESTS}/**/*.py"))}
+        found = (name for name in sys.modules if name not in before and name.partition(".")[0] not in ours)
+        listed.write_text("\n".join(found), encoding="utf-8")
+
+    def _record(self, files: list[str], record: Path, known: Executed) -> None:
+        recorder = Recorder(self.folder, known)
         sys.meta_path.insert(0, recorder)
         self._enter()
         importlib.import_module("patchgen.pipeline")
-        recorder.executed.on_import = recorder.taken()
-        pytest.main([*OPTIONS, TESTS], plugins=[recorder])
-        record.write_text(json.dumps(vars(recorder.executed)), encoding="utf-8")
+        known.on_import = recorder.taken()
+        pytest.main([*OPTIONS, *files], plugins=[recorder])
+        known.files |= {file: _digest(self.folder / file) for file in files}
+        record.write_text(json.dumps(vars(known)), encoding="utf-8")
 
     def _try(self, tests: list[str], executed: Executed, write: Callable[[str, str], None]) -> None:
         self._enter()
@@ -123,9 +150,12 @@ class Copy:
         if not tests:
             write(SURVIVED, "no test executes it")
             return
-        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        status = pytest.main([*OPTIONS, *files], plugins=[Chosen(tests, executed, write)])
-        write(*((SURVIVED, "") if status == 0 else (CAUGHT, "while the tests were collected")))
+        # Most mutants are told by the first: the files of the others need not be read.
+        for part in (tests[:FIRST], tests[FIRST:]):
+            files = list(dict.fromkeys(test.partition("::")[0] for test in part))
+            if part and pytest.main([*OPTIONS, *files], plugins=[Chosen(part, executed, write)]) != 0:
+                write(CAUGHT, "while the tests were collected")
+        write(SURVIVED, "")
 
     def _enter(self) -> None:
         os.chdir(self.folder)
@@ -137,8 +167,15 @@ class Copy:
         importlib.invalidate_caches()
 
 
-def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, str]:
-    """What `work` writes first, in a process of its own whose output goes nowhere; one that dies is caught."""
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, str, float]:
+    """What `work` writes first, in a process of its own whose output goes nowhere, and its CPU seconds.
+
+    A process that dies is caught.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -158,9 +195,10 @@ def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, st
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         told = pipe.read().decode()
-    os.waitpid(child, 0)
+    usage = os.wait4(child, 0)[2]
     verdict, _, by = told.partition("\n")
-    return (verdict, by) if verdict else (CAUGHT, "the process died")
+    seconds = usage.ru_utime + usage.ru_stime
+    return (verdict, by, seconds) if verdict else (CAUGHT, "the process died", seconds)
 
 
 class Chosen:
@@ -190,8 +228,8 @@ class Chosen:
 class Recorder:
     """Imports the modules with a mark at each statement, and as a plugin of pytest notes what each test ran."""
 
-    def __init__(self, folder: Path) -> None:
-        self.executed = Executed()
+    def __init__(self, folder: Path, executed: Executed) -> None:
+        self.executed = executed
         self._folder, self._ran = folder, set()
         self._of_file: dict[str, list[str]] = {}
         self._usable, self._started = True, 0.0

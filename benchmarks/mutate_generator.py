@@ -23,21 +23,11 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-import black
-import hypothesis
-import jinja2
-import libcst
-import numpy
-import packaging.version
-import rich.console
-import torch
-import typer.testing
 from generator_mutants import drawn
 from generator_trials import CAUGHT, PARTS, ROOT, SURVIVED, Copy
 
-WARM = (black, hypothesis, jinja2, libcst, numpy, packaging, rich, torch, typer)  # once, for all that are forked
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
-COLUMNS = ("date", "versions", "code", "module", "where", "operator", "change", "verdict", "by", "note")
+COLUMNS = ("date", "versions", "code", "module", "where", "operator", "change", "verdict", "by", "seconds", "note")
 EQUAL = "equal"
 
 
@@ -54,15 +44,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Copy(Path(folder))
         executed = copy.executed()
+        copy.warm()
         told: Counter[str] = Counter(row["by"] for row in rows)
         for module, line, mutant in wanted(options.count, options.seed, options.only):
             known = next((row for row in rows if same(row, module, mutant)), None)
             if (known is None) == options.again or (options.again and known["verdict"] == CAUGHT):
                 continue
             tests = executed.tests_of(module, line, told)
-            verdict, by = copy.verdict(module, mutant.text, tests, executed)
+            verdict, by, seconds = copy.verdict(module, mutant.text, tests, executed)
             told[by] += verdict == CAUGHT
-            row = described(module, mutant) | {"verdict": verdict, "by": by}
+            row = described(module, mutant) | {"verdict": verdict, "by": by, "seconds": f"{seconds:.1f}"}
             if verdict == SURVIVED:
                 print(
                     f"survived: {module} {mutant.where}: {row['change']}  ({by or f'{len(tests)} tests'})", flush=True
