@@ -37,7 +37,7 @@ TESTS = "tests/patchgen"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu")
 CAUGHT, SURVIVED = "caught", "survived"
 # CPU seconds: of all tests of one mutant, and of one test, as a multiple of what it takes on the unchanged code.
-SECONDS, SLOWER = 20.0, 20.0
+SECONDS, SLOWER = 12.0, 20.0
 FIRST = 8
 MEMORY = 12 << 30
 
@@ -211,7 +211,7 @@ class Chosen:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         gone = self._order.keys() - {item.nodeid for item in items}
         if gone:
-            self._write(CAUGHT, f"{min(gone)} is not collected")
+            self._write(CAUGHT, f"{min(gone)} cannot be collected")
         items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda item: self._order[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
