@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import datetime
+import functools
 import hashlib
 import importlib.metadata
 import platform
@@ -28,6 +29,7 @@ from generator_trials import CAUGHT, PARTS, ROOT, SURVIVED, Copy
 
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
 COLUMNS = ("date", "versions", "code", "module", "where", "operator", "change", "verdict", "by", "seconds", "note")
+SAME = ("code", "module", "where", "operator", "change")
 EQUAL = "equal"
 
 
@@ -47,13 +49,14 @@ def main() -> None:
         copy.warm()
         told: Counter[str] = Counter(row["by"] for row in rows)
         for module, line, mutant in wanted(options.count, options.seed, options.only):
-            known = next((row for row in rows if same(row, module, mutant)), None)
+            row = described(module, mutant)
+            known = next((other for other in rows if all(other[key] == row[key] for key in SAME)), None)
             if (known is None) == options.again or (options.again and known["verdict"] == CAUGHT):
                 continue
             tests = executed.tests_of(module, line, told)
             verdict, by, seconds = copy.verdict(module, mutant.text, tests, executed)
             told[by] += verdict == CAUGHT
-            row = described(module, mutant) | {"verdict": verdict, "by": by, "seconds": f"{seconds:.1f}"}
+            row |= {"verdict": verdict, "by": by, "seconds": f"{seconds:.1f}"}
             if verdict == SURVIVED:
                 print(
                     f"survived: {module} {mutant.where}: {row['change']}  ({by or f'{len(tests)} tests'})", flush=True
@@ -78,12 +81,17 @@ def wanted(count: int, seed: str, only: list[str]) -> Iterator[tuple]:
             yield from ((module, *one) for one in islice(drawn(text, f"{seed} {module}"), share))
 
 
+@functools.cache
+def versions() -> str:
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "libcst", "pytest")]
+    return ", ".join([f"python {platform.python_version()}", *packages])
+
+
 def described(module: str, mutant) -> dict[str, str]:
     text = (ROOT / "patchgen" / module).read_text(encoding="utf-8")
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "libcst", "pytest")]
     return {
         "date": datetime.date.today().isoformat(),
-        "versions": ", ".join([f"python {platform.python_version()}", *packages]),
+        "versions": versions(),
         "code": hashlib.sha256(text.encode()).hexdigest()[:12],
         "module": module,
         "where": mutant.where,
@@ -91,14 +99,6 @@ def described(module: str, mutant) -> dict[str, str]:
         "change": " ".join(mutant.change.split())[:200],
         "note": "",
     }
-
-
-def same(row: dict[str, str], module: str, mutant) -> bool:
-    return all(
-        row[key] == value
-        for key, value in described(module, mutant).items()
-        if key not in ("date", "versions", "note")
-    )
 
 
 def summarise(rows: list[dict[str, str]]) -> None:
