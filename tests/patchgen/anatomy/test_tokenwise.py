@@ -75,6 +75,9 @@ class Head(nn.Module):
     def weighted(self, x):
         return x * self.learned
 
+    def odd(self, x):
+        return x * self.nowhere
+
     def attended(self, x):
         return x @ x.mT
 """
@@ -114,6 +117,7 @@ MIXED = (
     "for t in x:\n    y = t", "while x:\n    y = x", "with torch.no_grad():\n    y = x * 2", "print(x)", "y = x * 2\nreturn y.mean(0)",
     "if x.mean(0) > 1:\n    y = x", "if wanted:\n    y = x.mean(0)", "if wanted:\n    y = x\nelse:\n    y = x.mean(0)", "y = x\ny = y.sum(0)",
     "if not self.training:\n    y = x\nelse:\n    y = x.mean(0)", "if not self.training or wanted:\n    y = self.mixer(x)", "if not self.training:\n    y = self.mixer(x)",
+    "y = x\nif not self.training:\n    x[0:1] = self.mixer(x[0:1], y)",
     "x.cumsum_(0)", "y = x.__len__()",
 )  # fmt: skip
 
@@ -145,6 +149,7 @@ def test_tokens_that_meet_are_named(code: str):
         ("scaled", True, None),
         ("weighted", False, None),
         ("weighted", True, "self.learned"),
+        ("odd", True, "self.nowhere"),
         ("attended", False, "x @ x.mT"),
         ("own_mixed", False, "x.mean(0)"),
         ("sequence", False, "x.cumsum(1)"),
