@@ -36,8 +36,9 @@ PARTS = ("anatomy", "passes")
 TESTS = "tests/patchgen"
 OPTIONS = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow and not gpu")
 CAUGHT, SURVIVED = "caught", "survived"
-# CPU seconds: of all tests of one mutant, and of one test, as a multiple of what it takes on the unchanged code.
-SECONDS, SLOWER = 12.0, 20.0
+SECONDS = 12.0
+"""CPU seconds of all tests of one mutant, if nothing else is said."""
+SLOWER = 20.0  # CPU seconds of one test, as a multiple of what it takes on the unchanged code
 FIRST = 8
 MEMORY = 12 << 30
 
@@ -78,8 +79,8 @@ class Executed:
 class Copy:
     """A copy of the repository's files, in which one module at a time is changed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seconds: float = SECONDS) -> None:
+        self.folder, self.seconds = folder, seconds
         listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
         names = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")
         for name in filter(None, names):
@@ -153,7 +154,10 @@ class Copy:
         # Most mutants are told by the first: the files of the others need not be read.
         for part in (tests[:FIRST], tests[FIRST:]):
             files = list(dict.fromkeys(test.partition("::")[0] for test in part))
-            if part and pytest.main([*OPTIONS, *files], plugins=[Chosen(part, executed, write)]) != 0:
+            if (
+                part
+                and pytest.main([*OPTIONS, *files], plugins=[Chosen(part, executed.seconds, self.seconds, write)]) != 0
+            ):
                 write(CAUGHT, "while the tests were collected")
         write(SURVIVED, "")
 
@@ -204,9 +208,11 @@ def _forked(work: Callable[[Callable[[str, str], None]], None]) -> tuple[str, st
 class Chosen:
     """A plugin of pytest: runs the chosen tests in their order, and writes the verdict when one fails or time is up."""
 
-    def __init__(self, tests: list[str], executed: Executed, write: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, tests: list[str], each: dict[str, float], together: float, write: Callable[[str, str], None]
+    ) -> None:
         self._order = {test: i for i, test in enumerate(tests)}
-        self._seconds, self._write = executed.seconds, write
+        self._each, self._together, self._write = each, together, write
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         gone = self._order.keys() - {item.nodeid for item in items}
@@ -215,10 +221,10 @@ class Chosen:
         items[:] = sorted((i for i in items if i.nodeid in self._order), key=lambda item: self._order[item.nodeid])
 
     def pytest_runtest_logstart(self, nodeid: str, location: object) -> None:
-        if time.process_time() > SECONDS:
-            self._write(SURVIVED, f"{SECONDS:.0f} s of CPU")
+        if time.process_time() > self._together:
+            self._write(SURVIVED, f"{self._together:.0f} s of CPU")
         signal.signal(signal.SIGPROF, lambda *_: self._write(CAUGHT, f"{nodeid} takes {SLOWER:.0f} times as long"))
-        signal.setitimer(signal.ITIMER_PROF, 5.0 + SLOWER * self._seconds[nodeid])
+        signal.setitimer(signal.ITIMER_PROF, 5.0 + SLOWER * self._each[nodeid])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 
 from generator_mutants import drawn
-from generator_trials import CAUGHT, PARTS, ROOT, SURVIVED, Copy
+from generator_trials import CAUGHT, PARTS, ROOT, SECONDS, SURVIVED, Copy
 
 RESULTS = ROOT / "benchmarks" / "results_mutate_generator.csv"
 COLUMNS = ("date", "versions", "code", "module", "where", "operator", "change", "verdict", "by", "seconds", "note")
@@ -39,12 +39,13 @@ def main() -> None:
     parser.add_argument("--seed", default="0")
     parser.add_argument("--only", nargs="*", default=(), help="modules, as anatomy/names.py")
     parser.add_argument("--again", action="store_true", help="tries the rows that survived again, and no others")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of CPU, for the tests of a mutant")
     parser.add_argument("--show", action="store_true", help="write nothing")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = list(csv.DictReader(options.results.open(encoding="utf-8"))) if options.results.exists() else []
     with tempfile.TemporaryDirectory() as folder:
-        copy = Copy(Path(folder))
+        copy = Copy(Path(folder), options.seconds)
         executed = copy.executed()
         copy.warm()
         told: Counter[str] = Counter(row["by"] for row in rows)
