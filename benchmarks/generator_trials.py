@@ -64,16 +64,19 @@ class Executed:
     def tests_of(self, module: str, line: int, told: Counter[str]) -> list[str]:
         """The tests that execute a statement, in the order in which they are likely to tell.
 
-        Those first that have told other mutants from the original, then those of the module, then those that execute most of
-        the module in the least time.
+        Those first that execute what few tests execute below it, the body of a condition for example; then those that have
+        told other mutants from the original, those of the module, and those that execute most of it in the least time.
         """
         place, stem = f"{module}:{line}", Path(module).stem
+        chosen = {t: set(ran) for t, ran in self.by_test.items() if place in self.on_import or place in ran}
+        below = [f"{module}:{number}" for number in range(line + 1, line + 5)]
+        among = {one: sum(one in ran for ran in chosen.values()) for one in below}
+        rare = {test: sum(1 / among[one] for one in below if one in ran) for test, ran in chosen.items()}
         worth = {
-            test: sum(other.startswith(f"{module}:") for other in ran) / (0.3 + self.seconds[test])
-            for test, ran in self.by_test.items()
-            if place in self.on_import or place in ran
+            test: sum(one.startswith(f"{module}:") for one in ran) / (0.3 + self.seconds[test])
+            for test, ran in chosen.items()
         }
-        return sorted(worth, key=lambda test: (-told[test], stem not in test, -worth[test], test))
+        return sorted(chosen, key=lambda t: (-round(rare[t], 6), -told[t], stem not in t, -worth[t], t))
 
 
 class Copy:
