@@ -67,9 +67,11 @@ def test_a_statement_is_known_by_the_tests_that_execute_it():
         scope["sizes"]((), 5)
     assert ran == {"m.py:6", "m.py:7"}
     executed = Executed(
-        ["m.py:1"], {"a": ["m.py:6"], "b": ["m.py:6", "m.py:8"], "c": []}, {"a": 2.0, "b": 1.0, "c": 3.0}
+        ["m.py:1"],
+        {"a": ["m.py:6"], "b": ["m.py:6", "m.py:20"], "c": [], "below": ["m.py:6", "m.py:8"]},
+        {"a": 2.0, "b": 1.0, "c": 3.0, "below": 9.0},
     )
-    assert executed.tests_of("m.py", 6, Counter()) == ["b", "a"]
-    assert executed.tests_of("m.py", 6, Counter(a=1)) == ["a", "b"]
-    assert executed.tests_of("m.py", 1, Counter()) == ["b", "a", "c"]
+    assert executed.tests_of("m.py", 6, Counter()) == ["below", "b", "a"]
+    assert executed.tests_of("m.py", 6, Counter(a=1)) == ["below", "a", "b"]
+    assert executed.tests_of("m.py", 1, Counter()) == ["b", "a", "below", "c"]
     assert executed.tests_of("m.py", 9, Counter()) == []
