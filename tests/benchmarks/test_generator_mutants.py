@@ -65,7 +65,7 @@ def test_a_statement_is_known_by_the_tests_that_execute_it():
     assert ran == set()
     with pytest.raises(IndexError):
         scope["sizes"]((), 5)
-    assert ran == {"m.py:6", "m.py:7"}
+    assert ran == {"m.py:5", "m.py:6", "m.py:7"}
     executed = Executed(
         ["m.py:1"],
         {"a": ["m.py:6"], "b": ["m.py:6", "m.py:20"], "c": [], "below": ["m.py:6", "m.py:8"]},
