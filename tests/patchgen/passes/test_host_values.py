@@ -45,3 +45,14 @@ def test_upstreams_decorator_does_the_same_where_it_stands():
     outcome = applied(HostValues(), text[start : text.index("class Qwen3VLForConditionalGeneration(")])
     assert ast.unparse(outcome.module.block("Qwen3VLModel").node).count("kwargs.pop('split_sizes', None)") == 1
     assert "video_split_sizes" not in outcome.module.text
+
+
+def test_a_method_that_takes_its_sizes_already_is_named_as_such():
+    written = applied(HostValues(), MODEL).module.text.replace("# patchgen: host_values", "# as upstream writes it")
+    again = applied(HostValues(), written)
+    assert again.hits == ()
+    assert [(hit.site, hit.what) for hit in again.upstream] == [
+        ("ExampleModel.get_image_features", "takes the sizes from its keyword arguments")
+    ]
+    other = MODEL.replace("image_grid_thw.prod(-1).tolist()", "kwargs.pop('sizes', None)")
+    assert applied(HostValues(), other).upstream == ()
