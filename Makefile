@@ -16,7 +16,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
-	test test-slow test-poisoned test-refusals test-parallel mutate mutate-generator \
+	test test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -93,6 +93,11 @@ test: $(VENV)/.setup-test  ## run the tests
 
 test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file imports, every model is proven
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)
+
+# One process: the tests write into one file.
+accounts: $(VENV)/.setup-test  ## record what generation gives, for the tests, and show what changed
+	@PATCHGEN_RECORD=1 $(BIN)/python -m pytest tests/patchgen/test_accounts.py tests/patchgen/test_mutations.py -n 0 $(ARGS)
+	@git diff --stat tests/patchgen/data
 
 test-poisoned: $(VENV)/.setup-test  ## the tests with NaN in all memory that nobody has written
 	@PYTHONPATH=$(CURDIR)/tests/poisoned $(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)

@@ -1,11 +1,12 @@
 """What the commands do. `cli.py` says what there is; each module here is imported only when its command is called."""
 
 import importlib
+from pathlib import Path
 from types import ModuleType
 
 
 def __getattr__(name: str) -> ModuleType:
     """A module of this package, imported when it is first asked for."""
-    if name.startswith("_"):
-        raise AttributeError(name)
+    if not (Path(__file__).parent / f"{name}.py").is_file():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from patchgen import model_configs, pipeline, provenance, upstream
+from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
 from patchgen.commands import examination, source_keys
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
@@ -324,3 +324,8 @@ def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, m
     monkeypatch.chdir(elsewhere)
     assert invoke("sweep", "--only", "openai-gpt").exit_code == 1
     assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())
+
+
+def test_what_is_no_command_is_no_attribute():
+    """torch's compiler asks every module that it meets for names: an ImportError ended a proof."""
+    assert not hasattr(commands, "torch") and commands.generation.__name__ == "patchgen.commands.generation"

@@ -132,8 +132,9 @@ def test_upstreams_filter_is_believed_only_where_the_release_drops_them() -> Non
     dropped = applied(AttentionKwargs(), FILTERED, release=ReleaseWithFilter(DROPS))
     assert not dropped.hits
     assert "accepts_precomputed_kwargs" in dropped.upstream[0].what
-    kept = applied(AttentionKwargs(), FILTERED, release=ReleaseWithFilter(KEEPS))
-    assert "self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs))" in kept.module.text
+    for other in (KEEPS, "accepts_precomputed_kwargs = None"):
+        kept = applied(AttentionKwargs(), FILTERED, release=ReleaseWithFilter(other))
+        assert "self.get_image_features(pixel_values, **ops.tower_kwargs(kwargs))" in kept.module.text
 
 
 def test_a_maximum_of_another_form_is_a_miss() -> None:

@@ -11,6 +11,7 @@ import functools
 import re
 from dataclasses import dataclass, replace
 
+import accounts
 import pytest
 from generation_cases import default_config, edited, hits_of, load, refused_or_hits
 from hypothesis import HealthCheck, given, settings
@@ -161,6 +162,7 @@ HEADS = (
     mutation("fused_loss", "qwen3_moe", "an annotated loss", ("        loss = None\n", "        loss: torch.Tensor | None = None\n"), because="it is unset all the same", gives="logits, loss = ops.causal_lm_loss("),
     mutation("fused_loss", "qwen3_moe", "a keyword that the loss ignores", (LOSS, LOSS.replace("**kwargs", "label_smoothing=0.1, **kwargs")), because="it is handed on as it is", gives="label_smoothing=0.1,"),
     mutation("fused_loss", "qwen3_moe", "a term of one rank's tokens", ("        aux_loss = None\n", "        aux_loss = None\n        loss = loss + 0.1 * hidden_states.pow(2).mean() if labels is not None else None\n"), because="it is named, and refused on several ranks", gives='local_loss_terms = ("0.1 * hidden_states.pow(2).mean()",)'),
+    mutation("fused_loss", "qwen3_moe", "a value beside scaled logits", (PROJECTED, PROJECTED + "\n        shown = self.config.shown\n        logits = logits * 2"), because="what the logits do not need stays where it is", gives="\n        shown = self.config.shown\n"),
     mutation("fused_loss", "qwen3_moe", "a scale of the logits", (PROJECTED, PROJECTED + "\n        logits = logits * self.config.scale - torch.logsumexp(logits, dim=-1, keepdim=True)"), because="each token by itself", gives="dim=-1, keepdim=True)\n            return logits"),
     mutation("fused_loss", "qwen3_moe", "no generation, a hidden projection", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel)"), ("self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)", "self.lm_head = make_head(config)"), ("@auto_docstring\nclass Qwen3MoeForCausalLM", "def make_head(config):\n    return nn.Linear(1, 2)\n\n\n@auto_docstring\nclass Qwen3MoeForCausalLM")),
     mutation("fused_loss", "qwen3_moe", "GenerationMixin dropped", ("class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel, GenerationMixin)", "class Qwen3MoeForCausalLM(Qwen3MoePreTrainedModel)"), because="a head also shows by its vocabulary projection and its loss", gives="ops.causal_lm_loss("),
@@ -263,11 +265,14 @@ def test_a_changed_site_is_refused_or_hit_for_a_reason(case: Mutation):
     """A refusal comes without any config; pinned hits can only add to it. A hit keeps to the pinned hits."""
     origin = edited(UPSTREAM[case.model], *case.edits)
     if case.gives:
-        assert case.gives in pipeline.generate(origin, pinned_config(case.model)).text
+        generated = pipeline.generate(origin, pinned_config(case.model))
+        assert case.gives in generated.text
+        hold(case, accounts.changes(unchanged(case.model), generated))
     else:
         with pytest.raises(PassMismatch) as error:
             pipeline.generate(origin, default_config(case.model))
         assert "expects" in str(error.value) or "ways out" in str(error.value)
+        hold(case, accounts.refusal(error.value))
 
 
 @pytest.mark.parametrize("case", FORMULAS, ids=[c.title for c in FORMULAS])
@@ -277,8 +282,18 @@ def test_an_unknown_formula_is_noted_and_breaks_the_pinned_hits(case: Mutation):
     step = next(step for step in generated.steps if step.name == case.target)
     assert len(step.outcome.hits) == pinned(case.model)[case.target] - 1
     assert any("of another formula, left as it is" in note for note in step.outcome.notes)
+    hold(case, accounts.changes(unchanged(case.model), generated))
     with pytest.raises(PassMismatch, match=f"'{case.target}' has {len(step.outcome.hits)} hits"):
         pipeline.generate(origin, pinned_config(case.model))
+
+
+def hold(case: Mutation, found: list[str]) -> None:
+    accounts.compare_entry(accounts.DATA / "changed_sources.json", f"{case.target}: {case.model}: {case.title}", found)
+
+
+@functools.cache
+def unchanged(model: str) -> pipeline.Generated:
+    return pipeline.generate(UPSTREAM[model], default_config(model))
 
 
 def pinned_config(model: str):
@@ -290,7 +305,7 @@ def pinned(model: str) -> dict[str, int]:
     """The hits of each pass on the unchanged source."""
     return {
         name: hits
-        for name, (hits, _) in hits_of(pipeline.generate(UPSTREAM[model], default_config(model))).items()
+        for name, (hits, _) in hits_of(unchanged(model)).items()
         if hits and name not in ("prune", "absolute_imports", "checkpoint_mapping")
     }
 
@@ -301,7 +316,7 @@ def marked_statements(model: str) -> list[tuple[int, int]]:
 
     They are found as the lines of upstream that the generated file has no more, plus the statement below each mark.
     """
-    generated = pipeline.generate(UPSTREAM[model], default_config(model))
+    generated = unchanged(model)
     sites = {
         hit.site.split(".")[0] for step in generated.steps for hit in step.outcome.hits if step.name in pinned(model)
     }

@@ -115,6 +115,14 @@ def test_a_learned_number_in_a_gate_is_unread():
     assert isinstance(found, Unread) and found.found == "self._apply_gate: self.alpha"
 
 
+def test_a_weight_that_may_be_something_else_is_unread():
+    twice = read("Qwen3MoeExperts", within("def reset(self):\n        self.down_proj = self.made()"))
+    assert isinstance(twice, Unread) and twice.expected == "Qwen3MoeExperts.down_proj = nn.Parameter(...)"
+    assert twice.found.startswith("nn.Parameter(torch.empty(") and twice.found.endswith(") or self.made()")
+    outside = read("Qwen3MoeExperts", above("def change(experts):\n    experts.down_proj = None"))
+    assert isinstance(outside, Unread) and outside.found == "no self.down_proj"
+
+
 def test_a_norm_of_each_row_is_read():
     assert read("MuseSparkExperts").post_norm == "post_expert_norm"
 

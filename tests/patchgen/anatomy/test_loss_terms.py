@@ -26,6 +26,8 @@ def terms_of(code: str) -> LossTerms:
         "loss = loss + self.coefficient * ops.router_loss(balance, logits)",
         "loss = loss * 2.0 / self.config.scale",
         "loss = loss.float() if loss is not None else None",
+        "total = loss * 0.5\nloss = loss + total",
+        "loss = loss + 0.1 * loss",
         "if loss is not None and labels is not None:\n    scaled = -loss",
     ],
 )
@@ -61,7 +63,14 @@ def test_what_is_a_number_of_one_rank_is_named(code, local):
 
 
 @pytest.mark.parametrize(
-    "code", ["loss = None", "loss = z.mean()", "if wanted:\n    loss, z = f(x)", "for loss in z:\n    pass"]
+    "code",
+    [
+        "loss = None",
+        "total = loss * 2\nloss = None",
+        "loss = z.mean()",
+        "if wanted:\n    loss, z = f(x)",
+        "for loss in z:\n    pass",
+    ],
 )
 def test_a_loss_that_is_replaced_is_lost(code):
     assert terms_of(code).lost is not None

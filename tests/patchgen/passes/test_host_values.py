@@ -58,3 +58,14 @@ def test_sizes_under_two_names_are_left_alone():
     """Handed in under the one, the other would have no value."""
     outcome = applied(HostValues(), MODEL.replace("split_sizes = image", "split_sizes = sizes = image"))
     assert not outcome.hits and "is None" not in outcome.module.text
+
+
+def test_a_method_that_takes_its_sizes_already_is_named_as_such():
+    written = applied(HostValues(), MODEL).module.text.replace("# patchgen: host_values", "# as upstream writes it")
+    again = applied(HostValues(), written)
+    assert again.hits == ()
+    assert [(hit.site, hit.what) for hit in again.upstream] == [
+        ("ExampleModel.get_image_features", "takes the sizes from its keyword arguments")
+    ]
+    other = MODEL.replace("image_grid_thw.prod(-1).tolist()", "kwargs.pop('sizes', None)")
+    assert applied(HostValues(), other).upstream == ()

@@ -1,0 +1,118 @@
+"""Changes of the generator's own modules: those of upstream's sources that fit, and conditions turned round.
+
+Left out by rule is what no test could tell or what says nothing of a test: words of errors, annotations, `zip(strict=)`,
+and an `isinstance` of other arguments, a TypeError wherever it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import random
+from collections.abc import Iterator
+
+from patchgen.anatomy.classes import dotted
+from patchgen.mutation import expressions
+from patchgen.mutation.edits import Mutant, Place, Source
+from patchgen.mutation.expressions import ExpressionOperator, Forms
+from patchgen.mutation.statements import StatementOperator, dropped
+
+FOR_PEOPLE = {"Unreadable", "Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
+SHOWN = ("__repr__", "__str__")
+OF_ONE_FORM = {"isinstance", "issubclass"}
+
+
+def conditions(node: ast.expr, place: Place) -> Iterator[ast.expr]:
+    """The condition of a statement or of a ternary turned round, and a comprehension without one of its own."""
+    if node is getattr(place.statement, "test", None):
+        yield _turned(node)
+    elif isinstance(node, ast.IfExp):
+        yield ast.IfExp(_turned(node.test), node.body, node.orelse)
+    for i, loop in enumerate(getattr(node, "generators", ())):
+        for j in range(len(loop.ifs)):
+            changed = copy.deepcopy(node)
+            del changed.generators[i].ifs[j]
+            yield changed
+
+
+def _turned(condition: ast.expr) -> ast.expr:
+    if isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        return condition.operand
+    return ast.UnaryOp(ast.Not(), condition)
+
+
+def memberships(node: ast.expr, place: Place) -> Iterator[ast.expr]:
+    other = {ast.In: ast.NotIn, ast.NotIn: ast.In}
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in other:
+        yield ast.Compare(node.left, [other[type(node.ops[0])](), *node.ops[1:]], node.comparators)
+
+
+def telling(forms: Forms) -> Forms:
+    """The same forms, but for those of an expression that no test needs to tell from another."""
+
+    def kept(node: ast.expr, place: Place) -> Iterator[ast.expr]:
+        if not any(node is part for words in _words(place.statement) for part in ast.walk(words)):
+            yield from (form for form in forms(node, place) if not _is_idle(node, form))
+
+    return kept
+
+
+def _words(statement: ast.stmt) -> Iterator[ast.AST]:
+    """Parts of a statement that only people read."""
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Raise):
+            yield node
+        elif isinstance(node, ast.Call) and dotted(node.func) in FOR_PEOPLE:
+            yield from node.args
+            yield from (keyword.value for keyword in node.keywords)
+        elif isinstance(node, ast.AnnAssign):
+            yield node.annotation
+
+
+def _is_idle(old: ast.expr, new: ast.expr) -> bool:
+    if not isinstance(old, ast.Call):
+        return False
+    name = getattr(old.func, "id", "")
+    if name in OF_ONE_FORM | FOR_PEOPLE:
+        return True
+    if isinstance(old.func, ast.Attribute) and old.func.attr == "get" and isinstance(new, ast.Call):
+        default = old.args[1:]
+        return len(new.args) == 1 and len(default) == 1 and ast.unparse(default[0]) == "None"
+    lost = {keyword.arg for keyword in old.keywords} - {keyword.arg for keyword in getattr(new, "keywords", ())}
+    return name == "zip" and lost == {"strict"}
+
+
+OPERATORS = (
+    ExpressionOperator("constant", telling(expressions.constants)),
+    ExpressionOperator("operator", telling(expressions.operators)),
+    ExpressionOperator("membership", telling(memberships)),
+    ExpressionOperator("condition", telling(conditions)),
+    ExpressionOperator("argument dropped", telling(expressions.dropped_arguments)),
+    ExpressionOperator("arguments swapped", telling(expressions.swapped_arguments)),
+    ExpressionOperator("another argument", telling(expressions.other_arguments)),
+    StatementOperator("statement dropped", dropped),
+)
+
+
+def drawn(text: str, seed: str) -> Iterator[tuple[int, Mutant]]:
+    """Changes of a source and the line of the statement that each is in: a change a statement, the operators in turn."""
+    generator = random.Random(seed)
+    places = [place for place in Source(text).places() if place.function.name not in SHOWN]
+    orders = [generator.sample(places, len(places)) for _ in OPERATORS]
+    turns = list(zip(OPERATORS, map(iter, orders), strict=True))
+    generator.shuffle(turns)
+    seen = {text}
+    while turns:
+        for turn in list(turns):
+            operator, waiting = turn
+            found = next((one for one in (_one_of(operator, place, generator) for place in waiting) if one), None)
+            if found is None:
+                turns.remove(turn)
+            elif found[1].text not in seen:
+                seen.add(found[1].text)
+                yield found
+
+
+def _one_of(operator, place: Place, generator: random.Random) -> tuple[int, Mutant] | None:
+    made = list(operator.mutants(place))
+    return (place.statement.lineno, generator.choice(made)()) if made else None

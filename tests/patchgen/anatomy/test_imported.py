@@ -1,0 +1,63 @@
+"""What a file takes from other models' files, and which of its code uses it."""
+
+from __future__ import annotations
+
+import pytest
+from generation_cases import written
+
+from patchgen import source
+from patchgen.anatomy import study
+from patchgen.anatomy.imported import imported_code
+from patchgen.upstream import open_release
+
+FILE = """
+from torch import nn
+from ...activations import ACT2FN
+from ..auto import AutoModel
+from ..llama.configuration_llama import LlamaConfig
+from ..llama.modeling_llama import LlamaMLP as Dense, LlamaRMSNorm, LlamaRotaryEmbedding, logger, repeat_kv
+from ..not_a_model.modeling_not_a_model import Nothing
+from .parts import Part, NOT_A_CLASS
+from .broken import Broken
+
+class First(nn.Module):
+    def forward(self, x):
+        return Dense(LlamaConfig())(x) + Part()(x) + Broken() + ACT2FN["gelu"](x) + NOT_A_CLASS + logger.level
+
+class Second(nn.Module):
+    def forward(self, x):
+        return AutoModel(Dense()(repeat_kv(x, 2)))
+
+def third(x):
+    return LlamaRMSNorm(Nothing(x))
+"""
+SIBLINGS = {"parts.py": "NOT_A_CLASS = 1\nclass Part: pass\n", "broken.py": "class Broken(:\n"}
+LLAMA = "transformers.models.llama.modeling_llama"
+HERE = "transformers.models.example"
+
+
+def found() -> dict[str, tuple]:
+    origin = written(FILE, siblings=SIBLINGS, release=open_release())
+    module = source.parse(origin.text, origin.path)
+    return {one.name: (one.users, one.module, one.anatomy) for one in imported_code(study(module, origin), module)}
+
+
+def test_classes_and_functions_of_models_with_those_who_use_them():
+    assert {name: (users, module) for name, (users, module, _) in found().items()} == {
+        "LlamaMLP": (("First", "Second"), LLAMA),
+        "LlamaRMSNorm": (("third",), LLAMA),
+        "repeat_kv": (("Second",), LLAMA),
+        "Nothing": (("third",), "transformers.models.not_a_model.modeling_not_a_model"),
+        "Part": (("First",), f"{HERE}.parts"),
+        "Broken": (("First",), f"{HERE}.broken"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("LlamaMLP", True), ("Part", True), ("Nothing", False), ("Broken", False)]
+)
+def test_the_other_file_is_read_where_it_can_be(name: str, known: bool):
+    anatomy = found()[name][2]
+    assert (anatomy is not None) is known
+    if known:
+        assert name in anatomy.classes

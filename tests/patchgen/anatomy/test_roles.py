@@ -1,0 +1,292 @@
+"""The role of a class, by what its code does; the same class with one thing changed has none."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+from generation_cases import anatomy_of
+
+from patchgen.anatomy.roles import Role, stack_shapes, unread_experts, unread_heads
+from patchgen.source import parse
+
+HEADER = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel, GenerationMixin
+
+class Gated(nn.Module):
+    def __init__(self, config):
+        self.gate, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+class Stacked(nn.Module):
+    def __init__(self, config):
+        self.w1 = nn.Parameter(torch.empty(config.n, 8, 8))
+        self.w2 = nn.Parameter(torch.empty((config.n, 8, 8)))
+
+    def forward(self, x, index, weights):
+        for e in index:
+            x = x + self.w2[e] @ self.w1[e]
+        return x
+"""
+
+
+def roles(members: str, bases: str = "nn.Module", above: str = "") -> dict[str, str]:
+    body = textwrap.indent(textwrap.dedent(members).strip(), "    ")
+    anatomy = anatomy_of(f"{HEADER}\n{above}\nclass Example({bases}):\n{body}\n")
+    return anatomy.classes["Example"].roles
+
+
+def forward(*lines: str, parameters: str = "x") -> str:
+    return f"def forward(self, {parameters}):\n" + textwrap.indent("\n".join(lines), "    ")
+
+
+NORMS = (
+    "return x * torch.rsqrt(x.pow(2).mean(-1) + self.eps)",
+    "return x / torch.sqrt((x**2).mean(-1))",
+    "return x * (x * x).mean(-1) ** -0.5",
+    "return x / torch.mean(torch.square(x), -1).pow(0.5)",
+    "return x / (torch.pow(x, 2).mean() ** (1 / 2))",
+    "return x * torch.pow(x.square().mean(-1), -0.5)",
+)
+NO_NORMS = (
+    "return x * torch.rsqrt((x**3).mean(-1))",
+    "return x * torch.rsqrt(x.pow_of(2).sum(-1))",
+    "return x * x.square().mean(-1) ** 3",
+    "return x * torch.rsqrt((x * y).mean(-1))",
+    "return x * torch.rsqrt((x + x).mean(-1))",
+)
+
+
+@pytest.mark.parametrize("code", NORMS)
+def test_a_norm_divides_by_the_root_of_a_mean_of_squares(code: str):
+    assert Role.NORM in roles(forward(code))
+    assert Role.NORM in roles(forward(code, parameters="x, gate"))
+    assert Role.NORM not in roles(forward(code, parameters="x, gate, more"))
+    assert Role.NORM not in roles("def __init__(self):\n    self.part = Gated()\n" + forward(code))
+
+
+@pytest.mark.parametrize("code", NO_NORMS)
+def test_another_quotient_is_no_norm(code: str):
+    assert Role.NORM not in roles(forward(code))
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (("f = self.inv_freq * x", "return f.cos(), f.sin()"), True),
+        (("return torch.polar(x, self.local_inv_freq)",), True),
+        (("f = self.inv_freq * x", "return f.cos()"), False),
+        (("f = self.inv_freq * x", "return f"), False),
+        (("f = self.frequencies * x", "return f.cos(), f.sin()"), False),
+    ],
+)
+def test_a_rotary_embedding_turns_frequencies_into_angles(code: tuple, found: bool):
+    assert (Role.ROTARY in roles(forward(*code))) is found
+
+
+PROJECTIONS = "def __init__(self):\n    self.q_proj = nn.Linear(8, 8)\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (forward("return ALL_ATTENTION_FUNCTIONS[0](x)"), "calls transformers' attention interface"),
+        (forward("return F.scaled_dot_product_attention(x)"), "calls torch's scaled_dot_product_attention itself"),
+        (PROJECTIONS + forward("return torch.matmul(x, x).softmax(-1)"), "hand-written softmax(q k) v"),
+        (PROJECTIONS + forward("return torch.einsum('', x).softmax(-1)"), "hand-written softmax(q k) v"),
+        (PROJECTIONS + forward("return x.softmax(-1)"), None),
+        (PROJECTIONS + forward("return torch.matmul(x, x)"), None),
+        (forward("return torch.matmul(x, x).softmax(-1)"), None),
+        (PROJECTIONS.replace("q_proj", "proj") + forward("return torch.matmul(x, x).softmax(-1)"), None),
+        ("other = scaled_dot_product_attention()", None),
+    ],
+)
+def test_attention(code: str, reason: str | None):
+    assert roles(code).get(Role.ATTENTION) == reason
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("return self.down(self.act(self.gate(x)) * self.up(x))", True),
+        ("y = self.act(self.gate(x)) * self.up(x)\nreturn y", True),
+        ("return self.down(self.act(self.gate(x)) + self.up(x))", False),
+        ("return self.down(act(self.gate(x)) * self.up(x))", False),
+        ("return self.down(self.act(gate(x)) * self.up(x))", False),
+        ("return self.down(self.act(self.gate(x)) * up(x))", False),
+        ("return self.down(self.act(x) * self.up(x))", False),
+    ],
+)
+def test_a_gated_mlp_is_a_product(code: str, found: bool):
+    assert (Role.MLP in roles(forward(*code.split("\n")))) is found
+
+
+STACKS = (
+    "def __init__(self, config):\n    self.w1 = nn.Parameter(torch.empty(config.n, 8, 9))\n"
+    "    self.w2 = nn.Parameter(torch.empty([config.n, 9, 8]))\n"
+)
+SELECTS = forward("for e in index:", "    x = self.w2[e] @ self.w1[e]", "return x", parameters="x, index, weights")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("", ""),
+        ("self.w1[e]", "self.w1[0]"),
+        (", weights", ""),
+        ("config.n, 8, 9", "config.m, 8, 9"),
+        ("config.n, 8, 9", "config.n, 8"),
+        ("nn.Parameter(torch.empty(config.n, 8, 9))", "torch.empty(config.n, 8, 9)"),
+    ],
+)
+def test_experts_are_two_stacks_that_a_forward_selects_from(old: str, new: str):
+    assert (Role.EXPERTS in roles((STACKS + SELECTS).replace(old, new))) is (old == new)
+
+
+def test_the_shapes_of_stacks():
+    anatomy = anatomy_of(
+        f"class Example:\n{textwrap.indent(STACKS, '    ')}        self.b = nn.Parameter(torch.empty(8))\n"
+    )
+    assert stack_shapes(anatomy.classes["Example"]) == {"w1": ["config.n", "8", "9"], "w2": ["config.n", "9", "8"]}
+
+
+LIST = "def __init__(self, config):\n    self.parts = nn.ModuleList([Gated(config) for _ in range(3)])\n"
+
+
+def test_routers_blocks_and_lists_of_experts():
+    assert roles("def choose(self, x):\n    return torch.topk(x, 2)")[Role.ROUTER] == "choose calls topk"
+    assert Role.ROUTER not in roles(forward("return x.sort()"))
+    built = "def __init__(self, config):\n    self.experts = {}(config)\n"
+    assert roles(built.format("Stacked"))[Role.MOE_BLOCK] == "builds Stacked as self.experts"
+    assert Role.MOE_BLOCK not in roles(built.format("Gated"))
+    routed = forward("return torch.where(x)")
+    told = "builds a list of Gated as self.parts and routes among them"
+    assert roles(LIST + routed)[Role.EXPERT_LIST] == told
+    assert roles(LIST + forward("return x.topk(2)"))[Role.EXPERT_LIST] == told
+    assert roles(LIST + forward("return one_hot(x)"))[Role.EXPERT_LIST] == told
+    chosen = "class Chooser:\n    def choose(self, x):\n        return x.topk(2)\n"
+    assert Role.EXPERT_LIST in roles(LIST + "    self.chooser = Chooser()\n" + forward("return x"), above=chosen)
+    for other in (
+        LIST + forward("return x"),
+        LIST.replace("Gated", "Stacked") + routed,
+        LIST + routed.replace("forward", "run"),
+    ):
+        assert Role.EXPERT_LIST not in roles(other)
+    assert Role.EXPERT_LIST not in roles(
+        LIST.replace("nn.ModuleList([Gated(config) for _ in range(3)])", "Gated(config)") + routed
+    )
+
+
+def test_a_mixer_has_a_grouped_convolution():
+    convolution = "def __init__(self):\n    self.conv = nn.Conv1d(8, 8, 3, {})\n"
+    told = "mixes along the sequence with the depthwise convolution self.conv"
+    assert roles(convolution.format("groups=8") + forward("return x"))[Role.MIXER] == told
+    assert Role.MIXER not in roles(convolution.format("bias=False") + forward("return x"))
+    assert Role.MIXER not in roles(convolution.format("groups=8").replace("Conv1d", "Linear") + forward("return x"))
+
+
+LAYERS = "def __init__(self, config):\n    self.layers = nn.ModuleList([Gated(config)])\n"
+LOOP = ("for layer in self.layers:", "    x = layer(x)", "return x")
+MODEL = "PreTrainedModel"
+
+
+def test_a_decoder_takes_tokens_through_layers():
+    told = "takes token ids or embeddings and runs them through self.layers"
+    for tokens in ("input_ids", "inputs_embeds"):
+        assert roles(LAYERS + forward(*LOOP, parameters=tokens), MODEL)[Role.DECODER] == told
+    plain = LAYERS.replace("nn.ModuleList([Gated(config)])", "nn.ModuleList(make())")
+    assert Role.DECODER in roles(plain + forward(*LOOP, parameters="input_ids"), MODEL)
+    assert Role.DECODER in roles(
+        plain + forward("while x:", "    x = self.layers[0](x)", parameters="input_ids"), MODEL
+    )
+    assert Role.DECODER not in roles(LAYERS + forward(*LOOP, parameters="input_ids"))
+    assert Role.DECODER not in roles(LAYERS + forward(*LOOP, parameters="hidden_states"), MODEL)
+    assert Role.DECODER not in roles(LAYERS + forward("return self.layers[0](x)", parameters="input_ids"), MODEL)
+    other = LAYERS.replace("nn.ModuleList([Gated(config)])", "make()")
+    assert Role.DECODER not in roles(other + forward(*LOOP, parameters="input_ids"), MODEL)
+
+
+def test_a_head_takes_labels_and_generates_or_computes_a_loss():
+    loss = forward("return self.loss_function(x, labels)", parameters="x, labels")
+    head = "def __init__(self, config):\n    self.lm_head = nn.Linear(8, config.vocab_size)\n"
+    assert roles(loss, "PreTrainedModel, GenerationMixin")[Role.HEAD] == "generates and takes labels"
+    assert roles(head + loss, MODEL)[Role.HEAD] == "projects to the vocabulary and computes a loss"
+    for code in (loss, head + loss.replace("loss_function", "other"), head + loss.replace("labels", "targets")):
+        assert Role.HEAD not in roles(code, MODEL)
+    for old, new in (("vocab_size", "size"), ("nn.Linear", "nn.Embedding")):
+        assert Role.HEAD not in roles(head.replace(old, new) + loss, MODEL)
+
+
+def test_fusion_and_towers_by_their_media():
+    scatter = forward("return x.masked_scatter(x, pixel_values)", parameters="x, pixel_values")
+    assert Role.FUSION in roles(scatter, MODEL)
+    assert Role.FUSION not in roles(scatter.replace("pixel_values", "pixels"), MODEL)
+    assert Role.FUSION not in roles(scatter.replace("masked_scatter", "add"), MODEL)
+    embeds = "def __init__(self, config):\n    self.{} = nn.Linear(8, 8)\n    self.layers = []\n"
+    vision = embeds.format("patch_embed") + forward(*LOOP, parameters="grid_thw")
+    audio = embeds.format("conv1") + forward(*LOOP, parameters="input_features")
+    assert roles(vision, MODEL)[Role.VISION] == "takes grid_thw, embeds it with self.patch_embed and runs layers"
+    assert roles(audio, MODEL)[Role.AUDIO] == "takes input_features, embeds it with self.conv1 and runs layers"
+    for old, new in (
+        ("grid_thw", "grid"),
+        ("patch_embed", "proj"),
+        ("for layer in", "if"),
+        ("grid_thw", "grid_thw, labels"),
+        ("grid_thw", "grid_thw, input_ids"),
+    ):
+        assert Role.VISION not in roles(vision.replace(old, new), MODEL)
+    assert Role.AUDIO not in roles(vision, MODEL) and Role.VISION not in roles(audio, MODEL)
+
+
+def signs(members: str, decorator: str = "") -> list[str]:
+    body = textwrap.indent(members.strip(), "    ")
+    text = f"import torch\nfrom torch import nn\n{decorator}\nclass Example(nn.Module):\n{body}\n"
+    return unread_experts(anatomy_of(text))
+
+
+@pytest.mark.parametrize(
+    ("members", "told"),
+    [
+        (STACKS.replace("config.n", "config.num_experts"), "has the stacked weights w1, w2, and its forward is no loop over them"),
+        (STACKS + "def run(self, e):\n    return self.w1[e]", "chooses among the slices of self.w1"),
+        ("def __init__(self):\n    self.experts = make()", "sets self.experts"),
+        ("def __init__(self):\n    self.local_experts = make()", "sets self.local_experts"),
+        ("def __init__(self):\n    self.many = nn.ModuleList(make())\ndef run(self, x):\n    for part in self.many:\n        x.index_add_(0, part)", "adds up what modules of self.many make of chosen rows"),
+        ("def __init__(self, config):\n    self.n = config.expert_count", "reads config.expert_count"),
+    ],
+)  # fmt: skip
+def test_signs_of_experts_that_no_role_names(members: str, told: str):
+    assert f"Example {told}" in signs(members)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        STACKS,
+        STACKS.replace("config.n", "shared_experts"),
+        STACKS + "def run(self, e):\n    return self.w1[0] + self.w2[1:2] + self.w1[0, e]",
+        "def __init__(self):\n    self.many = nn.ModuleList(make())\ndef run(self, x):\n    for part in self.many:\n        x.add_(0, part)",
+        "def __init__(self):\n    self.many = nn.ModuleList(make())\ndef run(self, x):\n    for part in self.others:\n        x.index_add_(0, part)",
+        "def __init__(self, expert):\n    self.n = expert.count",
+        "pass",
+    ],
+)  # fmt: skip
+def test_what_is_no_sign_of_experts(members: str):
+    assert signs(members) == []
+
+
+def test_a_decorated_class_is_a_sign():
+    assert signs("pass", "@use_experts_implementation") == ["Example is decorated with use_experts_implementation"]
+    assert signs("pass", "@other") == []
+
+
+def test_a_listed_head_without_the_role_is_named():
+    text = f"{HEADER}\nclass Head({MODEL}):\n    pass\n"
+    told = unread_heads(parse(text), anatomy_of(text, heads=("Head", "NotHere")))
+    assert len(told) == 1 and told[0].startswith("upstream lists Head as a head")
+    good = f"{HEADER}\nclass Head({MODEL}, GenerationMixin):\n    def forward(self, labels):\n        pass\n"
+    assert unread_heads(parse(good), anatomy_of(good, heads=("Head",))) == []

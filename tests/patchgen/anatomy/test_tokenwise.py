@@ -1,0 +1,167 @@
+"""Code that treats each token by itself is known by what it does; everything else is named."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from generation_cases import anatomy_of
+
+from patchgen.anatomy.tokenwise import mixing, mixing_member, stored_names
+
+FILE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from ...activations import ACT2FN, get_activation
+from ...pytorch_utils import apply_chunking_to_forward
+from elsewhere import gelu, Norm
+
+def doubled(x):
+    \"\"\"Twice.\"\"\"
+    return x * 2
+
+def mixed(x):
+    return x - x.mean(0)
+
+def endless(x):
+    return endless(x) * 2
+
+class Gate(nn.Module):
+    def __init__(self, size, act):
+        self.proj = nn.Linear(size, size)
+        self.act = act
+
+    def forward(self, x):
+        return self.act(self.proj(x))
+
+class Mixer(nn.Module):
+    def forward(self, x):
+        return x.cumsum(1)
+
+class Head(nn.Module):
+    def __init__(self, config, outside):
+        self.proj = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(0.1)
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.act = ACT2FN[config.act]
+        self.other_act = get_activation("gelu")
+        self.silu = nn.SiLU() if config.silu else nn.GELU()
+        self.function = F.gelu
+        self.own_function = doubled
+        self.own_mixed = mixed
+        self.gate = Gate(8, nn.Tanh())
+        self.mixer = Mixer()
+        self.nothing = None
+        self.handed = outside
+        self.of_config = config.act_fn
+        self.table = config.table["a"]
+        self.foreign = Norm(8)
+        self.either = nn.Linear(8, 8) if config.a else Mixer()
+        self.scale = config.scale
+        self.power = 2 ** float(config.power) if config.power > 1 else -1
+        self.learned = nn.Parameter(torch.ones(8))
+
+    def twice(self, x):
+        return doubled(x) + self.proj(x)
+
+    def sequence(self, x):
+        return self.mixer(x)
+
+    def scaled(self, x):
+        return x * self.scale
+
+    def weighted(self, x):
+        return x * self.learned
+
+    def odd(self, x):
+        return x * self.nowhere
+
+    def attended(self, x):
+        return x @ x.mT
+"""
+ANATOMY = anatomy_of(FILE)
+ALONE = (
+    "y = x.float().to(torch.float32) * 2 + x.pow(2)",
+    "y = torch.tanh(x / self.scale) * self.scale",
+    "y = F.gelu(x) + torch.special.exp(x)",
+    "y = x.mean(-1, keepdim=True) + x.softmax(dim=-1) + torch.logsumexp(x, axis=-1)",
+    "a, b = x.chunk(2, dim=-1)",
+    "y = F.linear(x, self.learned) + torch.matmul(x, self.learned) + x @ self.learned",
+    "y = x[..., :4] + x[:, :, 0] + x[:, :, 1:3] + x[..., None]",
+    "y = x * x.shape[-1]",
+    "y = x * x.size(-1)",
+    "y = self.proj(self.norm(x)) + self.act(x) + self.other_act(x) + self.silu(x) + self.function(x)",
+    "y = self.own_function(x) + self.gate(x) + self.twice(x) + doubled(x) + self.of_config(x)",
+    "y = self.nothing(x)",
+    "y = apply_chunking_to_forward(self.twice, 1, x)",
+    "y = endless(x)",
+    "x.mul_(2)\nx.clamp_(min=0)",
+    "if isinstance(x, Output):\n    y = x * 2",
+    "if self.scale is not None:\n    y = x / self.scale\nelse:\n    y = x",
+    "'words'\ny: Tensor = x\ny += x",
+    "if not self.training:\n    y[0] = self.mixer(z)",
+    "if not self.training and wanted:\n    with torch.no_grad():\n        x[0:1] = self.mixer(x[0:1])",
+    "y = torch.where(x > 0, x, -x).masked_fill(x > 3, 0)",
+    "y = other.sum(0) + elsewhere(other)",
+)  # fmt: skip
+MIXED = (
+    "y = x.mean(0)", "y = x.mean()", "y = x.sum(dim=1)", "y = torch.softmax(x, 0)", "y = x.softmax(dim=1)", "y = x.chunk(2)", "y = x.chunk(2, 1)",
+    "y = x.cumsum(-1)", "y = x.roll(1)", "y = torch.flip(x, (-1,))", "y = x.size(1)", "y = x.view(-1)",
+    "y = x[0]", "y = x[1:]", "y = x[:, 0]", "y = x[:, 1:, :]", "y = x[..., 0, :]", "y = x[mask]", "y = x[:, :, 0, 0]", "y = x[::2, :, 0]",
+    "y = x.shape[0]", "y = x * x.shape[1]", "y = x.shape", "y = x.T", "y = x.mT @ w", "y = self.learned @ x", "y = F.linear(self.learned, x)",
+    "y = torch.matmul(w, x)", "y = self.conv(x)", "y = self.drop(x)", "y = self.mixer(x)", "y = self.sequence(x)", "y = self.own_mixed(x)", "y = mixed(x)",
+    "y = self.foreign(x)", "y = self.either(x)", "y = self.handed(x)", "y = self.table(x)", "y = self.unknown(x)", "y = gelu(x)", "y = unknown(x)", "y = numpy.tanh(x)",
+    "y = apply_chunking_to_forward(self.sequence, 1, x)", "y = [t * 2 for t in x]", "y = (lambda t: t)(x)", "y = f(*x)",
+    "for t in x:\n    y = t", "while x:\n    y = x", "with torch.no_grad():\n    y = x * 2", "print(x)", "y = x * 2\nreturn y.mean(0)",
+    "if x.mean(0) > 1:\n    y = x", "if wanted:\n    y = x.mean(0)", "if wanted:\n    y = x\nelse:\n    y = x.mean(0)", "y = x\ny = y.sum(0)",
+    "if not self.training:\n    y = x\nelse:\n    y = x.mean(0)", "if not self.training or wanted:\n    y = self.mixer(x)", "if not self.training:\n    y = self.mixer(x)",
+    "y = x\nif not self.training:\n    x[0:1] = self.mixer(x[0:1], y)",
+    "x.cumsum_(0)", "y = x.__len__()",
+)  # fmt: skip
+
+
+def found(code: str):
+    return mixing(ast.parse(code).body, {"x"}, "Head", ANATOMY)
+
+
+@pytest.mark.parametrize("code", ALONE)
+def test_each_token_by_itself(code: str):
+    assert found(code) is None
+
+
+@pytest.mark.parametrize("code", MIXED)
+def test_tokens_that_meet_are_named(code: str):
+    assert isinstance(found(code), ast.AST)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "fixed", "reason"),
+    [
+        ("proj", False, None),
+        ("proj", True, "self.proj, which is nn.Linear(8, 8)"),
+        ("act", True, None),
+        ("silu", True, None),
+        ("of_config", True, None),
+        ("gate", True, "self.proj, which is nn.Linear(size, size)"),
+        ("gate", False, None),
+        ("scaled", True, None),
+        ("weighted", False, None),
+        ("weighted", True, "self.learned"),
+        ("odd", True, "self.nowhere"),
+        ("attended", False, "x @ x.mT"),
+        ("own_mixed", False, "x.mean(0)"),
+        ("sequence", False, "x.cumsum(1)"),
+        ("unknown", False, "self.unknown, which is not said in the class"),
+        ("conv", False, "self.conv, which is nn.Conv1d(8, 8, 3)"),
+    ],
+)
+def test_what_an_attribute_runs_is_named_by_its_innermost_code(attribute: str, fixed: bool, reason: str | None):
+    mixed = mixing_member(ANATOMY, "Head", attribute, fixed=fixed)
+    assert (ast.unparse(mixed) if isinstance(mixed, ast.AST) else mixed) == reason
+
+
+def test_names_that_are_stored_or_changed_in_place():
+    code = "a = b\nc[0] = d\ne.f.g = h\nfor i in j:\n    pass\ndel k\nl.add_(m)\nn(o.p())\nq = r.s()\ntorch.t_(u)\nv: int = 1\nw += 1"
+    assert stored_names(ast.parse(code)) == {"a", "c", "e", "i", "k", "l", "m", "n", "o", "q", "u", "v", "w"}

@@ -1,0 +1,214 @@
+"""The loop over a tower's layers: what it reads and leaves, and where rows must be whole again."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from generation_cases import anatomy_of
+
+from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, Unread, chunked_convolution, is_divided, layer_loop
+
+TOWER = """
+from torch import nn
+from transformers import PreTrainedModel
+
+class Attention(nn.Module):
+    def forward(self, x, cu_seqlens=None):
+        if is_flash_attention_requested(self.config):
+            return ALL_ATTENTION_FUNCTIONS["flash"](x, cu_seqlens)
+        return x
+
+class Block(nn.Module):
+    def __init__(self, config):
+        self.attn = Attention(config)
+
+class Tower(PreTrainedModel):
+    def __init__(self, config):
+        self.patch_embed = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(config) for _ in range(3)])
+        self.norm = nn.LayerNorm(8)
+        self.act = ACT2FN["gelu"]
+        self.merger = Merger(config)
+
+    def forward(self, hidden_states, grid_thw, **kwargs):
+        hidden_states = self.patch_embed(hidden_states)
+        cu_seqlens = lengths_of(grid_thw)
+        max_seqlen = cu_seqlens.max()
+        order = order_of(grid_thw)
+        cos, sin = self.rotary(grid_thw)
+        taken = []
+        for number, blk in enumerate(self.blocks):
+            hidden_states = blk(hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cos=cos, sin=sin, **kwargs)
+        hidden_states = self.norm(hidden_states)
+        hidden_states = self.act(hidden_states)
+        merged = self.merger(hidden_states)
+        return merged
+"""
+LOOP = LayerLoop(
+    place=6,
+    layers="blocks",
+    rows=("hidden_states", "cos", "sin"),
+    bounds=("cu_seqlens",),
+    longest=("max_seqlen",),
+    group="1",
+    gathers=((9, ("hidden_states",)),),
+    attentions=("Attention",),
+)
+CALL = "hidden_states = blk("
+NORM = "        hidden_states = self.norm(hidden_states)\n"
+RETURN = "        return merged\n"
+OUTPUT = RETURN.replace("merged", "Output(last_hidden_state=hidden_states, pooler_output=merged)")
+
+
+def read(*edits: tuple[str, str]) -> LayerLoop:
+    text = TOWER
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    anatomy = anatomy_of(text)
+    return layer_loop(anatomy, anatomy.classes["Tower"])
+
+
+def test_a_loop_by_what_its_layers_take():
+    assert read() == LOOP
+
+
+@pytest.mark.parametrize(
+    ("edits", "changed"),
+    [
+        ([("for number, blk in enumerate(self.blocks)", "for blk in self.blocks[:2]")], {}),
+        ([("blk(hidden_states, ", "blk(hidden_states=hidden_states, ")], {}),
+        ([("        self.norm =", "        self.spatial_merge_size = 2\n        self.norm =")], {"group": "self.spatial_merge_size**2", "gathers": ((10, ("merged",)),)}),
+        ([("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")], {"group": "self.spatial_merge_unit", "gathers": ((10, ("merged",)),)}),
+        # What follows treats each row by itself, or does not.
+        ([(NORM, NORM.replace("self.norm(hidden_states)", "self.norm(hidden_states, 2)"))], {"gathers": ((7, ("hidden_states",)),)}),
+        ([(NORM, NORM.replace("self.norm(hidden_states)", "hidden_states + 1"))], {"gathers": ((7, ("hidden_states",)),)}),
+        ([("nn.LayerNorm(8)", "nn.Conv1d(8, 8, 1)")], {"gathers": ((7, ("hidden_states",)),)}),
+        ([('ACT2FN["gelu"]', 'TABLE["gelu"]')], {"gathers": ((8, ("hidden_states",)),)}),
+        ([(NORM, "        hidden_states = hidden_states[order]\n")], {"gathers": ((7, ("hidden_states",)),)}),
+        ([(NORM, "        order = order + 1\n" + NORM)], {"gathers": ((10, ("hidden_states",)),)}),
+        # Two results of the same rows.
+        ([(RETURN, OUTPUT)], {}),
+        ([("merged = self.merger(hidden_states)", "merged = self.norm(hidden_states)")], {"gathers": ((10, ("merged",)),)}),
+        ([("merged = self.merger(hidden_states)", "merged = self.norm(hidden_states)"), (RETURN, RETURN.replace("merged", "merged, hidden_states"))], {"gathers": ((10, ("hidden_states", "merged")),)}),
+        ([("merged = self.merger(hidden_states)", "merged = self.norm(hidden_states)"), (RETURN, OUTPUT)], {"gathers": ((10, ("merged",)),)}),
+        ([("cos=cos, sin=sin, **kwargs)", "cos=cos, sin=sin)\n            taken.append(hidden_states)"), (RETURN, RETURN.replace("merged", "merged, taken"))], {"gathers": ((9, ("hidden_states",)), (10, ("taken",)))}),
+        # A value of the layer before, and one that the layers only write.
+        ([(CALL, "order = number\n            " + CALL)], {}),
+    ],
+)  # fmt: skip
+def test_another_form_gives_another_loop(edits: list, changed: dict):
+    assert read(*edits) == LayerLoop(**{**vars(LOOP), **changed})
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("for number, blk in enumerate(self.blocks)", "for number in range(3)"),
+        (
+            "        for number, blk",
+            "        for blk in self.blocks:\n            hidden_states = blk(hidden_states)\n        for number, blk",
+        ),
+        (CALL, "other = blk("),
+        ("cu_seqlens=cu_seqlens, ", ""),
+        ("max_seqlen=max_seqlen, ", "max_seqlen=max_seqlen, order=order, "),
+        (CALL, "if number:\n                order = order + 1\n            " + CALL),
+        ("is_flash_attention_requested", "other"),
+        ('ALL_ATTENTION_FUNCTIONS["flash"]', "attend"),
+        ("self.attn = Attention", "self.attn = Other"),
+    ],
+)
+def test_what_is_not_understood_is_unread(edit: tuple[str, str]):
+    with pytest.raises(Unread):
+        read(edit)
+
+
+def test_rows_that_are_never_returned_are_unread():
+    merges = ("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")
+    with pytest.raises(Unread, match="never returned"):
+        read(merges, (RETURN, RETURN.replace("merged", "grid_thw")))
+
+
+def test_a_value_that_a_layer_writes_before_it_reads_it_is_its_own():
+    """An `if` does not count as written."""
+    assert (
+        read((CALL, "order = number\n            hidden_states = hidden_states + order\n            " + CALL)).rows
+        == LOOP.rows
+    )
+    with pytest.raises(Unread, match="read order"):
+        read((CALL, "hidden_states = hidden_states + order\n            order = number\n            " + CALL))
+    with pytest.raises(Unread, match="read order"):
+        read(
+            (
+                CALL,
+                "if number:\n                order = number\n            hidden_states = hidden_states + order\n            "
+                + CALL,
+            )
+        )
+
+
+def test_a_tower_by_role_is_divided_where_its_loop_is_read():
+    for text, divided in (
+        (TOWER, True),
+        (TOWER.replace("cu_seqlens=cu_seqlens, ", ""), False),
+        (TOWER.replace("patch_embed", "proj"), False),
+    ):
+        anatomy = anatomy_of(text)
+        assert is_divided(anatomy, anatomy.classes["Tower"]) is divided
+    assert not is_divided(anatomy, anatomy.classes["Block"])
+
+
+CONVOLUTION = """
+class Sound(PreTrainedModel):
+    def __init__(self, config):
+        self.conv1 = nn.Conv2d(1, 8, 3)
+        self.conv2 = nn.Conv1d(1, 8, 3)
+
+    def forward(self, features, lengths):
+        padded_feature, padded_mask = pad(features, lengths)
+        parts = []
+        embed = self.act(self.conv1(padded_feature))
+        embed = embed * padded_mask
+        embed = self.conv2(embed)
+        parts.append(embed)
+        mask = lengths > 0
+        selected = torch.index_select(embed, 0, mask)
+        return selected
+"""
+
+
+def chunks(*edits: tuple[str, str]) -> ChunkedConvolution | None:
+    text = CONVOLUTION
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    info = anatomy_of(text).classes["Sound"]
+    assert isinstance(info.methods["forward"], ast.FunctionDef)
+    return chunked_convolution(info, info.methods["forward"])
+
+
+def test_padded_chunks_are_convolved_up_to_their_selection():
+    assert chunks() == ChunkedConvolution(2, 7, ("padded_feature", "padded_mask"), "embed")
+    assert chunks(("* padded_mask", "* 2")) == ChunkedConvolution(2, 7, ("padded_feature",), "embed")
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("nn.Conv2d(1, 8, 3)\n        self.conv2 = nn.Conv1d(1, 8, 3)", "nn.Linear(1, 8)\n        self.conv2 = nn.Linear(1, 8)"),
+        ("torch.index_select(embed, 0, mask)", "embed[mask]"),
+        ("selected = torch.index_select(embed, 0, mask)", "selected = torch.index_select(embed, 0, mask)\n        again = torch.index_select(embed, 0, mask)"),
+        ("selected = torch.index_select(embed, 0, mask)\n        return selected", "return torch.index_select(embed, 0, mask)"),
+        ("index_select(embed", "index_select(features"),
+        ("parts = []", "parts = [features]"),
+        ("padded_", "filled_"),
+        ("* padded_mask", "* other\n        padded_mask = 2"),
+        ("        padded_feature, padded_mask = pad(features, lengths)\n", "        padded_feature = torch.index_select(features, 0, lengths)\n"),
+    ],
+)  # fmt: skip
+def test_other_convolutions_are_left_alone(edit: tuple[str, str]):
+    if edit[0] == "* padded_mask":
+        assert chunks(edit) is not None  # it is no part of what is read above
+    else:
+        assert chunks(edit) is None

@@ -1,0 +1,102 @@
+"""What runs in training: each function once, with the reason why it does not where there is one."""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+
+import pytest
+
+from patchgen import source
+from patchgen.anatomy.training_path import parts, training_functions
+
+FILE = """
+def helper(x):
+    return helper(x) + other(x)
+
+def other(x):
+    return x
+
+def unused(x):
+    return x
+
+class Base:
+    def step(self, x):
+        return self.last(x)
+
+    def last(self, x):
+        return x
+
+class Model(Base):
+    def __init__(self):
+        self.build()
+
+    def build(self):
+        pass
+
+    def forward(self, x, position_ids=None):
+        if position_ids is None:
+            position_ids = self.positions(x)
+        if is_flash_attention_requested(self.config):
+            y = self.step(x)
+        else:
+            y = self.slowly(x)
+        return helper(y) + self.step(x) + outside(x)
+
+    def positions(self, x):
+        return self.counted(x)
+
+    def counted(self, x):
+        return x
+
+    def slowly(self, x):
+        return self.step(x)
+
+    def last(self, x):
+        return other(x)
+"""
+GIVEN = "only where position_ids is not handed in"
+
+
+def test_each_function_once_and_excused_where_every_call_is():
+    found = [(name, function.name, why) for name, function, why in training_functions(source.parse(FILE))]
+    assert sorted(found) == [
+        ("Base.step", "step", ""),
+        ("Model.counted", "counted", GIVEN),
+        ("Model.forward", "forward", ""),
+        ("Model.last", "last", ""),
+        ("Model.positions", "positions", GIVEN),
+        ("Model.slowly", "slowly", "attention without packed lengths"),
+        ("helper", "helper", ""),
+        ("other", "other", ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "excused"),
+    [
+        ("a = 1", {"a = 1": ""}),
+        ("if position_ids is None:\n    a = 1\nb = 2", {"position_ids is None": "", "a = 1": GIVEN, "b = 2": ""}),
+        ("if x is None:\n    a = 1", {"x is None": "", "a = 1": ""}),
+        ("if position_ids is not None:\n    a = 1", {"position_ids is not None": "", "a = 1": ""}),
+        ("if x and position_ids is None:\n    a = 1", {"x and position_ids is None": "", "a = 1": GIVEN}),
+        ("if x or position_ids is None:\n    a = 1", {"x or position_ids is None": "", "a = 1": ""}),
+        ("y = kwargs.pop('y', None)\nif y is None:\n    a = 1", {"y = kwargs.pop('y', None)": "", "y is None": "", "a = 1": "only where y is not handed in"}),
+        ("y = kwargs.get('y')\nif y is None:\n    a = 1", {"y = kwargs.get('y')": "", "y is None": "", "a = 1": ""}),
+        ("if (y := kwargs.pop('y')) is not None:\n    return y\na = 1", {"(y := kwargs.pop('y')) is not None": "", "return y": "", "a = 1": "only where y is not handed in"}),
+        ("if (y := kwargs.pop('y')) is not None:\n    b = y\na = 1", {"(y := kwargs.pop('y')) is not None": "", "b = y": "", "a = 1": ""}),
+        ("if x:\n    if position_ids is not None:\n        return x\na = 1", {"x": "", "position_ids is not None": "", "return x": "", "a = 1": GIVEN}),
+        ("if attends_by_lengths(x):\n    a = 1\nelse:\n    b = 2", {"attends_by_lengths(x)": "", "a = 1": "", "b = 2": "attention without packed lengths"}),
+        ("if other(x):\n    a = 1\nelse:\n    b = 2", {"other(x)": "", "a = 1": "", "b = 2": ""}),
+        ("for i in x:\n    a = 1\nelse:\n    b = 2", {"x": "", "a = 1": "", "b = 2": ""}),
+        ("while x:\n    a = 1", {"x": "", "a = 1": ""}),
+        ("with x:\n    a = 1", {"a = 1": ""}),
+        ("try:\n    a = 1\nfinally:\n    b = 2", {"a = 1": "", "b = 2": ""}),
+        ("a = 1\nif ops.serves('norm'):\n    return x\nb = 2", {"a = 1": ""}),
+        ("if position_ids is None:\n    if position_ids is None:\n        a = 1", {"position_ids is None": GIVEN, "a = 1": GIVEN}),
+    ],
+)  # fmt: skip
+def test_statements_and_the_reason_why_they_do_not_run(code: str, excused: dict[str, str]):
+    function = ast.parse("def f(self, x, position_ids=None, **kwargs):\n" + textwrap.indent(code, "    ")).body[0]
+    assert {ast.unparse(part): why for part, why in parts(function, "")} == excused
+    assert {why for part, why in parts(function, "of its caller")} <= {"of its caller"}
