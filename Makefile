@@ -118,9 +118,11 @@ mutate: $(VENV)/.setup-test  ## hold the generator to 5,000 changed upstream sou
 mutate-generator: $(VENV)/.setup-test  ## change the generator's own modules and ask the tests (an hour)
 	@PYTHONPATH=. $(BIN)/python benchmarks/mutate_generator.py $(ARGS)
 
-lint: $(VENV)/.setup-test  ## ruff, format included
+lint: $(VENV)/.setup-test  ## ruff, format included; names of tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
+		{ echo "Two files of tests have one name, and pytest takes neither: $$twice. Rename one."; exit 1; }
 
 test-parallel: $(VENV)/.setup-test  ## the whole matrix of layouts on gloo ranks, eight ranks included (over half an hour)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/distributed tests/runtime/parallel --ignore tests/distributed/test_checkpoints.py \
