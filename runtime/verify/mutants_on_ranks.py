@@ -97,7 +97,11 @@ def compare(subject: Subject) -> mutants.Verdict:
         try:
             known = Yardstick(registry.read_model(generated), subject.head, changed.name)
         except Exception as error:
-            return _raised(error, "start") if _starts(upstream_class) else mutants.Verdict(mutants.EQUAL)
+            if _starts(upstream_class):
+                return _raised(error, "start")
+            return mutants.Verdict(
+                mutants.NOT_RUN, "on ranks: upstream's changed class fails on the rows of a run, too"
+            )
         for layout in LAYOUTS:
             if layout.ep > 1 and not sharding.own_plan(known.generated()):
                 continue
