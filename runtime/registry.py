@@ -18,6 +18,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import json
 import sys
 import warnings
@@ -40,22 +41,68 @@ class UnknownModelError(LookupError):
     """No generated model of that name or for that config."""
 
 
+class NoUpstreamError(ValueError):
+    """What a model was made from is a file that is not there, or not the one that it was made from any more."""
+
+
 @dataclass(frozen=True)
 class GeneratedModel:
-    """One generated model: its folder, and what `provenance.json` says of it."""
+    """One generated model: its folder, what `provenance.json` says of it, and where the file lies that it was made from.
+
+    Attributes:
+        upstream_sha256: of the text that it was made from.
+        source: the file that it was made from, where that is one of the user's own and its folder was named.
+    """
 
     name: str
     directory: Path
     upstream_module: str
+    upstream_sha256: str
     upstream_version: str
     model_types: tuple[str, ...]
     heads: tuple[str, ...]
     classes: tuple[str, ...]
+    source: Path | None = None
 
     @property
     def file(self) -> Path:
         """The generated modeling file."""
         return self.directory / f"modeling_{self.name}.py"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it was made from a file of the user's own, and not from a module of an installed package."""
+        return self.upstream_module.startswith(f"{PACKAGE}.")
+
+    def made_from(self, folder: Path) -> Path | None:
+        """The file in a folder whose text is what this model was made from."""
+        return next(
+            (file for file in sorted(folder.glob("modeling_*.py")) if digest(file) == self.upstream_sha256), None
+        )
+
+    def upstream(self) -> ModuleType:
+        """The module that it was made from.
+
+        A file of the user's own is imported beside the generated one: the configuration classes of both are the same.
+
+        Raises:
+            NoUpstreamError: its folder was not named, or the file has changed since.
+        """
+        if not self.is_own:
+            return importlib.import_module(self.upstream_module)
+        name = f"{self.upstream_module.rpartition('.')[2]}.py"
+        if self.source is None:
+            raise NoUpstreamError(
+                f"'{self.name}' was made from a file {name} of no installed package, and nothing says where it lies, so there "
+                "is no upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
+                "pyproject.toml."
+            )
+        if not self.source.is_file() or digest(self.source) != self.upstream_sha256:
+            raise NoUpstreamError(
+                f"{self.source} is not the file that '{self.name}' in {self.directory} was made from. Make it anew with "
+                f"`patchgen generate {self.name} --source {self.source.parent} --output {self.directory.parent}`."
+            )
+        return _import_beside(self.source, self.load())
 
     def load(self) -> ModuleType:
         """The imported generated module, in `sys.modules` (transformers looks for a class's source there)."""
@@ -69,6 +116,32 @@ class GeneratedModel:
 
 
 LOCAL_PACKAGE = "patchgen_generated_"
+
+
+def digest(file: Path) -> str:
+    """A hash of a file's text, as `patchgen generate` records it."""
+    return hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest()
+
+
+def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
+    """The module of the file that a generated one was made from, in the package of the generated one.
+
+    What both import from their neighbours is one module, with one set of classes; what was not generated along comes from
+    the file's own folder.
+    """
+    package = importlib.import_module(generated.__package__)
+    name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    if name not in sys.modules:
+        if str(file.parent) not in package.__path__:
+            package.__path__.append(str(file.parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def import_file(file: Path) -> ModuleType:
@@ -104,6 +177,7 @@ def read_model(directory: Path) -> GeneratedModel:
             name=fields["model"],
             directory=directory,
             upstream_module=fields["upstream"]["module"],
+            upstream_sha256=fields["upstream"]["sha256"],
             upstream_version=fields["upstream"]["version"],
             model_types=tuple(fields["model_types"]),
             heads=tuple(fields["heads"]),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -159,7 +158,7 @@ def _decide(
     *,
     media: bool,
 ) -> Preflight:
-    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    generated = architecture.generated_of(head)
     upstream_class = _upstream_class(generated, head)
     if upstream_class is not None:
         found, training = _of_type(generated, head)
@@ -183,8 +182,7 @@ def _decide(
 
 def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
     """The same decision, with the pairs of modalities that the model cannot tell apart in one row."""
-    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
-    reference = _upstream_class(generated, head) or head
+    reference = _upstream_class(architecture.generated_of(head), head) or head
     apart = modalities.kept_apart(
         reference,
         head,
@@ -196,10 +194,10 @@ def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTr
 
 
 def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
-    """The class that a head was made from; None: it was made from a file."""
-    if generated.upstream_module.startswith(registry.PACKAGE):
+    """The class that a head was made from; None: `model.code` is the generated folder itself, without what it was made from."""
+    if generated.is_own and generated.source is None:
         return None
-    return getattr(importlib.import_module(generated.upstream_module), head.__name__)
+    return getattr(generated.upstream(), head.__name__)
 
 
 def _of_type(
@@ -209,9 +207,7 @@ def _of_type(
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
     if recorded is not None and attention.choose(recorded["asked"], device_type="cpu") == recorded["compared_with"]:
         return verdict.Verdict(verdict.PROVEN), recorded
-    found, proof = judge(
-        generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
-    )
+    found, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     path = proof.training if proof is not None else None
     return found, report.training_record(path) if path is not None else None
 
