@@ -23,7 +23,6 @@ from patchgen.runtime.parallel.fields import COUNTING, RULES
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BY_TOKEN = ("logits", "last_hidden_state")
 """The outputs with a row of numbers for each token."""
-_TOKENS = {name: rule for name, rule in RULES.items() if rule.pad_scale == 1}
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ class DocumentRows:
         return done
 
     def _take(self, name: str, value: Any) -> Any:
-        rule = _TOKENS.get(name)
-        if rule is None or not isinstance(value, Tensor):
+        rule = RULES.get(name)
+        if rule is None or rule.pad_scale != 1 or not isinstance(value, Tensor):
             return value
         dim = rule.pack_dim % value.ndim
         value = value.expand(*value.shape[: dim - 1], *self.shape, *value.shape[dim + 1 :])

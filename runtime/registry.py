@@ -22,7 +22,7 @@ import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -105,14 +105,31 @@ class GeneratedModel:
         return _import_beside(self.source, self.load())
 
     def load(self) -> ModuleType:
-        """The imported generated module, in `sys.modules` (transformers looks for a class's source there)."""
+        """The imported generated module, in `sys.modules` (transformers looks for a class's source there).
+
+        The rules that its heads have for inputs of their own hold in this process from here on.
+        """
         if self.directory.parent == installed_directory():
-            return importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
-        if not self.file.is_file():
+            module = importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
+        elif self.file.is_file():
+            module = import_file(self.file)
+        else:
             raise FileNotFoundError(
                 f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
             )
-        return import_file(self.file)
+        for head in (getattr(module, name) for name in self.heads):
+            _declare_inputs(head)
+        return module
+
+
+def _declare_inputs(head: type) -> None:
+    """The rules of `input_rules`, whose examples are for proofs alone."""
+    given = getattr(head, "input_rules", {})
+    if given:
+        from patchgen.runtime.parallel import fields
+
+        rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
+        fields.declare(rules, f"{head.__name__}.input_rules")
 
 
 LOCAL_PACKAGE = "patchgen_generated_"
@@ -148,10 +165,25 @@ def import_file(file: Path) -> ModuleType:
     """The module of a generated file outside this installation, under a name that follows from its place."""
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
-    if package not in sys.modules:
-        sys.modules[package] = ModuleType(package)
-        sys.modules[package].__path__ = [str(file.parent.resolve())]
+    know_packages({package: [str(file.parent.resolve())]})
     return importlib.import_module(f"{package}.{file.stem}")
+
+
+def local_packages() -> dict[str, list[str]]:
+    """The folders that this process imports as packages, by their names: what another one needs to unpickle their classes."""
+    return {
+        name: list(module.__path__)
+        for name, module in sys.modules.items()
+        if name.startswith(LOCAL_PACKAGE) and "." not in name
+    }
+
+
+def know_packages(packages: Mapping[str, Sequence[str]]) -> None:
+    """Makes folders importable as packages, as `local_packages` gives them."""
+    for name, places in packages.items():
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = list(places)
 
 
 def installed_directory() -> Path:

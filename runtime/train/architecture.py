@@ -21,7 +21,7 @@ import json
 import site
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -30,7 +30,8 @@ from torch import nn
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import ReleaseMismatch
-from patchgen.runtime.train.recipe import ModelConfig, RecipeError
+from patchgen.runtime.parallel import fields
+from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,6 +81,20 @@ def register(model: ModelConfig) -> Architecture | None:
     else:
         return None
     return _register(key, folder, module, model.generated)
+
+
+def prepare(recipe: Recipe) -> Architecture | None:
+    """Registers in this process what a recipe brings of its own: its code, and the rules of its inputs.
+
+    Raises:
+        RecipeError: code that cannot be registered, or a rule beside another of the same input.
+    """
+    found = register(recipe.model)
+    try:
+        fields.declare({name: asdict(rule) for name, rule in recipe.inputs.items()}, "inputs")
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return found
 
 
 _GENERATED: dict[type, registry.GeneratedModel] = {}

@@ -20,6 +20,7 @@ from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, IND
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.page import RunPage
@@ -45,6 +46,7 @@ def data_parts(recipe: Recipe) -> DataParts:
     """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
     from transformers import CONFIG_MAPPING, AutoTokenizer
 
+    architecture.prepare(recipe)
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
