@@ -287,7 +287,7 @@ def _register_processing(key: str, found: Architecture, module: str | None) -> N
 def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
     """What prepares data, the narrower kind first: its base, the mapping of its auto class, how it gets there."""
     import transformers
-    from transformers.image_processing_backends import PilBackend
+    from transformers.image_processing_backends import PilBackend, TorchvisionBackend
     from transformers.models.auto import (
         feature_extraction_auto,
         image_processing_auto,
@@ -298,9 +298,12 @@ def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     def image(config: type, one: type) -> None:
-        backend = "pil" if issubclass(one, PilBackend) else "torchvision"
+        needed = {"pil": PilBackend, "torchvision": TorchvisionBackend}
+        own = [
+            name for name, backend in needed.items() if issubclass(one, backend)
+        ] or needed  # of neither: needs none
         image_processing_auto.AutoImageProcessor.register(
-            config, image_processor_classes={backend: one}, exist_ok=True
+            config, image_processor_classes=dict.fromkeys(own, one), exist_ok=True
         )
 
     return {

@@ -2,7 +2,7 @@
 
 import numpy as np
 from PIL import Image
-from transformers import BatchFeature, BaseImageProcessor
+from transformers import BaseImageProcessor, BatchFeature
 
 
 class LatticeMoeImageProcessor(BaseImageProcessor):
@@ -15,7 +15,9 @@ class LatticeMoeImageProcessor(BaseImageProcessor):
     def preprocess(self, images, return_tensors=None, **kwargs):
         pictures = [one if isinstance(one, Image.Image) else Image.fromarray(np.asarray(one)) for one in images]
         side = self.size
-        pixels = [np.asarray(one.convert("RGB").resize((side, side)), dtype=np.float32) / 127.5 - 1 for one in pictures]
+        pixels = [
+            np.asarray(one.convert("RGB").resize((side, side)), dtype=np.float32) / 127.5 - 1 for one in pictures
+        ]
         spacing = [(one.height / side, one.width / side) for one in pictures]
         data = {"pixel_values": np.stack(pixels).transpose(0, 3, 1, 2), "pixel_spacing": np.array(spacing, np.float32)}
         return BatchFeature(data, tensor_type=return_tensors)
