@@ -72,6 +72,7 @@ def verify_model(
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
     proofs: list[Proof] = []
+    fed: set[str] = set()
     trained: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
     for variant in chosen:
@@ -88,11 +89,13 @@ def verify_model(
         media = MediaCases()
         if takes_media(upstream_class):
             media = media_cases(build_model(upstream_class, small.config))
+        cases = (*cases, *media.cases)
+        fed.update(name for case in cases for name in case.batch)
         proof = prove(
             upstream_class,
             generated_class,
             small.config,
-            (*cases, *media.cases),
+            cases,
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
             training=variant != EVALUATION,
@@ -107,12 +110,21 @@ def verify_model(
             trained[variant] = small.config
     merged = merge(proofs)
     merged.refused = refused
+    merged.not_compared = merged.not_compared | _without_example(upstream_class, fed)
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version
     if training_path and merged.is_equal:
         merged.training = _training_path(upstream_class, generated_class, trained)
     return merged
+
+
+def _without_example(upstream_class: type, fed: Collection[str]) -> dict[str, str]:
+    """The inputs of a model's own that no case held."""
+    reason = (
+        "input_rules of the model's class gives no example of it that its cases hold: {'of': 'image', 'shape': [2]}"
+    )
+    return {name: reason for name in getattr(upstream_class, "input_rules", {}) if name not in fed}
 
 
 def judge(

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,14 @@ from rounding import require_rounding
 from typer.testing import CliRunner
 
 from patchgen.cli import app
-from patchgen.commands import checkpoints
+from patchgen.commands import checkpoints, generation
+from patchgen.runtime import registry
 from patchgen.runtime.train import run_log
+from patchgen.runtime.verify import media_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own_architecture.md").read_text(encoding="utf-8")
+FEATURES = "ops.own_features(image_features, special_image_mask))"
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    patchgen (.*)$", PAGE, flags=re.MULTILINE)]
 
 
@@ -100,3 +104,18 @@ def test_the_page_works_as_written(place):
     Path("pyproject.toml").write_text(blocks("toml")[0])
     checkpoints.convert(Path("exported"), Path("stacked"), layout="stacked", dtype=None, code=None, generated=None)
     assert json.loads(Path("stacked/config.json").read_text())["model_type"] == "lattice_moe"
+
+
+def test_a_fault_that_only_slices_show_is_found_on_ranks(place, two_ranks):
+    """Each rank would take the features of the first tokens of the sequence, whichever of them it holds."""
+    generation.generate(
+        ["lattice_moe"], False, None, Path("lattice_moe"), Path("generated"), dry_run=False, force=False
+    )
+    found = registry.read_model(Path("generated/lattice_moe").resolve())
+    text = found.file.read_text()
+    assert text.count(FEATURES) == 1
+    found.file.write_text(text.replace(FEATURES, "image_features)"))
+    found = replace(found, source=found.made_from(Path("lattice_moe").resolve()))
+    results = media_ranks.verify_on_ranks(found, two_ranks, sp=2, fsdp=False, cases=("text", "boundary"))
+    assert [(one.case, bool(one.reason)) for one in results] == [("text", False), ("boundary", True)]
+    assert "gradient" in results[1].reason or "loss" in results[1].reason

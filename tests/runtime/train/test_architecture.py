@@ -34,7 +34,11 @@ def made(tmp_path_factory) -> Path:
     (place / "code" / "processing_lattice_moe.py").write_text(PROCESSOR)
     generation.generate(["lattice_moe"], False, None, place / "code", place / "generated", dry_run=False, force=False)
     (place / "start").mkdir()
-    config = {"model_type": "lattice_moe", "architectures": ["LatticeMoeForCausalLM"], "num_hidden_layers": 3}
+    config = {
+        "model_type": "lattice_moe",
+        "architectures": ["LatticeMoeForConditionalGeneration"],
+        "num_hidden_layers": 3,
+    }
     (place / "start" / "config.json").write_text(json.dumps(config))
     (place / "start" / "processor_config.json").write_text(json.dumps({"processor_class": "LatticeMoeProcessor"}))
     return place
