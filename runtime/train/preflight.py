@@ -253,6 +253,7 @@ def _key(
     parts = {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))],
         "head": head.__name__,
+        "compared": _upstream_class(architecture.generated_of(head), head) is not None,
         "config": config.to_dict(),
         "attention": named_attention,
         "usable": [name for name, backend in BACKENDS.items() if backend.unavailable() is None],
