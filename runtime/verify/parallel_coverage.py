@@ -76,11 +76,9 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
 
 def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: bool) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
-    import transformers
-
     started = time.perf_counter()
     state = state_of(sp, ep)
-    upstream_class = getattr(transformers, head)
+    upstream_class = getattr(registry.read_model(Path(file).parent).upstream(), head)
     config = training_config(upstream_class)
     generated = generated_class(head, file)
     row = {"model_type": model_type}

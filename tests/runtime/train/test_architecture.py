@@ -13,8 +13,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from patchgen.commands import checkpoints, generation
-from patchgen.errors import ConfigError
+from patchgen.commands import checkpoints, generation, proof
+from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.parallel import fields
 from patchgen.runtime.train import architecture, model, preflight, recipe
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError
@@ -197,8 +197,6 @@ def test_it_is_proven_against_the_users_file_before_it_trains(made, tmp_path, mo
     values = {"model": vars(named(made, generated=str(tmp_path / "generated"))), "data": {}}
     found = preflight.examine(recipe.from_dict(values))
     assert "'logits' differs" in found.refusal, "compared with itself it would agree"
-    values["model"] = vars(named(made, code=str(tmp_path / "generated" / "lattice_moe"), generated=None))
-    assert not preflight.examine(recipe.from_dict(values)).refusal, "without the file there is nothing else"
 
 
 def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch):
@@ -212,3 +210,22 @@ def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch)
         architecture.prepare(recipe.from_dict(values | {"inputs": {"pixel_spacing": {"pack_dim": 1}}}))
     with pytest.raises(RecipeError, match="inputs.heights.pack_dim"):
         recipe.from_dict(values | {"inputs": {"heights": {}}})
+
+
+def test_verify_finds_the_model_of_the_project_or_of_the_command(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = {"every": False, "directory": None, "code": None, "generated": None}
+    with pytest.raises(UpstreamNotFound, match="No model was named"):
+        proof._subjects([], **nothing)
+    own = {"code": str(made / "code"), "generated": str(made / "generated")}
+    directory = made / "generated" / "lattice_moe"
+    (found,) = proof._subjects([], **nothing | own)
+    assert found.source == made / "code" / "modeling_lattice_moe.py"
+    assert proof._subjects([], **nothing | {"directory": directory})[0].source is None
+    assert proof._subjects([], **nothing | {"directory": directory, "code": own["code"]}) == [found]
+    Path("pyproject.toml").write_text(f'[tool.patchgen]\ncode = "{own["code"]}"\ngenerated = "{own["generated"]}"\n')
+    assert proof._subjects([], **nothing) == proof._subjects(["lattice_moe"], **nothing) == [found]
+    assert proof._subjects([], **nothing | {"directory": directory}) == [found]
+    assert [one.name for one in proof._subjects(["llama"], **nothing)] == ["llama"]
+    with pytest.raises(UpstreamNotFound, match="no generated model 'latice_moe'"):
+        proof._subjects(["latice_moe"], **nothing)
