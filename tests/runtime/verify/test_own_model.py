@@ -11,8 +11,9 @@ import torch
 
 from patchgen.commands import generation
 from patchgen.runtime import registry
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.model_pair import build_model, build_pair
+from patchgen.runtime.verify.report import read_training, write_proof
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import verify_model
 
@@ -44,6 +45,18 @@ def test_the_sound_model_is_proven_with_the_input_of_its_own(made):
         name for name, _ in build_model(made.load().LatticeMoeForConditionalGeneration, small(made)).named_parameters()
     ]
     assert proof.cases[0].num_parameters == len(names), "each stack is compared, and no single expert"
+
+
+def test_the_record_holds_for_the_files_that_were_compared(made, tmp_path):
+    folder = tmp_path / "lattice_moe"
+    shutil.copytree(made.directory, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    found, head = with_source(folder), made.heads[0]
+    assert read_training(folder, found.file, head) is None
+    write_proof(proof_of(found), folder, {"prover": source_closure.prover()})
+    assert read_training(folder, found.file, head) is not None
+    with (folder / "configuration_lattice_moe.py").open("a") as file:
+        file.write("\n# other words\n")
+    assert read_training(folder, found.file, head) is None, "a configuration of its own is part of what was compared"
 
 
 def small(made: registry.GeneratedModel):
