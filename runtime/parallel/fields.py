@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +40,8 @@ class FieldRule:
         pad_value: fills up; COUNTING: 0, 1, 2 ...
         pad_scale: padded to a multiple of this times the size of the group; 0: as it is.
     """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes have rules
 
     pack_dim: int
     sliced: bool = False

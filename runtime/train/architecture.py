@@ -21,7 +21,7 @@ import json
 import site
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -91,7 +91,7 @@ def prepare(recipe: Recipe) -> Architecture | None:
     """
     found = register(recipe.model)
     try:
-        fields.declare({name: asdict(rule) for name, rule in recipe.inputs.items()}, "inputs")
+        fields.declare(recipe.inputs, "inputs")
     except ValueError as error:
         raise RecipeError(str(error)) from error
     return found

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from patchgen.runtime.data import DataConfig
+from patchgen.runtime.parallel.fields import FieldRule
 from patchgen.runtime.train import project
 from patchgen.runtime.train.nested import section_type, set_at
 
@@ -290,23 +291,6 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
-class InputRule:
-    """How an input of the model is put together and divided.
-
-    Attributes:
-        pack_dim: samples are put together along this dimension: 0 for images and sounds, -1 for tokens.
-        sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
-        pad_value: fills up what is shorter; "counting": 0, 1, 2 ...
-        pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: as it is.
-    """
-
-    pack_dim: int
-    sliced: bool = False
-    pad_value: int | Literal["counting"] = 0
-    pad_scale: CountOrZero = 0
-
-
-@dataclass(frozen=True, config=_STRICT)
 class Recipe:
     """A whole recipe.
 
@@ -336,7 +320,7 @@ class Recipe:
     log: LogConfig = Field(default_factory=LogConfig)
     lora: LoraConfig | None = None
     eval_data: DataConfig | None = None
-    inputs: dict[str, InputRule] = Field(default_factory=dict)
+    inputs: dict[str, FieldRule] = Field(default_factory=dict)
     name: str = "run"
 
     def __post_init__(self) -> None:

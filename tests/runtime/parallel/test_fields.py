@@ -105,7 +105,7 @@ def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
         rule_of("heights")
     declare({"heights": {"pack_dim": -1, "sliced": True, "pad_value": 7, "pad_scale": 1}}, "inputs")
     declare({"heights": fields.FieldRule(-1, True, 7, 1)}, "inputs")
-    assert list(declared()) == ["heights"]
+    assert declared()["heights"] == rule_of("heights") and "pixel_values" not in declared()
     value = torch.arange(5)[None]
     parts = [rule_of("heights").part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
     assert torch.cat(parts, dim=-1).tolist() == [[0, 1, 2, 3, 4, 7]]

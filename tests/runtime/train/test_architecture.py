@@ -210,6 +210,12 @@ def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch)
         architecture.prepare(recipe.from_dict(values | {"inputs": {"pixel_spacing": {"pack_dim": 1}}}))
     with pytest.raises(RecipeError, match="inputs.heights.pack_dim"):
         recipe.from_dict(values | {"inputs": {"heights": {}}})
+    with pytest.raises(RecipeError, match=r"inputs.heights.packdim.*no such key"):
+        recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": 0, "packdim": 1}}})
+    with pytest.raises(RecipeError, match=r"sliced: true needs a pad_scale"):
+        recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": 0, "sliced": True}}})
+    read = recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": -1}}})
+    assert recipe.from_dict(recipe.to_dict(read)).inputs == read.inputs
 
 
 def test_verify_finds_the_model_of_the_project_or_of_the_command(made, tmp_path, monkeypatch):
