@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +35,13 @@ class FieldRule:
     """The rule of one field.
 
     Attributes:
-        pack_dim: samples are put together along this dimension.
+        pack_dim: samples are put together along this dimension: 0 for images and sounds, -1 for tokens.
         sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
-        pad_value: fills up; COUNTING: 0, 1, 2 ...
-        pad_scale: padded to a multiple of this times the size of the group; 0: as it is.
+        pad_value: fills up; "counting": 0, 1, 2 ...
+        pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: as it is.
     """
 
-    __pydantic_config__: ClassVar = {"extra": "forbid"}  # recipes have rules
+    __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a key
 
     pack_dim: int
     sliced: bool = False

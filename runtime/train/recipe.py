@@ -305,8 +305,7 @@ class Recipe:
         log: what is recorded.
         lora: null, or adapters instead of the whole model.
         eval_data: null, or what evaluations read.
-        inputs: rules of inputs that no table knows, made by a processor or a transform of one's own: name -> pack_dim,
-            sliced, pad_value, pad_scale (runtime/parallel/fields.py).
+        inputs: rules of inputs that no table knows, by their names: what a processor or a transform of one's own makes.
         name: of the run; by default that of the recipe's file.
     """
 
@@ -463,14 +462,14 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list."""
+    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list, `NAME` for a name."""
 
     def walk(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, annotation in typing.get_type_hints(kind, include_extras=True).items():
             yield prefix + name, annotation
             inner = section_type(annotation)
             if inner is not None:
-                place = ".0" if typing.get_origin(annotation) in (tuple, list) else ""
+                place = {tuple: ".0", list: ".0", dict: ".NAME"}.get(typing.get_origin(annotation), "")
                 yield from walk(inner, f"{prefix}{name}{place}.")
 
     yield from walk(Recipe, "")
