@@ -7,8 +7,8 @@ from markupsafe import Markup, escape
 
 from patchgen.runtime.data.shown import Shown
 
-HUES = 8
-"""Colours of sources, which then begin again."""
+HUES = (215, 32, 285, 190, 325, 52, 250, 12)
+"""Of sources, which then begin again; none near the green of what is learned."""
 
 
 def as_page(shown: Shown, *, title: str) -> str:
@@ -17,7 +17,7 @@ def as_page(shown: Shown, *, title: str) -> str:
         loader=PackageLoader("patchgen", "templates"), undefined=StrictUndefined, autoescape=True, trim_blocks=True
     )
     environment.filters["line_ends"] = _line_ends
-    hues = {name: number % HUES for number, name in enumerate(shown.sources)}
+    hues = {name: HUES[number % len(HUES)] for number, name in enumerate(shown.sources)}
     most = max((count for _, _, count in shown.histogram), default=1)
     return environment.get_template("data_page.jinja").render(title=title, shown=shown, hues=hues, most=most)
 

@@ -29,7 +29,8 @@ def as_text(shown: Shown, *, colour: bool) -> str:
         lines += ["", f"left out or cut: {shown.problems}"]
     for number, row in enumerate(shown.rows, 1):
         count = sum(bool(document.source) for document in row.documents)
-        head = f"row {number} of {len(shown.rows)}   {row.tokens:,} tokens of at most {shown.budget:,}   {count} documents   "
+        head = f"row {number} of {len(shown.rows)}   {row.tokens:,} tokens of at most {shown.budget:,}   "
+        head += f"{count} document{'s' if count != 1 else ''}   "
         lines += ["", _bold(f"{head}{row.learned:,} learned   {row.padding:,} of padding", colour)]
         lines += [f"  {name} {shape}" for name, shape in row.fields.items()]
         for place, document in enumerate(row.documents, 1):

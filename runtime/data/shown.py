@@ -53,6 +53,13 @@ class Document:
     learned: int
     pieces: list[Piece]
 
+    @property
+    def learned_runs(self) -> list[tuple[int, int]]:
+        """`(first token, tokens)` of each run of what is learned."""
+        units = [unit for piece in self.pieces for unit in piece.units]
+        runs = [list(own) for is_learned, own in itertools.groupby(units, lambda unit: unit.learned) if is_learned]
+        return [(run[0].start, sum(len(unit.ids) for unit in run)) for run in runs]
+
 
 @dataclass(frozen=True)
 class Row:
