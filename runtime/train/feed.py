@@ -134,8 +134,9 @@ class Feed:
             return End("data")
         if not items:
             raise DataError(
-                f"A step holds {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn "
-                "from it. Look at how the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
+                f"A step holds {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn from it. "
+                "Look at how the samples of the data become labels (chat templates, truncation, data.kind), and at the "
+                "tokenizer."
             )
         return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops, int(real), int(items))
 
