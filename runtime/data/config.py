@@ -226,6 +226,15 @@ class DataConfig:
             )
 
     @property
+    def source_names(self) -> list[str]:
+        """What logs and pages call the sources, no two alike."""
+        plain = [source.name or source.path for source in self.sources]
+        return [
+            name if plain.count(name) == 1 else f"{name} ({plain[: number + 1].count(name)})"
+            for number, name in enumerate(plain)
+        ]
+
+    @property
     def longest(self) -> int:
         """The most tokens that a sample may have; of pairs, each half."""
         return self.max_length or self.tokens_per_batch // self.halves
