@@ -82,6 +82,7 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        models.tell_padding(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
