@@ -77,11 +77,9 @@ def test_what_no_rank_could_train_is_refused(recipe, told):
 
 
 def test_a_model_without_a_classifier_of_upstreams_is_refused():
-    recipe = recipe_of(
-        "reward", "preference", model={"source": "gemma3", "overrides": {"text_config": {"num_hidden_layers": 1}}}
-    )
+    recipe = recipe_of("reward", "preference", model={"source": "qwen2_vl"})
     with pytest.raises(
-        RecipeError, match="objective.name = reward: transformers' Gemma3ForSequenceClassification has forward"
+        RecipeError, match="objective.name = reward: transformers has no sequence classifier for a Qwen2VL"
     ):
         checks.require_runnable(recipe, 1)
 
