@@ -204,7 +204,7 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
-        eval_every: steps between evaluations; 0: none.
+        eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
@@ -355,8 +355,6 @@ class Recipe:
             raise ValueError("train.profile_start is set, but train.profile_steps is 0: nothing would be profiled.")
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
-        if self.eval_data is not None and not train.eval_every:
-            raise ValueError("There is a section eval_data, but train.eval_every is 0: it would never be read.")
 
     @property
     def directory(self) -> Path:
