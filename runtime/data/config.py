@@ -33,7 +33,7 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+            "builtin:chat, builtin:pairs, builtin:labels, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(

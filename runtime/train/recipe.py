@@ -317,6 +317,7 @@ class Recipe:
         checkpoint: what is saved.
         log: what is recorded.
         lora: null, or adapters instead of the whole model.
+        teacher: null, or the model that the objective learns from; the keys of `model`.
         eval_data: null, or what evaluations read.
         name: of the run; by default that of the recipe's file.
     """
@@ -331,6 +332,7 @@ class Recipe:
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     lora: LoraConfig | None = None
+    teacher: ModelConfig | None = None
     eval_data: DataConfig | None = None
     name: str = "run"
 

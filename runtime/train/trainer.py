@@ -84,6 +84,7 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        models.tell_padding(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.sources, self.eval_sources = self.sources_of(recipe.data), self.sources_of(recipe.eval_data)
         self.cost = flops.model_cost(self.model)
