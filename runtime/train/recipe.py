@@ -467,7 +467,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{where}: {message}, not {problem['input']!r}."
+    parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+    takers = [
+        key
+        for key, kind in all_keys()
+        if key.rpartition(".")[0] == parent and problem["input"] in typing.get_args(kind)
+    ]
+    return f"{where}: {message}, not {problem['input']!r}." + (f" {takers[0]} takes it." if takers else "")
 
 
 # ------------------------------------------------------------------------------------- reading the types
