@@ -79,6 +79,22 @@ def test_twenty_steps_on_one_two_and_four_ranks(name, trainer_folder, tmp_path, 
         require_rounding(losses, alone, units=UNITS * steps**0.5, what=layout)
 
 
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_documents_in_rows_of_their_own_give_the_same(name, trainer_folder, tmp_path, one_rank):
+    packed = curve(name, one_rank, trainer_folder, tmp_path / "packed", steps=2)
+    apart = curve(name, one_rank, trainer_folder, tmp_path / "apart", steps=2, model={"separate_documents": True})
+    require_rounding(apart, packed)
+
+
+def test_the_loss_of_routers_is_added_in_every_layout(trainer_folder, tmp_path, one_rank, two_ranks):
+    model = {"overrides": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
+    plain = curve("dpo", one_rank, trainer_folder, tmp_path / "plain", steps=2)
+    alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=2, model=model)
+    both = curve("dpo", two_ranks, trainer_folder, tmp_path / "two", steps=2, model=model, parallel={"sp": 2})
+    require_rounding(both, alone)
+    assert alone[0] > plain[0] + 0.1
+
+
 def test_with_adapters_the_reference_is_the_model_without_them(trainer_folder, tmp_path, one_rank, two_ranks):
     lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
     alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=3, lora=lora, optim={"lr": 1e-2})
