@@ -12,6 +12,9 @@ import pytest
 import torch
 from rounding import UNITS, require_rounding
 
+from patchgen.runtime.train import continuing
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+
 OBJECTIVES = {
     "dpo": ({"name": "dpo"}, 2),
     "reward": ({"name": "reward", "options": {"center": 0.01}}, 2),
@@ -112,6 +115,8 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_p
     assert one_rank.run(cases.stopped_and_resumed, values, 2)[0] == whole
     kept = [json.loads((tmp_path / run / "reference.json").read_text()) for run in ("whole", "parts")]
     assert kept[0]["log_probs"] == kept[1]["log_probs"] and kept[0]["log_probs"]
+    with pytest.raises(RecipeError, match=r"(?s)another objective.*objective.name: 'dpo' -> 'reward'"):
+        continuing.changes(from_dict(values | {"objective": {"name": "reward"}}))
 
 
 def test_an_evaluation_is_the_loss_of_the_same_rows(trainer_folder, tmp_path, two_ranks):
