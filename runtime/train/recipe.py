@@ -309,9 +309,9 @@ class Recipe:
     Attributes:
         model: what is trained.
         data: what it is trained on.
-        objective: what it learns from them.
         parallel: how ranks share the work.
         kernels: which implementation serves each seam.
+        objective: what is learned.
         optim: the optimizer.
         train: the loop.
         checkpoint: what is saved.
@@ -324,9 +324,9 @@ class Recipe:
 
     model: ModelConfig
     data: DataConfig
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
