@@ -56,7 +56,7 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
     assert {source for source, _, _ in documents} == {0, 1}
     found = {}
     for name, pool, layout, kernel in (
-        ("linear", one_rank, {}, "linear"),
+        ("auto", one_rank, {}, "auto"),
         ("eager", one_rank, {}, "eager"),
         ("four", four_ranks, FOUR, "chunked"),
     ):
@@ -76,7 +76,7 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
             assert figures.labels == sum(labels for labels, _ in own)
             require_rounding(figures.loss, sum(loss for _, loss in own) / figures.labels)
     for name in ("eager", "four"):
-        for mine, first in zip(found[name], found["linear"], strict=True):
+        for mine, first in zip(found[name], found["auto"], strict=True):
             for key, figures in mine[2].items():
                 assert (figures.tokens, figures.labels) == (first[2][key].tokens, first[2][key].labels)
                 require_rounding(figures.loss, first[2][key].loss)
