@@ -236,6 +236,8 @@ class CapturedStep:
         with watch.operation("capture a step as a CUDA graph"):
             try:
                 self._recording = self._capture(run, self.model, self.state)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:
                 raise RuntimeError(
                     f"This step cannot be captured as a CUDA graph: {error} A step that waits for the device cannot. Set "
