@@ -186,7 +186,7 @@ class PeerShards:
     def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.cuda.Event | None:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum."""
         if self._reduction is not None:
-            self.wait(self._reduction[0])  # its gradients may be freed then
+            self.wait(self._reduction[0])  # its memory may be freed then
         out = torch.empty(group.region, dtype=group.stored_dtype, device=self.device)
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
         word = sum(1 << group.slots.index(slot) for slot, _ in flat) % (2**61 - 1)
@@ -199,7 +199,9 @@ class PeerShards:
             for slot, _ in flat:
                 _take(slot, out)
         event = self._event(self._reductions)
-        self._reduction = event, [gradient for _, gradient in flat]
+        # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
+        # The sum, too: where it is added to a gradient that is there, nothing else keeps it.
+        self._reduction = event, [out, *(gradient for _, gradient in flat)]
         return event
 
     def _send(
