@@ -15,7 +15,7 @@ from torch import Tensor
 
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import NextToken, Objective
-from patchgen.runtime.objectives.batch import OF_DOCUMENTS, Batch, computing, share, split
+from patchgen.runtime.objectives.batch import Batch, computing, inputs_of, share, split
 from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel import loss
@@ -60,8 +60,7 @@ class Learning:
             rows: of this rank, on the host.
         """
         if isinstance(self.objective, NextToken):
-            plain = {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
-            return to_device(plain, self.device), None
+            return to_device(inputs_of(rows), self.device), None
         inputs, batch = self._split(rows)
         if self.objective.needs_reference:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))

@@ -29,12 +29,14 @@ from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.base import NextToken
+from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
+from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
@@ -90,6 +92,7 @@ class Trainer:
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
+        self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
         self.step, self.skipped, self.saved_step, self.evaluated_step = 0, 0, 0, 0
@@ -166,8 +169,9 @@ class Trainer:
         """What counts the sources of data apart; None: there are not several."""
         if data is None or len(data.sources) == 1:
             return None
-        is_next_token = isinstance(self.learning.objective, NextToken)
-        return Sources(data.source_names, self.state, self.device, reads_losses=is_next_token)
+        # A replayed step hands nothing to the host, and reads the tokens' sources from nowhere.
+        reads = isinstance(self.learning.objective, NextToken) and not self.recipe.train.cuda_graph
+        return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
     def refer(self) -> None:
         """Before any training: what the objective asks the model as it is now about all that the run will read."""
@@ -187,21 +191,35 @@ class Trainer:
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""
-        items = torch.tensor(max(1, batches.items), device=self.device)
-        share = torch.zeros((), device=self.device)
-        last = len(batches.micro_batches) - 1
-        for index, rows in enumerate(batches.micro_batches):
-            sharding.reduce_gradients(self.model, is_last=index == last)
-            count, tokens = len(batches.micro_batches), max(1, batches.real_tokens)
-            inputs, objective = self.learning.prepare(rows)
-            read = self.sources.reader(rows) if self.sources else None
-            with loss.step(items, count, num_tokens=tokens, objective=objective, read_losses=read):
-                part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
-                part.backward()
-            share += part.detach()
+        items, tokens = max(1, batches.items), max(1, batches.real_tokens)
+        if self.captured is not None:
+            (rows,) = batches.micro_batches
+            share = self.captured(inputs_of(rows), items, tokens)
+            if self.captured.replayed == 1 and dist.get_rank() == 0:
+                print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
+        else:
+            share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            for index, rows in enumerate(batches.micro_batches, start=1):
+                sharding.reduce_gradients(self.model, is_last=index == len(batches.micro_batches))
+                inputs, objective = self.learning.prepare(rows)
+                how = {"objective": objective, "read_losses": self.sources.reader(rows) if self.sources else None}
+                share += self.micro_batch(inputs, count, tokens, len(batches.micro_batches), **how)
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
+
+    def micro_batch(
+        self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **how: Callable | None
+    ) -> Tensor:
+        """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss.
+
+        Args:
+            how: the loss is computed and read (`loss.step`).
+        """
+        with loss.step(items, of, num_tokens=tokens, **how):
+            part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            part.backward()
+        return part.detach()
 
     def update(self) -> tuple[float, float]:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
