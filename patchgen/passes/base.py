@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from patchgen.anatomy import Anatomy, ClassInfo
-from patchgen.errors import PassMismatch
+from patchgen.errors import LeftAlone, Missed, PassMismatch
 from patchgen.source import Block, Module
 
 
@@ -50,21 +50,6 @@ class Upstream:
     """The outcome of `rewrite` where upstream already does the pass's work."""
 
     what: str
-
-
-@dataclass(eq=False)
-class LeftAlone(Exception):
-    """Raised by `rewrite` for a site that the pass knows and does not serve; it is listed as a note."""
-
-    why: str
-
-
-@dataclass(eq=False)
-class Missed(Exception):
-    """Raised by `rewrite` where the site does not have the form that the pass knows."""
-
-    looked_for: str
-    closest: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,7 +154,7 @@ class SitePass(Pass):
                 misses.append((site, miss))
                 continue
             except LeftAlone as left:
-                notes.append(left.why)
+                notes.append(str(left))
                 continue
             if isinstance(result, Upstream):
                 upstream.append(Hit(site.name, site.line, result.what))
@@ -205,9 +190,9 @@ class SitePass(Pass):
         parts = [f"The pass '{self.name}' missed {len(misses)} site(s). It expects {self.expects}."]
         for site, miss in misses:
             parts.append(f"  site     {site.name} (upstream line {site.line}): {site.why}")
-            parts.append(f"  expected {miss.looked_for}")
-            if miss.closest:
-                closest = "\n           ".join(miss.closest.strip().splitlines()[:8])
+            parts.append(f"  expected {miss.expected}")
+            if miss.found:
+                closest = "\n           ".join(miss.found.strip().splitlines()[:8])
                 parts.append(f"  closest  {closest}")
         return "\n".join([*parts, self._way_out()])
 

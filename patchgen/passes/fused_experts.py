@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
+from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -81,10 +81,7 @@ class FusedExperts(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        formula = read_experts(anatomy, site.block)
-        if isinstance(formula, Unread):
-            raise Missed(formula.expected, formula.found)
-        seam = statements(fused_call(formula), depth=2, comment=self.mark)
+        seam = statements(fused_call(read_experts(anatomy, site.block)), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
         return Rewritten(transform(block, _UseOurRegister()), "fused_moe seam")
 

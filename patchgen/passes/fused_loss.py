@@ -226,14 +226,14 @@ def _find_region(forward: cst.FunctionDef) -> _Region:
         if loss in stored_names(_as_ast(node)) and not _is_unset(node, loss):
             raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
         if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
-            raise Missed("no return in training above the loss", ast.unparse(early))
+            raise Missed("no return in training above the loss", early)
     below = _as_ast(*body[end + 1 :])
     for node in body[end + 1 :]:
         if not _hands_on(_as_ast(node), logits, below):
             raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
     terms = LossTerms(below.body, loss)
     if terms.lost is not None:
-        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", ast.unparse(terms.lost))
+        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", terms.lost)
     return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest, terms.local)
 
 
@@ -419,9 +419,7 @@ def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy:
     body = _as_ast(_with_parameter(region), *region.inside).body
     mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
     if mixed is not None:
-        raise Missed(
-            "a head that treats every token by itself, for the loss runs over chunks of tokens", ast.unparse(mixed)
-        )
+        raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
 
 
 def _code(nodes: Sequence[cst.BaseStatement]) -> str:

@@ -168,9 +168,7 @@ class FusedOps(SitePass):
         activation = product.left.func
         mixed = mixing_member(anatomy, owner, activation.attr.value, fixed=False)
         if mixed is not None:
-            raise Missed(
-                "an activation of each row by itself", mixed if isinstance(mixed, str) else ast.unparse(mixed)
-            )
+            raise Missed("an activation of each row by itself", mixed)
         gate, up = code_of(product.left.args[0].value), code_of(product.right)
         return cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(activation)})")
 

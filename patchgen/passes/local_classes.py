@@ -78,7 +78,7 @@ class LocalClasses(SitePass):
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
         if rewriter.found != set(wanted):
-            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
+            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), block.node)
         return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:

@@ -55,7 +55,7 @@ class MaxSeqlen(SitePass):
         if not _longest(info):
             inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
             if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
-                raise Missed("the longest sequence above the layers", ast.unparse(forward))
+                raise Missed("the longest sequence above the layers", forward)
             names = sorted(called_names(forward) & set(HELPERS))
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
         once = _Once(self.mark, forward.args.kwarg.arg if forward.args.kwarg else None)

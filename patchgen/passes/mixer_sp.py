@@ -97,7 +97,7 @@ class MixerSP(SitePass):
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
-            raise Missed(f"a call of {wanted}", ast.unparse(info.methods["forward"]))
+            raise Missed(f"a call of {wanted}", info.methods["forward"])
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import Unread, read_experts
+from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.roles import unread_heads
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, class_site
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -45,8 +45,6 @@ class ParallelPlan(SitePass):
             if info.name not in below:
                 continue
             formula = read_experts(anatomy, info.name)
-            if isinstance(formula, Unread):
-                raise Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"

@@ -111,7 +111,7 @@ class RouterLoss(SitePass):
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
-            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args))
+            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", method.args)
         tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
         more = [
             cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))

@@ -10,7 +10,7 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import own_attribute
-from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, Unread, read_expert_list, read_experts
+from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_list, read_experts
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
@@ -132,18 +132,12 @@ class StackedExperts(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
-            formula = read_experts(anatomy, info.name)
-            if isinstance(formula, Unread):
-                raise Missed(formula.expected, formula.found)
-            if formula.is_transposed:
+            if read_experts(anatomy, info.name).is_transposed:
                 return Upstream(
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
                 )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
-        found = read_expert_list(anatomy, info)
-        if isinstance(found, Unread):
-            raise Missed(found.expected, found.found)
-        experts, loop = found
+        experts, loop = read_expert_list(anatomy, info)
         others = _other_users(anatomy, info, experts.attribute)
         if others:
             raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
@@ -195,10 +189,11 @@ class StackedExperts(SitePass):
         hits = []
         has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
-            rule = read_linear_init(info)
-            if isinstance(rule, Unread):
+            try:
+                rule = read_linear_init(info)
+            except Missed as miss:
                 site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
-                raise PassMismatch(self._miss_message([(site, Missed(rule.expected, rule.found))]))
+                raise PassMismatch(self._miss_message([(site, miss)])) from miss
             block = module.block(info.name)
             module = module.swap(block, initialised(block, info, rule, has_bias, self.mark))
             hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))

@@ -56,7 +56,7 @@ class TiedEmbeddings(SitePass):
             body = function_body(init)
             after = next((i for i, node in enumerate(body, start=1) if m.findall(node, _SUPER)), None)
             if after is None:
-                raise Missed("super().__init__(config)", ast.unparse(anatomy.classes[site.block].methods["__init__"]))
+                raise Missed("super().__init__(config)", anatomy.classes[site.block].methods["__init__"])
             new = statements("self.config.tie_word_embeddings = False", depth=2, comment=self.mark)
             return with_body(init, [*body[:after], *new, *body[after:]])
 

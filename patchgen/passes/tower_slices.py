@@ -9,14 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.towers import (
-    LENGTHS_TEST,
-    ChunkedConvolution,
-    LayerLoop,
-    Unread,
-    chunked_convolution,
-    layer_loop,
-)
+from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, method_site
 from patchgen.rewrite import edit_function, function_body, insert_before, marked, statements, transform, with_body
 from patchgen.source import Block, Module
@@ -40,7 +33,7 @@ class TowerSlices(SitePass):
             found.append(method_site(anatomy, info.name, "forward", info.roles[self.role]))
             try:
                 loop = layer_loop(anatomy, info)
-            except Unread:
+            except LeftAlone:
                 continue
             found += [
                 method_site(anatomy, name, "forward", f"attention of the layers of {info.name}")
@@ -56,7 +49,7 @@ class TowerSlices(SitePass):
             return Rewritten(transform(block, rewriter), "takes lengths under every name of ours")
         try:
             loop = layer_loop(anatomy, info, _forward(block))
-        except Unread as reason:
+        except LeftAlone as reason:
             why = f"{site.block} is computed whole on every rank that shares a sequence: {reason}"
             raise LeftAlone(why) from reason
         chunks = chunked_convolution(info, _forward(block))

@@ -8,7 +8,8 @@ import textwrap
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.interpreter import Interpreter, Unreadable
+from patchgen.anatomy.interpreter import Interpreter
+from patchgen.errors import Missed
 
 FILE = """
 import torch
@@ -200,7 +201,7 @@ def test_an_operation_is_read(code: str):
 
 @pytest.mark.parametrize("code", UNREAD)
 def test_an_operation_is_left_unread(code: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         run(f"return {code}")
 
 
@@ -233,7 +234,7 @@ def test_statements_are_read(code: str):
 
 @pytest.mark.parametrize("code", UNREAD_STATEMENTS)
 def test_statements_are_left_unread(code: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         run(code)
 
 
@@ -274,13 +275,13 @@ def test_a_loop_adds_the_rows_of_each_expert(header: str):
 
 @pytest.mark.parametrize(("header", "body"), UNREAD_LOOPS)
 def test_another_loop_is_unread(header: str, body: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         loop(header, body)
 
 
 def test_a_loop_with_an_else_is_unread():
     made = interpreter(ABOVE_LOOP)
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         made.loop(
             ast.parse(f"for e in hits:\n{textwrap.indent(LOOPS['for e in hits'], '    ')}\nelse:\n    pass").body[0]
         )
