@@ -29,9 +29,8 @@ class LinearInit:
 def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
     found = []
-    for name, info in anatomy.classes.items():
-        if not module.has(name) or not anatomy.is_model(name):
-            continue
+    for name in anatomy.models_in(module):
+        info = anatomy.classes[name]
         is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)
         method = info.methods.get(METHOD)
         if is_root or (method is not None and not _asks_super(method)):

@@ -9,11 +9,11 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.classes import ClassInfo, dotted
 from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, marked, with_body
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 FILTER = "accepts_precomputed_kwargs"
 FILTER_FILE = "utils/generic.py"
@@ -42,12 +42,9 @@ class AttentionKwargs(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"calls {', '.join(callees)} on its media")
-            for info in anatomy.classes.values()
-            if module.has(info.name) and (callees := _callees(anatomy, info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        callees = _callees(anatomy, info.name)
+        return f"calls {', '.join(callees)} on its media" if callees else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         callees = _callees(anatomy, site.block)

@@ -116,14 +116,17 @@ class Pass(abc.ABC):
 class SitePass(Pass):
     """A pass that rewrites sites one by one."""
 
-    role: ClassVar[str]  # of the classes whose forwards are the sites; without one, the pass has `sites` of its own
+    role: ClassVar[str]  # of the classes that are sites; without one, the pass has `why` or `sites` of its own
+    member: ClassVar[str] = "forward"  # the method that is the site; empty: the class
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
-        return [
-            method_site(anatomy, info.name, "forward", f"{self.role}: {info.roles[self.role]}")
-            for info in anatomy.with_role(self.role, module)
-        ]
+        found = [(info, self.why(info, anatomy)) for info in anatomy.still_in(module)]
+        return [site_of(info, why, self.member) for info, why in found if why]
+
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        """Why a class is a site; empty where it is none."""
+        return f"{self.role}: {info.roles[self.role]}" if self.role in info.roles else ""
 
     @abc.abstractmethod
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
@@ -211,12 +214,7 @@ class SitePass(Pass):
         )
 
 
-def method_site(anatomy: Anatomy, owner: str, method: str, why: str) -> Site:
-    """The site of a method."""
-    node = anatomy.classes[owner].methods[method]
-    return Site(f"{owner}.{method}", owner, node.lineno, why)
-
-
-def class_site(info: ClassInfo, why: str) -> Site:
-    """The site that is a whole class."""
-    return Site(info.name, info.name, info.node.lineno, why)
+def site_of(info: ClassInfo, why: str, member: str = "") -> Site:
+    """The site that is a class, or a method of it."""
+    name, node = (f"{info.name}.{member}", info.methods[member]) if member else (info.name, info.node)
+    return Site(name, info.name, node.lineno, why)

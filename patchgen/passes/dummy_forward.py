@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -48,20 +48,16 @@ class DummyForward(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"hands {', '.join(names)} to a tower")
-            for info in anatomy.classes.values()
-            if module.has(info.name) and (names := _optional(anatomy, info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        media = _optional(anatomy, info.name)
+        return f"hands {', '.join(media)} to a tower" if media else ""
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that run a tower in another way: nothing stands in for their input."""
         return [
             f"{info.name}: {media} goes to {', '.join(callees)}, not to a get_<modality>_features, or is required: "
             "every rank must hold it"
-            for info in anatomy.classes.values()
-            if module.has(info.name)
+            for info in anatomy.still_in(module)
             for media, callees in takes_media(anatomy, info.name).items()
             if callees and media not in _optional(anatomy, info.name)
         ]

@@ -15,7 +15,7 @@ from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, par
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.tokenwise import mixing_member
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import code_of, edit_function, function_body, insert_at_start, marked, statements, with_body
 from patchgen.source import Block, Module
 
@@ -107,13 +107,11 @@ class FusedOps(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         sites = []
-        for info in anatomy.classes.values():
-            if not module.has(info.name) or "forward" not in info.methods:
-                continue
-            if Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None:
-                sites.append(method_site(anatomy, info.name, "forward", f"norm: {info.roles[Role.NORM]}"))
-            elif Role.MLP in info.roles:
-                sites.append(method_site(anatomy, info.name, "forward", f"MLP: {info.roles[Role.MLP]}"))
+        for info in (info for info in anatomy.still_in(module) if "forward" in info.methods):
+            is_norm = Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None
+            role = Role.NORM if is_norm else Role.MLP
+            if role in info.roles:
+                sites.append(site_of(info, f"{role}: {info.roles[role]}", "forward"))
         for name, node in anatomy.functions.items():
             if module.has(name) and _is_half_rotation(anatomy, node):
                 sites.append(Site(name, name, node.lineno, "rotary embedding of the half-rotation form"))
@@ -129,7 +127,7 @@ class FusedOps(SitePass):
         return self._swiglu(block, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        own = [info for info in anatomy.classes.values() if module.has(info.name)]
+        own = anatomy.still_in(module)
         norms = [info.name for info in own if Role.NORM in info.roles and "forward" in info.methods]
         wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
         rotations = [

@@ -10,7 +10,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -50,9 +50,8 @@ class HostValues(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(f"{info.name}.{name}", info.name, method.lineno, "encodes media, and reads sizes off the device")
-            for info in anatomy.classes.values()
-            if module.has(info.name)
+            site_of(info, "encodes media, and reads sizes off the device", name)
+            for info in anatomy.still_in(module)
             for name, method in info.methods.items()
             if FEATURES.match(name) and (_listed(method) or _is_served(method))
         ]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, marked
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
 BOUNDS = ("cu_seqlens", "cu_window_seqlens", "cu_seq_lens")
@@ -35,19 +34,12 @@ class MaxSeqlen(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        sites = []
-        for info in anatomy.classes.values():
-            forward = info.methods.get("forward")
-            if forward is None or not module.has(info.name):
-                continue
-            if _longest(info):
-                sites.append(
-                    method_site(anatomy, info.name, "forward", "computes the longest sequence from its bounds")
-                )
-            elif called_names(forward) & set(HELPERS):
-                sites.append(method_site(anatomy, info.name, "forward", "asks for the longest packed sequence"))
-        return sites
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        if "forward" not in info.methods:
+            return ""
+        asks = called_names(info.methods["forward"]) & set(HELPERS)
+        computes = "computes the longest sequence from its bounds" if _longest(info) else ""
+        return computes or ("asks for the longest packed sequence" if asks else "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]

@@ -9,7 +9,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, parameter_names, reads_name
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, INTERFACE, TORCH_ATTENTION, depthwise_convolutions
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, class_site
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
@@ -48,12 +48,10 @@ class MixerSP(SitePass):
         operations = set(sequence_operations(anatomy))
         language = _of_the_language_model(anatomy)
         return [
-            class_site(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
-            for info in anatomy.classes.values()
-            if module.has(info.name)
-            and info.name in language
-            and "forward" in info.methods
-            and (Role.MIXER in info.roles or called_names(info.node) & operations)
+            site_of(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
+            for info in anatomy.still_in(module)
+            if info.name in language and "forward" in info.methods
+            if Role.MIXER in info.roles or called_names(info.node) & operations
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -61,8 +59,8 @@ class MixerSP(SitePass):
         known = {site.block for site in self.sites(module, anatomy)}
         language = _of_the_language_model(anatomy)
         remarks: list[str] = []
-        for info in anatomy.classes.values():
-            if not module.has(info.name) or info.name not in language or info.name in known:
+        for info in anatomy.still_in(module):
+            if info.name not in language or info.name in known:
                 continue
             own = _own_attention(info, anatomy)
             if own:
@@ -92,7 +90,7 @@ class MixerSP(SitePass):
         needed = [CONVOLUTION] if depthwise_convolutions(info) else []
         functions = [function for name, function in anatomy.functions.items() if name in called]
         needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
-        rewriter = WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
+        rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         if missing or not rewriter.kinds:

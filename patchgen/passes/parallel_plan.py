@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.roles import unread_heads
-from patchgen.passes.base import Example, Rewritten, Site, SitePass, class_site
+from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -18,6 +18,8 @@ class ParallelPlan(SitePass):
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
     expects = "one hit per causal head"
+    role = Role.HEAD
+    member = ""
     EXAMPLES = (
         Example("""a head without experts below it
         class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
@@ -29,11 +31,6 @@ class ParallelPlan(SitePass):
       +         return ops.parallel_plan(self, experts={})
         """),
     )
-
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            class_site(info, f"causal head: {info.roles[Role.HEAD]}") for info in anatomy.with_role(Role.HEAD, module)
-        ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return unread_heads(module, anatomy)

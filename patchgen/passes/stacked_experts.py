@@ -14,7 +14,7 @@ from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_l
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
-from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, class_site
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
     at_end,
     edit_function,
@@ -123,11 +123,9 @@ class StackedExperts(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        lists = [
-            class_site(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
-            for info in anatomy.with_role(Role.EXPERT_LIST, module)
-        ]
-        return [*super().sites(module, anatomy), *lists]
+        lists = anatomy.with_role(Role.EXPERT_LIST, module)
+        found = [site_of(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}") for info in lists]
+        return [*super().sites(module, anatomy), *found]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
@@ -201,7 +199,7 @@ class StackedExperts(SitePass):
 
     def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
         """One call that tells transformers how the experts lie on disk."""
-        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        models = anatomy.models_in(module)
         if not models:
             return module  # nothing in the file loads or saves a checkpoint
         projections: dict[str, tuple[str, str, str]] = {}

@@ -10,7 +10,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
-from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import edit_function, function_body, insert_before, marked, statements, transform, with_body
 from patchgen.source import Block, Module
 
@@ -30,13 +30,13 @@ class TowerSlices(SitePass):
         for info in anatomy.with_role(self.role, module):
             if "forward" not in info.methods:
                 continue
-            found.append(method_site(anatomy, info.name, "forward", info.roles[self.role]))
+            found.append(site_of(info, info.roles[self.role], "forward"))
             try:
                 loop = layer_loop(anatomy, info)
             except LeftAlone:
                 continue
             found += [
-                method_site(anatomy, name, "forward", f"attention of the layers of {info.name}")
+                site_of(anatomy.classes[name], f"attention of the layers of {info.name}", "forward")
                 for name in loop.attentions
                 if "forward" in anatomy.classes[name].methods and name not in {site.block for site in found}
             ]
