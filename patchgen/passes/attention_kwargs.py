@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
@@ -51,20 +50,25 @@ class AttentionKwargs(SitePass):
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
             return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
-        withhold = _Withhold(open_callees)
+        served: list[str] = []
+
+        def withhold(call: cst.Call) -> cst.Call:
+            """`**kwargs` becomes `**ops.tower_kwargs(kwargs)`."""
+            given = [arg for arg in call.args if arg.star == "**" and isinstance(arg.value, cst.Name)]
+            served.extend(call.func.attr.value for _ in given)
+            for arg in given:
+                call = call.with_deep_changes(arg, value=cst.parse_expression(f"ops.tower_kwargs({arg.value.value})"))
+            return call
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
+            pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*map(m.Name, open_callees))))
             body = []
             for node in function_body(forward):
-                withhold.found.clear()
-                changed = node.visit(withhold)
-                if withhold.found:
-                    changed = marked(changed, self.mark)
-                    served.extend(withhold.found)
-                body.append(changed)
+                before = len(served)
+                changed = m.replace(node, pattern, lambda call, _: withhold(call))
+                body.append(marked(changed, self.mark) if len(served) > before else node)
             return with_body(forward, body)
 
-        served: list[str] = []
         block = edit_function(block, "forward", edit)
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
@@ -104,25 +108,3 @@ def _names_packing(tree: ast.Module) -> bool:
         for node in ast.walk(part)
         if getattr(node, "value", None) != documentation
     )
-
-
-class _Withhold(cst.CSTTransformer):
-    """`**kwargs` of calls of these attributes of self becomes `**ops.tower_kwargs(kwargs)`."""
-
-    def __init__(self, callees: Sequence[str]) -> None:
-        self._call = m.Call(
-            func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*(m.Name(callee) for callee in callees)))
-        )
-        self.found: list[str] = []
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if not m.matches(original_node, self._call):
-            return updated_node
-        arguments = []
-        for argument in updated_node.args:
-            if argument.star == "**" and isinstance(argument.value, cst.Name):
-                value = cst.parse_expression(f"ops.tower_kwargs({argument.value.value})")
-                argument = argument.with_changes(value=value)
-                self.found.append(original_node.func.attr.value)
-            arguments.append(argument)
-        return updated_node.with_changes(args=arguments)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchgen.anatomy import Anatomy, ClassInfo
+from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy.roles import unread_heads
 from patchgen.errors import LeftAlone, Missed, PassMismatch
 from patchgen.source import Block, Module
 
@@ -116,7 +117,7 @@ class Pass(abc.ABC):
 class SitePass(Pass):
     """A pass that rewrites sites one by one."""
 
-    role: ClassVar[str]  # of the classes that are sites; without one, the pass has `why` or `sites` of its own
+    role: ClassVar[str] = ""  # of the classes that are sites; without one, the pass has `why` or `sites` of its own
     member: ClassVar[str] = "forward"  # the method that is the site; empty: the class
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
@@ -138,7 +139,7 @@ class SitePass(Pass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
-        return ()
+        return unread_heads(module, anatomy) if self.role == Role.HEAD else ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         sites = list(self.sites(module, anatomy))

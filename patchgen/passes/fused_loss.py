@@ -12,7 +12,6 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute
 from patchgen.anatomy.loss_terms import LossTerms, is_output
-from patchgen.anatomy.roles import unread_heads
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -108,10 +107,6 @@ class FusedLoss(SitePass):
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
         """),
     )
-
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """The heads that upstream's auto maps name, where nothing shows that they compute a loss."""
-        return unread_heads(module, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """What heads add to the loss that is a number of one rank."""

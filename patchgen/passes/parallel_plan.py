@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.experts import read_experts
-from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 
 class ParallelPlan(SitePass):
@@ -31,9 +28,6 @@ class ParallelPlan(SitePass):
       +         return ops.parallel_plan(self, experts={})
         """),
     )
-
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return unread_heads(module, anatomy)
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         below = anatomy.reached_from([site.block])

@@ -11,7 +11,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import edit_function, function_body, insert_before, marked, statements, transform, with_body
+from patchgen.rewrite import edit_function, function_body, insert_before, marked, replace, statements, with_body
 from patchgen.source import Block, Module
 
 DIVIDER = "ops.tower_rows"
@@ -45,8 +45,7 @@ class TowerSlices(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         if self.role not in info.roles:
-            rewriter = _ChooseByLengths(self.mark)
-            return Rewritten(transform(block, rewriter), "takes lengths under every name of ours")
+            return Rewritten(replace(block, _TEST, self._by_lengths), "takes lengths under every name of ours")
         try:
             loop = layer_loop(anatomy, info, _forward(block))
         except LeftAlone as reason:
@@ -57,6 +56,11 @@ class TowerSlices(SitePass):
         names = ", ".join(dict.fromkeys(name for _, gathered in loop.gathers for name in gathered))
         convolved = "; convolutions on a slice of the chunks" if chunks is not None else ""
         return Rewritten(edited, f"self.{loop.layers} on a slice of the rows; {names} gathered{convolved}")
+
+    def _by_lengths(self, node: cst.If) -> cst.If:
+        """`if is_flash_attention_requested(self.config):` becomes `if ops.attends_by_lengths(self.config):`."""
+        test = node.test.with_changes(func=cst.parse_expression(CHOICE))
+        return marked(node.with_changes(test=test), self.mark)
 
     def _divide(self, forward: cst.FunctionDef, loop: LayerLoop, chunks: ChunkedConvolution | None) -> cst.FunctionDef:
         body = function_body(forward)
@@ -82,14 +86,4 @@ def _forward(block: Block) -> ast.FunctionDef:
     return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
-class _ChooseByLengths(cst.CSTTransformer):
-    """`if is_flash_attention_requested(self.config):` becomes `if ops.attends_by_lengths(self.config):`."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
-        if not m.matches(updated_node.test, m.Call(func=m.Name(LENGTHS_TEST))):
-            return updated_node
-        test = updated_node.test.with_changes(func=cst.parse_expression(CHOICE))
-        return marked(updated_node.with_changes(test=test), self._mark)
+_TEST = m.If(test=m.Call(func=m.Name(LENGTHS_TEST)))
