@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import libcst as cst
 import libcst.matchers as m
@@ -20,7 +19,6 @@ from patchgen.source import Block, Module
 LINE_LENGTH = 119
 INDENT = "    "
 
-Marked = TypeVar("Marked", cst.SimpleStatementLine, cst.If, cst.BaseStatement)
 FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
 
 
@@ -162,7 +160,7 @@ def uses_name(node: cst.CSTNode, name: str) -> bool:
     return name in code and (reads_name(tree := ast.parse(code), name) or name in local_names(tree))
 
 
-def marked(node: Marked, mark: str) -> Marked:
+def marked(node: cst.BaseStatement, mark: str) -> cst.BaseStatement:
     """The statement below the comment of a pass."""
     comment = cst.EmptyLine(comment=cst.Comment(f"# {mark}"))
     return node.with_changes(leading_lines=[*node.leading_lines, comment])

@@ -9,7 +9,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored, uses
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.roles import LIST, is_gated_mlp, stack_shapes
@@ -288,11 +288,11 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> ExpertLoop:
     """The one loop of the class over its list of experts."""
     attribute = experts.attribute
-    users = [m for m in info.methods.values() if m.name != "__init__" and _uses(m, attribute)]
+    users = [m for m in info.methods.values() if m.name != "__init__" and uses(m, attribute)]
     if len(users) != 1:
         raise Missed(f"one method that runs self.{attribute}", f"methods {[user.name for user in users]}")
     method = users[0]
-    loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and _uses(s, attribute)]
+    loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and uses(s, attribute)]
     if len(loops) != 1:
         where = f"{info.name}.{method.name}"
         raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition", method)
@@ -378,7 +378,3 @@ def _superseded(body: Sequence[ast.stmt], replaced: tuple[int, int], made: dict[
         if not needed:
             return tuple(sorted({*gone, replaced[1]}))
         gone = {i: names for i, names in gone.items() if i not in needed}
-
-
-def _uses(node: ast.AST, attribute: str) -> bool:
-    return any(own_attribute(child) == attribute for child in ast.walk(node))

@@ -44,11 +44,10 @@ def generate(
         changed = [] if dry_run else provenance.write(generated, root / name, force=force)
         seconds = time.perf_counter() - start
         if several:
-            lines, state = (
-                emit.changed_lines(generated.diff),
-                "dry run" if dry_run else f"{len(changed)} files changed",
+            lines, state = emit.changed_lines(generated.diff), f"{len(changed)} files changed"
+            console.print(
+                f"{name}: {lines} lines against upstream, {'dry run' if dry_run else state}, {seconds:.1f} s"
             )
-            console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
 

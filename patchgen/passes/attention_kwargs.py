@@ -8,7 +8,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, dotted
+from patchgen.anatomy.classes import ClassInfo, dotted, loaded, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
 from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, marked, with_body
@@ -95,16 +95,6 @@ def _names_packing(tree: ast.Module) -> bool:
     decorator = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER), None)
     if decorator is None:
         return False
-    read = {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
-    constants = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.Assign) and read & {dotted(target) for target in node.targets}
-    ]
-    documentation = ast.get_docstring(decorator, clean=False)
-    return any(
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and PACKING in node.value
-        for part in (decorator, *constants)
-        for node in ast.walk(part)
-        if getattr(node, "value", None) != documentation
-    )
+    code = decorator.body[ast.get_docstring(decorator) is not None :]
+    read = [value for name, value in plain_assignments(tree.body).items() if name in loaded(decorator)]
+    return any(PACKING in ast.unparse(part) for part in (*code, *read))

@@ -65,6 +65,7 @@ HALF_ROTATION_FORM = form_of("""
         return torch.cat((-x2, x1), dim=-1)
 """)
 PARAMETER = "torch.nn.Parameter"
+COMPLEX = {"torch.view_as_complex", "torch.view_as_real"}
 
 
 class FusedOps(SitePass):
@@ -130,11 +131,10 @@ class FusedOps(SitePass):
         own = anatomy.still_in(module)
         norms = [info.name for info in own if Role.NORM in info.roles and "forward" in info.methods]
         wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
-        rotations = [
-            name for name, node in anatomy.functions.items() if module.has(name) and _is_rotation(anatomy, node)
-        ]
+        functions = {name: node for name, node in anatomy.functions.items() if module.has(name)}
+        rotations = {name: node for name, node in functions.items() if _is_rotation(anatomy, node)}
         gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(info)]
-        unknown = [name for name in rotations if not _is_half_rotation(anatomy, anatomy.functions[name])]
+        unknown = [name for name, node in rotations.items() if not _is_half_rotation(anatomy, node)]
         return [
             *(f"{n}: a norm of another formula, left as it is" for n in norms if _norm_call(anatomy, n) is None),
             *(f"{name}: a gate around a norm, left as it is; only the norm is a seam" for name in wrapped),
@@ -205,10 +205,7 @@ def _is_like_mlp(info: ClassInfo) -> bool:
 
 def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     form = normal_form(function).text
-    helpers = [
-        node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    for helper in dict.fromkeys(helpers):
+    for helper in dict.fromkeys(call.func.id for call in calls(function) if isinstance(call.func, ast.Name)):
         known = anatomy.functions.get(helper)
         if known is not None and form == ROTARY_FORM.replace("rotate_half", helper):
             return normal_form(known).text == HALF_ROTATION_FORM and _means_torch(anatomy, function, known)
@@ -224,10 +221,7 @@ def _means_torch(anatomy: Anatomy, *functions: ast.FunctionDef) -> bool:
 def _is_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     """Takes cos and sin, or turns pairs into complex numbers and back."""
     resolved = {anatomy.names.resolve(call.func, local_names(function)) for call in calls(function)}
-    return {"cos", "sin"} <= set(parameter_names(function)) or {
-        "torch.view_as_complex",
-        "torch.view_as_real",
-    } <= resolved
+    return {"cos", "sin"} <= set(parameter_names(function)) or resolved >= COMPLEX
 
 
 def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
@@ -235,9 +229,7 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
     is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
-    own = [
-        v for v in info.attributes.values() if isinstance(v, ast.Call) and anatomy.names.resolve(v.func) == PARAMETER
-    ]
+    own = [call for call in info.built.values() if anatomy.names.resolve(call.func) == PARAMETER]
     if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]

@@ -125,10 +125,10 @@ def _listed(method: FunctionNode) -> list[str]:
 
 def _listed_name(node: ast.stmt) -> str | None:
     """`sizes` of `sizes = (...).tolist()`."""
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
-        return None
-    is_list = isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
-    return node.targets[0].id if is_list and node.value.func.attr == "tolist" else None
+    match node:
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr="tolist"))):
+            return name
+    return None
 
 
 def _is_served(method: FunctionNode) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.classes import own_attribute
+from patchgen.anatomy.classes import uses
 from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_list, read_experts
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
@@ -144,7 +143,7 @@ class StackedExperts(SitePass):
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
         block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
         block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
-        if _uses(block.node, experts.attribute) != 2:  # built once, called once
+        if uses(block.node, experts.attribute) != 2:  # built once, called once
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
@@ -228,14 +227,5 @@ def _dtype_inside(loop: ExpertLoop) -> str | None:
 
 def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
     """The subclasses that use the list themselves."""
-    return [
-        other.name
-        for other in anatomy.classes.values()
-        if other is not info
-        and any(parent is info for parent in anatomy.lineage(other.name))
-        and _uses(other.node, attribute)
-    ]
-
-
-def _uses(node: ast.AST, attribute: str) -> int:
-    return sum(own_attribute(child) == attribute for child in ast.walk(node))
+    users = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
+    return [other.name for other in users if info in anatomy.lineage(other.name)]

@@ -63,22 +63,19 @@ class TowerSlices(SitePass):
         return marked(node.with_changes(test=test), self.mark)
 
     def _divide(self, forward: cst.FunctionDef, loop: LayerLoop, chunks: ChunkedConvolution | None) -> cst.FunctionDef:
-        body = function_body(forward)
-        for place, names in sorted(loop.gathers, reverse=True):
-            code = "\n".join(f"{name} = rows.all({name})" for name in names)
-            body = insert_before(body, place, statements(code, depth=2, comment=self.mark))
+        new = {place: [f"{name} = rows.all({name})" for name in names] for place, names in loop.gathers}
         group = f", group={loop.group}" if loop.group != "1" else ""
-        lines = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
-        lines += [f"{name} = rows.lengths({name})" for name in loop.bounds]
-        lines += [f"{name} = rows.longest({name})" for name in loop.longest]
-        lines += [f"{name} = rows.own({name})" for name in loop.rows]
-        body = insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
+        new[loop.place] = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
+        new[loop.place] += [f"{name} = rows.lengths({name})" for name in loop.bounds]
+        new[loop.place] += [f"{name} = rows.longest({name})" for name in loop.longest]
+        new[loop.place] += [f"{name} = rows.own({name})" for name in loop.rows]
         if chunks is not None:
-            code = f"{chunks.result} = chunks.all({chunks.result})"
-            body = insert_before(body, chunks.end, statements(code, depth=2, comment=self.mark))
-            lines = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
-            lines += [f"{name} = chunks.own({name})" for name in chunks.chunks]
-            body = insert_before(body, chunks.start, statements("\n".join(lines), depth=2, comment=self.mark))
+            new[chunks.end] = [f"{chunks.result} = chunks.all({chunks.result})"]
+            new[chunks.start] = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
+            new[chunks.start] += [f"{name} = chunks.own({name})" for name in chunks.chunks]
+        body = function_body(forward)
+        for place, lines in sorted(new.items(), reverse=True):
+            body = insert_before(body, place, statements("\n".join(lines), depth=2, comment=self.mark))
         return with_body(forward, body)
 
 
