@@ -201,18 +201,12 @@ class SitePass(Pass):
         return "\n".join([*parts, self._way_out()])
 
     def _no_site_message(self, signs: Sequence[str]) -> str:
-        listed = "\n".join(f"  sign     {sign}" for sign in signs[:5])
-        return (
-            f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}.\n"
-            f"{listed}\n{self._way_out()}"
-        )
+        told = f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}."
+        return "\n".join([told, *(f"  sign     {sign}" for sign in signs[:5]), self._way_out()])
 
     def _way_out(self) -> str:
-        module = self.__class__.__module__.replace(".", "/")
-        return (
-            f"  ways out mend the pass ({module}.py), or state in the model's config "
-            f'`expect={{"{self.name}": Expect(0, reason="...")}}`.'
-        )
+        config = f'`expect={{"{self.name}": Expect(0, reason="...")}}`'
+        return f"  ways out mend the pass ({type(self).__module__.replace('.', '/')}.py), or state in the model's config {config}."
 
 
 def site_of(info: ClassInfo, why: str, member: str = "") -> Site:

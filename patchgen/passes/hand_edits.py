@@ -105,9 +105,8 @@ class HandEdits(Pass):
             module = self._apply(edit, module)
             owner = anatomy.classes.get(edit.target.split(".")[0])
             site = "; ".join(edit.target.split("\n"))  # an import may have several lines, the header's record has one
-            hits.append(
-                Hit(site, owner.node.lineno if owner else 0, f"{_verb(edit)}: {' '.join(edit.reason.split())}")
-            )
+            what = f"{_verb(edit)}: {' '.join(edit.reason.split())}"
+            hits.append(Hit(site, owner.node.lineno if owner else 0, what))
         return Outcome(module, tuple(hits))
 
     def _apply(self, edit: Edit, module: Module) -> Module:
@@ -205,11 +204,8 @@ class HandEdits(Pass):
 
 def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     """The targets of edits that later passes took out of the module again."""
-    return [
-        edit.target
-        for edit in edits
-        if not isinstance(edit, Drop | AddImport) and not module.has(edit.target.split(".")[0])
-    ]
+    stay = [edit.target for edit in edits if not isinstance(edit, Drop | AddImport)]
+    return [target for target in stay if not module.has(target.split(".")[0])]
 
 
 def same_structure(pattern: object, node: object) -> bool:

@@ -109,13 +109,11 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
         is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
         if other == name or not FEATURES.match(other) or is_prefixed or method.args.kwarg is None:
             continue
-        if any(own_attribute(call.func) == name and _hands_on(call, method.args.kwarg.arg) for call in calls(method)):
+        called = [call for call in calls(method) if own_attribute(call.func) == name]
+        starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
+        if method.args.kwarg.arg in starred:
             found[other] = FEATURES.match(other)[1]
     return found
-
-
-def _hands_on(call: ast.Call, kwargs: str) -> bool:
-    return any(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == kwargs for k in call.keywords)
 
 
 def _listed(method: FunctionNode) -> list[str]:
