@@ -12,11 +12,12 @@ from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
-from patchgen.commands import records, sweeping
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed, named
+from patchgen.commands import sweeping
 from patchgen.commands.console import console, print_diff
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
+from patchgen.runtime.verify import records
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
 PLUMBING = ("prune", "absolute_imports")
