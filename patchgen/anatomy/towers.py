@@ -101,21 +101,24 @@ def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedCon
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": dotted(call.func) for name, call in info.built.items()}
-    convolving = [place for place, name, _ in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
+    convolving = [(place, call) for place, name, call in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
-    if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0]:
+    if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
         return None
-    start, (end, select) = convolving[0], selecting[0]
+    (start, convolution), (end, select) = convolving[0], selecting[0]
     source = next(iter(_read(select.args[0])), "")
     above = {name for statement in forward.body[:start] for name in stored(statement)}
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
-    read = dict.fromkeys(name for statement in forward.body[start:end] for name in _read(statement))
-    read = [name for name in read if name in above and not _is_empty_list(name, forward)]
-    chunks = [name for name in read if name.startswith("padded_") and name not in inside]
+    read = {name for statement in forward.body[start:end] for name in _read(statement)}
+    read = {name for name in read if name in above and not _is_empty_list(name, forward)}
+    chunks = {name for name in read if name.startswith("padded_") and name not in inside}
     if not chunks or chunks != read or source not in inside:
         return None
-    return ChunkedConvolution(start, end, tuple(chunks), source)
+    convolved = _read(convolution)
+    return ChunkedConvolution(
+        start, end, tuple(sorted(chunks, key=lambda name: (name not in convolved, name))), source
+    )
 
 
 def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:

@@ -191,6 +191,20 @@ def chunks(*edits: tuple[str, str]) -> ChunkedConvolution | None:
 
 def test_padded_chunks_are_convolved_up_to_their_selection():
     assert chunks() == ChunkedConvolution(2, 7, ("padded_feature", "padded_mask"), "embed")
+    first = "self.act(self.conv1(padded_feature))\n        embed = embed * padded_mask"
+    for at_once in (
+        "self.act(self.conv1(padded_feature)) * padded_mask",
+        "padded_mask * self.act(self.conv1(padded_feature))",
+    ):
+        assert chunks((first, at_once)).chunks == (
+            "padded_feature",
+            "padded_mask",
+        )  # the convolved one, however written
+    named = [("padded_feature", "padded_sound"), ("padded_mask", "padded_holes")]
+    assert chunks((first, "padded_mask * self.act(self.conv1(padded_feature))"), *named).chunks == (
+        "padded_sound",
+        "padded_holes",
+    )
     assert chunks(("* padded_mask", "* 2")) == ChunkedConvolution(2, 7, ("padded_feature",), "embed")
 
 
