@@ -894,9 +894,9 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
             .long()
         )
         # patchgen: audio_sp
-        chunks = ops.chunk_rows(padded_feature)
-        padded_feature = chunks.own(padded_feature)
+        chunks = ops.chunk_rows(padded_mask)
         padded_mask = chunks.own(padded_mask)
+        padded_feature = chunks.own(padded_feature)
         padded_embed = nn.functional.gelu(self.conv1(padded_feature)) * padded_mask
         padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)
         padded_embed = padded_embed + self.positional_embedding.positional_embedding[

@@ -52,7 +52,7 @@ class ChunkedConvolution:
 
     Attributes:
         start, end: places of the first statement that convolves, and of the one that selects.
-        chunks: names of tensors with a row per chunk above `start`, the one that is convolved first.
+        chunks: names of tensors with a row per chunk above `start`, those that are convolved last.
         result: the name of the convolved chunks above `end`.
     """
 
@@ -116,9 +116,7 @@ def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedCon
     if not chunks or chunks != read or source not in inside:
         return None
     convolved = _read(convolution)
-    return ChunkedConvolution(
-        start, end, tuple(sorted(chunks, key=lambda name: (name not in convolved, name))), source
-    )
+    return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
 
 
 def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:
