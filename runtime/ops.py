@@ -201,7 +201,8 @@ def causal_lm_loss(
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
         never materialised; it serves in training, and where the loss is all that is read (`parallel.loss.step`, in
         which the trainer evaluates too). Elsewhere both are returned, as upstream does. On many ranks the loss is this
-        rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch.
+        rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch. A step with an
+        objective of its own has that one's share instead.
 
     Raises:
         ValueError: another loss than transformers' ForCausalLMLoss while a parallel state is live; `local_terms` in a
@@ -213,10 +214,12 @@ def causal_lm_loss(
     needs_logits = not training
     if state is not None:
         from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
-        from patchgen.runtime.parallel.loss import global_labels, in_step, require_shares
+        from patchgen.runtime.parallel.loss import current_step, global_labels, in_step, require_shares
 
-        require_causal_lm_loss(loss_function, "parallel")
         require_shares(local_terms, state)
+        if (objective := current_step().objective) is not None:
+            return None, objective(head, hidden_states)
+        require_causal_lm_loss(loss_function, "parallel")
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
         needs_logits = needs_logits and not in_step()
     if serves("causal_lm_loss") and not needs_logits:

@@ -13,8 +13,8 @@ from filelock import FileLock
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.text import digest, required
-from patchgen.runtime.data.transform import Inputs, transforms_of
+from patchgen.runtime.data.text import digest
+from patchgen.runtime.data.transform import Inputs, mappers_of
 
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
@@ -31,7 +31,7 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tupl
 
     sources = [open_source(source) for source in config.sources]
     meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
-    meaning += [transform.fingerprint() for transform in transforms_of(config) if transform is not None]
+    meaning += [mapper.fingerprint() for mapper in mappers_of(config)]
     path = config.cache_root / f"tokenizer-{digest(meaning)}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,19 +61,18 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: li
 
 
 def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
-    for described, source, transform in zip(config.sources, sources, transforms_of(config), strict=True):
+    for source, mapper in zip(sources, mappers_of(config), strict=True):
         characters = 0
         for record, _ in source.read():
             try:
-                fields = record.fields()
-                fields = transform(record.where, fields) if transform is not None else fields
+                fields = mapper(record.where, record.fields())
             except BadSample:
                 continue  # counted or refused when the samples are made
             if isinstance(fields, Inputs):
                 continue  # tokens already: of another tokenizer
-            text = required(record.where, fields, described.text_field, str)
-            if isinstance(text, str):
-                characters += len(text)
-                yield text
+            for name in ("text", "prompt", "completion"):
+                if isinstance(fields.get(name), str):
+                    characters += len(fields[name])
+                    yield fields[name]
             if characters > MOST_CHARACTERS:
                 break

@@ -62,7 +62,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
                 key_value_repeats(*heads, layout.sp, where=name)
     weights = models.find_weights(recipe.model)
     if isinstance(weights, Path):
-        require_fitting(model, weights, allow_missing=recipe.model.allow_missing)
+        require_fitting(model, weights, **models.may_differ(recipe, model))
     if folder.is_dir():
         setup.data_parts(recipe)  # a tokenizer that is missing, or that has tokens without an embedding
     return model

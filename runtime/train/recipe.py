@@ -290,12 +290,26 @@ class LoraConfig:
 
 
 @dataclass(frozen=True, config=_STRICT)
+class ObjectiveConfig:
+    """What is learned: docs/objectives.md.
+
+    Attributes:
+        name: next_token, dpo, reward, classification, distillation, or a class of one's own: module:Class.
+        options: of that class.
+    """
+
+    name: str = "next_token"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, config=_STRICT)
 class Recipe:
     """A whole recipe.
 
     Attributes:
         model: what is trained.
         data: what it is trained on.
+        objective: what it learns from them.
         parallel: how ranks share the work.
         kernels: which implementation serves each seam.
         optim: the optimizer.
@@ -309,6 +323,7 @@ class Recipe:
 
     model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)

@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
+from patchgen.runtime.objectives import learning
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
+from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
@@ -80,6 +82,7 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
@@ -105,6 +108,7 @@ class Trainer:
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
+            self.refer()
             position = self.resume()
             self.first_step = self.step
             if self.step >= steps and dist.get_rank() == 0:
@@ -119,7 +123,7 @@ class Trainer:
             watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=hurried))
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
-            feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)
+            feed = self.feed(self.loader, self.num_micro_batches, stop.requested)
             upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
@@ -142,15 +146,37 @@ class Trainer:
                 self.save(position, asynchronous=False)
             return self.finish(upcoming.reason)
 
+    def feed(self, loader: Loader, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
+        """The steps of a loader."""
+        return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, objective=self.learning.objective)
+
+    def refer(self) -> None:
+        """Before any training: what the objective asks the model as it is now about all that the run will read."""
+        if self.learning.table is None:
+            return
+        train, start = self.recipe.train, copy.deepcopy(self.loader.state_dict())
+        feeds = [(self.feed(self.loader, self.num_micro_batches), train.steps)]
+        if self.eval_loader is not None:
+            count = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
+            feeds.append((self.feed(self.eval_loader, 1), count))
+        with parallel.using(self.state):
+            self.learning.fill_table(
+                rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches
+            )
+        self.model.reshard()  # without a backward, the root stays gathered
+        self.loader.load_state_dict(start)
+
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""
-        items = torch.tensor(max(1, batches.labels), device=self.device)
+        items = torch.tensor(max(1, batches.items), device=self.device)
         share = torch.zeros((), device=self.device)
         last = len(batches.micro_batches) - 1
         for index, rows in enumerate(batches.micro_batches):
             sharding.reduce_gradients(self.model, is_last=index == last)
-            with loss.step(items, len(batches.micro_batches), num_tokens=max(1, batches.real_tokens)):
-                part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
+            count, tokens = len(batches.micro_batches), max(1, batches.real_tokens)
+            inputs, objective = self.learning.prepare(rows)
+            with loss.step(items, count, num_tokens=tokens, objective=objective):
+                part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
                 part.backward()
             share += part.detach()
         if self.adapted is not None:
@@ -190,27 +216,27 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The mean loss per label over `eval_batches` packed batches, the same ones each time; without that of routers."""
+        """The mean loss per item over `eval_batches` packed batches, the same ones each time; without that of routers."""
         recipe = self.recipe
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
-        feed = Feed(self.eval_loader, self.state, 1, self.cost)
-        started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
+        feed = self.feed(self.eval_loader, 1)
+        started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
         self.model.eval()
         for _ in range(count):
             batches = feed.next()
             if isinstance(batches, End):
                 break
-            items = torch.tensor(max(1, batches.labels), device=self.device)
-            with loss.step(items, router_loss=False):
-                rows = to_device(batches.micro_batches[0], self.device)
-                total += self.model(**rows, num_items_in_batch=items, use_cache=False).loss * items
-            labels += batches.labels
+            items = torch.tensor(max(1, batches.items), device=self.device)
+            inputs, objective = self.learning.prepare(batches.micro_batches[0])
+            with loss.step(items, router_loss=False, objective=objective):
+                total += self.model(**inputs, num_items_in_batch=items, use_cache=False).loss * items
+            labels, num_items = labels + batches.labels, num_items + batches.items
         self.model.train()
         self.model.reshard()  # without a backward, the root stays gathered
-        if not labels:
-            raise ValueError("The evaluation data hold no labels (eval_data).")
-        mean = float(all_reduce(total, operation="add up the evaluation loss")) / labels
+        if not num_items:
+            raise ValueError(f"The evaluation data hold no {self.learning.objective.per} (eval_data).")
+        mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
         result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=time.perf_counter() - started)
         for listener in self.listeners:
             listener.on_evaluation(result)
