@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,10 +120,27 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 def planned_outputs(
     model: PreTrainedModel, tensors: dict[str, Tensor], layout: str | None, dtype: torch.dtype | None
 ) -> list[Output]:
-    """How each tensor to write is made of `tensors`; arguments as in `export_pretrained`."""
+    """How each tensor to write is made of `tensors`; arguments as in `export_pretrained`.
+
+    Raises:
+        CheckpointError: no such layout, or adapters in the model.
+    """
+    require_no_adapters(model)
     leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
     written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
     return outputs(model, written, dtype)
+
+
+def require_no_adapters(model: nn.Module) -> None:
+    """Refuses a model with PEFT's adapters in it: its weights go by other names, and lack what the adapters add."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without it nobody made one
+    layers = (name for name, module in model.named_modules() if tuners and isinstance(module, tuners.BaseTunerLayer))
+    first = next(layers, None)
+    if first is not None:
+        raise CheckpointError(
+            f"The model has adapters ({first}): upstream has no names for its weights. Merge them first (`lora.merge` of "
+            "runtime/train/lora.py), or write the adapters alone (`lora.save`)."
+        )
 
 
 def outputs(model: nn.Module, written: dict[str, Moved], dtype: torch.dtype | None) -> list[Output]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import cases_stream as cases
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from test_checkpoints import upstream_checkpoint
 
 from patchgen.runtime import registry
-from patchgen.runtime.checkpoint import CheckpointError, stream_weights
+from patchgen.runtime.checkpoint import CheckpointError, export_pretrained, stream_weights
 from patchgen.runtime.verify.small_config import small_config
 
 LAYOUTS = ({"ep": 2}, {"sp": 2, "ep": 2}, {"dp_replicate": 2, "ep": 2})
@@ -51,3 +52,14 @@ def test_one_process_without_ranks(tmp_path):
         next(stream_weights(model, bucket_bytes=63))
     with pytest.raises(CheckpointError, match="There is no layout 'flat'"):
         next(stream_weights(model, layout="flat"))
+
+
+def test_adapters_are_refused(tmp_path):
+    """Export and stream would have names that nobody knows, and weights without the adapters."""
+    generated = registry.find_model("qwen3")
+    model = registry.build_model(small_config(getattr(generated.load(), generated.heads[0]).config_class).config)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["v_proj"]))
+    with pytest.raises(CheckpointError, match=r"has adapters \(model.layers.0.self_attn.v_proj\)"):
+        next(stream_weights(model))
+    with pytest.raises(CheckpointError, match="Merge them first"):
+        export_pretrained(model, tmp_path)
