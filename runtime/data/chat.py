@@ -161,21 +161,11 @@ def rendered(
     Raises:
         BadSample: the template refuses the messages.
     """
-    options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}
-
-    # As transformers does: templates would write None where a key says that there is nothing.
-    messages = [
-        {key: value for key, value in one.items() if value is not None and key not in FLAGS} for one in messages
-    ]
-
-    def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
-        return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
-
+    render, messages = rendering(messages, tools, template=template, tokenizer=tokenizer)
     with refusals_of("the chat template", where, "the messages"):
         marks = None
         if has_mask(template):
-            texts, found = render_jinja_template([messages], return_assistant_tokens_mask=True, **options)
-            text, marks = texts[0], [tuple(span) for span in found[0]]
+            text, marks = render.marked(messages)
             if learned is None:
                 return text, marks
         else:
@@ -184,6 +174,35 @@ def rendered(
     if marks is not None:
         return text, _marks_of(where, marks, spans, learned)
     return text, [span for number, span in spans.items() if learned is None or number in learned]
+
+
+class Render:
+    """Renders messages by a chat template.
+
+    Args:
+        options: of `render_jinja_template`.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options
+
+    def __call__(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
+        """The text; with `prompt` the header of an assistant turn follows."""
+        return render_jinja_template([messages], add_generation_prompt=prompt, **self.options)[0][0]
+
+    def marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the characters that the template marks as the assistant's."""
+        texts, marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **self.options)
+        return texts[0], [tuple(span) for span in marks[0]]
+
+
+def rendering(
+    messages: list[dict[str, Any]], tools: Any, *, template: str, tokenizer: Any
+) -> tuple[Render, list[dict[str, Any]]]:
+    """What renders a conversation, and its messages as a template takes them."""
+    # As transformers does: templates would write None where a key says that there is nothing.
+    plain = [{key: value for key, value in one.items() if value is not None and key not in FLAGS} for one in messages]
+    return Render({**tokenizer.special_tokens_map, "chat_template": template, "tools": tools}), plain
 
 
 def _marks_of(
@@ -226,22 +245,22 @@ def assistant_spans(
             spans[number] = (len(before), _without_trailing_space(text, len(before), len(through), special))
             continue
         bare = {"role": message["role"], "content": OTHER}
-        other = _rendered(render, [*messages[:number], bare, *messages[number + 1 :]])
+        other = or_none(render, [*messages[:number], bare, *messages[number + 1 :]])
         end_of_turn = ""
         if other is None:
-            other = render([*messages[:number], _other_calls(message), *messages[number + 1 :]])
-            alone = _rendered(render, [*messages[:number], bare]) or ""
-            end_of_turn = through[len(through) - _common_suffix(through, alone) :].strip()
+            other = render([*messages[:number], other_calls(message), *messages[number + 1 :]])
+            alone = or_none(render, [*messages[:number], bare]) or ""
+            end_of_turn = through[len(through) - common_suffix(through, alone) :].strip()
         if OTHER not in other:
             continue  # the template does not show this turn
-        start = len(before) if number and text.startswith(before) else _common_prefix(text, other)
-        end = max(start, len(text) - _common_suffix(text, other))
+        start = len(before) if number and text.startswith(before) else common_prefix(text, other)
+        end = max(start, len(text) - common_suffix(text, other))
         end = max(end, text.find(end_of_turn, end))  # behind the calls' last brackets
         spans[number] = (start, _with_end_token(text, end, special))
     return spans
 
 
-def _rendered(render: Any, messages: list[dict[str, Any]]) -> str | None:
+def or_none(render: Any, messages: list[dict[str, Any]]) -> str | None:
     """None: the template refuses the messages."""
     try:
         return render(messages)
@@ -249,7 +268,7 @@ def _rendered(render: Any, messages: list[dict[str, Any]]) -> str | None:
         return None
 
 
-def _other_calls(message: dict[str, Any]) -> dict[str, Any]:
+def other_calls(message: dict[str, Any]) -> dict[str, Any]:
     """The turn with another content, and with calls of as many tools under the same ids that hold other texts."""
     calls = []
     for call in message.get("tool_calls") or []:
@@ -272,11 +291,11 @@ def _with_end_token(text: str, end: int, special: tuple[str, ...]) -> int:
     return end + (len(rest) - len(behind)) + len(token) if token else end
 
 
-def _common_suffix(one: str, other: str) -> int:
-    return _common_prefix(one[::-1], other[::-1])
+def common_suffix(one: str, other: str) -> int:
+    return common_prefix(one[::-1], other[::-1])
 
 
-def _common_prefix(one: str, other: str) -> int:
+def common_prefix(one: str, other: str) -> int:
     for number, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return number

@@ -33,7 +33,7 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+            "builtin:chat, builtin:pairs, builtin:labels, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(
@@ -224,6 +224,15 @@ class DataConfig:
             raise ValueError(
                 f"data.on_long = split cuts plain text; a sample of kind {self.kind} is skip, truncate or error."
             )
+
+    @property
+    def source_names(self) -> list[str]:
+        """What logs and pages call the sources, no two alike."""
+        plain = [source.name or source.path for source in self.sources]
+        return [
+            name if plain.count(name) == 1 else f"{name} ({plain[: number + 1].count(name)})"
+            for number, name in enumerate(plain)
+        ]
 
     @property
     def longest(self) -> int:

@@ -15,9 +15,8 @@ from torch import Tensor
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.problems import Counters, DataError
 
-OF_DOCUMENTS = ("document_sources", "document_labels")
-"""Of a batch: what no model takes. `train/feed.py` takes it out."""
 PADDING = -1
+"""The source of a document that is none."""
 
 
 def pair(chosen: dict[str, Tensor], rejected: dict[str, Tensor]) -> dict[str, Any]:
@@ -39,22 +38,25 @@ def make_batch(
     """
     documents, sources, labels = [], [], []
     for source, sample in samples:
-        fields = {name: value for name, value in sample.items() if name not in ("lengths", "label")}
-        lengths = sample.get("lengths") or [fields["input_ids"].shape[-1]]
-        halves = {name: value.split(lengths) for name, value in fields.items()} if len(lengths) > 1 else {}
-        documents += (
-            [{name: parts[half] for name, parts in halves.items()} for half in range(len(lengths))]
-            if halves
-            else [fields]
-        )
-        sources += [source] * len(lengths)
-        labels += [sample["label"]] * len(lengths) if "label" in sample else []
+        halves = _documents_of(sample)
+        documents += halves
+        sources += [source] * len(halves)
+        labels += [sample["label"]] * len(halves) if "label" in sample else []
     batch = collate(documents, pad_to=pad_to, pad_token_id=pad_token_id)
     padding = len(batch["cu_seq_lens_q"]) - 1 - len(documents)
     batch["document_sources"] = torch.tensor([*sources, *[PADDING] * padding])
     if labels:
         batch["document_labels"] = torch.tensor([*labels, *[math.nan] * padding], dtype=torch.float64)
     return batch
+
+
+def _documents_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
+    """The document that a sample is, or the two of a pair."""
+    fields = {name: value for name, value in sample.items() if name not in ("lengths", "label")}
+    if "lengths" not in sample:
+        return [fields]
+    halves = {name: value.split(sample["lengths"]) for name, value in fields.items()}
+    return [{name: parts[half] for name, parts in halves.items()} for half in range(len(sample["lengths"]))]
 
 
 @dataclass(frozen=True)

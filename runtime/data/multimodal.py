@@ -27,6 +27,7 @@ from patchgen.runtime.data.prepare import Prepared
 from patchgen.runtime.data.problems import BadSample, DataError, refusals_of, refuse_long, too_long
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
+from patchgen.runtime.data.roles import named, role_spans
 from patchgen.runtime.data.transform import Inputs, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.fields import RULES, rule_of
@@ -92,6 +93,23 @@ class PrepareMultimodal:
             raise BadSample(where, "no assistant turn to learn from")
         sample, is_media = self._process(where, text, spans, items)
         return replace(self._fit(where, sample, is_media), modalities=items.modalities)
+
+    def roles(self, source: int, where: str, fields: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
+        """The ids `(n,)` of a sample, and whose words each is; `fields` as the source's mapper makes them.
+
+        Raises:
+            BadSample: it is none.
+        """
+        messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
+        text, spans = role_spans(
+            self.literals.marked(messages),
+            self.literals.marked(fields.get("tools") or None),
+            template=self.template,
+            tokenizer=self.processor.tokenizer,
+        )
+        ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
+        within = lambda own: (self._process(where, text, own, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
+        return ids, named(len(ids), spans, within)
 
     def _given(self, where: str, sample: dict[str, Tensor]) -> Prepared:
         """A sample that a transform made: only its positions are left to find."""
