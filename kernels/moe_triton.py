@@ -81,6 +81,8 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str | None:
     """Why the kernels cannot serve this call, in one sentence that names the option; None if they can."""
+    if options.adapters.tensors:
+        return "adapters of experts are not supported."
     if options.post_expert_norm is not None:
         return "post_expert_norm is not supported: the kernels do not hold a whole output row at once."
     if hidden_states.is_cuda:
