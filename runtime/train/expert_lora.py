@@ -19,13 +19,14 @@ import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from patchgen.kernels.moe_adapters import LowRank
 from patchgen.runtime import expert_adapters
 from patchgen.runtime.checkpoint.moves import whole as box
 from patchgen.runtime.checkpoint.placement import box_of_rank, within
 from patchgen.runtime.parallel import checkpointing, sharding, undivided
+from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
 
 ADAPTER = "default"
@@ -67,7 +68,9 @@ class ExpertLora(ParamWrapper):
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """`(left, right, scale)`, whose product has the layout of the parameter."""
         a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
-        left, right = (b, a) if self._did_swap_in_out_features else (a.transpose(1, 2), b.transpose(1, 2))
+        # Which side A is of, PEFT decides; its first releases took every parameter as one that is transposed.
+        swapped = getattr(self, "_did_swap_in_out_features", False)
+        left, right = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
         return left, right, self.scaling[adapter_name]
 
     def get_delta_weight(self, adapter_name: str, *args: object, **kwargs: object) -> Tensor:
@@ -128,7 +131,15 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """A tensor of all ranks; every rank calls it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    is_first = all(index == 0 for index, placement in place if isinstance(placement, Replicate))
+    own = tensor.to_local()
+    found = own.new_zeros(tensor.shape)
+    if is_first:  # of the ranks that hold the same
+        within(found, box(found.shape), box_of_rank(tensor)).copy_(own)
+    return all_reduce(found, operation="gather an adapter")
 
 
 @torch.no_grad()
