@@ -36,7 +36,20 @@ from patchgen.runtime.train import flops, lora
 from patchgen.runtime.train.recipe import LoraConfig
 
 RESULTS = Path(__file__).with_name("results_lora.csv")
-COLUMNS = ("date", "versions", "gpu", "layers", "case", "rank", "ckpt", "tokens", "trained M", "loss 1", "loss last")
+COLUMNS = (
+    "date",
+    "versions",
+    "gpu",
+    "experts",
+    "layers",
+    "case",
+    "rank",
+    "ckpt",
+    "tokens",
+    "trained M",
+    "loss 1",
+    "loss last",
+)
 COLUMNS += ("s/step", "tokens/s", "peak GiB", "time of full", "memory of full")
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 FULL = "full"
@@ -94,11 +107,11 @@ def run_experts(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) ->
     return {"out": out.detach()} | {f"d {name}": cast[name].grad for name in trained}
 
 
-def compare_experts(sizes: dict, rank: int, device: str) -> list[str]:
-    """Prints how far the selected kernel is from the reference; returns what is too far."""
+def compare_experts(sizes: dict, rank: int, device: str, backend: str) -> list[str]:
+    """Prints how far `backend` is from the reference; returns what is too far."""
     tensors, problems = experts_of(sizes, rank, device), []
     exact = run_experts(tensors, torch.float32, "reference")
-    loop, found = (run_experts(tensors, torch.bfloat16, backend) for backend in ("reference", "auto"))
+    loop, found = (run_experts(tensors, torch.bfloat16, name) for name in ("reference", backend))
     for name, expected in exact.items():
         errors = [float((one[name].float() - expected).norm() / expected.norm()) for one in (found, loop)]
         print(f"  {name:<16} errs by {errors[0]:.2e}, the loop in bf16 by {errors[1]:.2e}", flush=True)
@@ -184,7 +197,7 @@ def run(arguments: argparse.Namespace, state: ParallelState, setting: common.Set
             if "peak GiB" in row:
                 row["memory of full"] = round(row["peak GiB"] / full["peak GiB"], 3)
             rows.append(row)
-            line = " | ".join(str(row.get(column, "")) for column in COLUMNS[4:])
+            line = " | ".join(str(row.get(column, "")) for column in COLUMNS[5:])
             print(f"{line}   (after {time.perf_counter() - started:.0f} s)", flush=True)
             gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
@@ -205,7 +218,7 @@ def problems_of(rows: list[dict]) -> list[str]:
     return problems
 
 
-def write(rows: list[dict]) -> None:
+def write(rows: list[dict], kernel: str) -> None:
     import peft
     import transformers
 
@@ -213,6 +226,7 @@ def write(rows: list[dict]) -> None:
         "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "experts": kernel,
     }
     target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
     new_file = not target.exists()
@@ -230,6 +244,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--fused-moe", default="auto", help="what serves the experts: auto, triton, torch")
     parser.add_argument("--checkpoint-above", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=4, help="timed")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
@@ -262,12 +277,12 @@ def main() -> None:
         None,
     )
     print(f"{cost.parameters / 1e9:.2f} B parameters in {arguments.layers} layers; attention {name}", flush=True)
-    problems = compare_experts(sizes, arguments.rank, device)
-    with seams.using(fused_moe="auto", causal_lm_loss="auto"):
+    problems = compare_experts(sizes, arguments.rank, device, arguments.fused_moe)
+    with seams.using(fused_moe=arguments.fused_moe, causal_lm_loss="auto"):
         rows = run(arguments, ParallelState.create(ParallelConfig.for_world(1), device), setting, started)
     problems += problems_of(rows)
     if not arguments.tiny:
-        write(rows)
+        write(rows, arguments.fused_moe)
     print(
         "\n".join(problems) or "the experts with adapters agree with the reference, and every case trains", flush=True
     )

@@ -5,26 +5,27 @@ from __future__ import annotations
 import pytest
 import torch
 from moe_cases import CASES, Case, run
-from rounding import require_rounding
+from rounding import require_as_exact, require_rounding
 
 from patchgen.kernels.fused_moe import fused_moe
 from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
 
 on_gpu = torch.cuda.is_available()
 SMALL = {"num_tokens": 9, "num_experts": 3, "hidden_size": 24, "intermediate_size": 16}
-INTERPRETED = [
-    Case("plain", **SMALL),
-    Case("no_gate_transposed_bias", activation="gelu", is_gated=False, is_transposed=True, has_bias=True, **SMALL),
-    Case("gpt_oss", activation=None, is_transposed=True, is_interleaved=True, has_bias=True, **SMALL),
-    Case("left_out", routing="left_out", **SMALL),
-    Case("all_left_out", routing="all_left_out", **SMALL),
-    Case("several_tiles", num_tokens=150, num_experts=2, hidden_size=72, intermediate_size=136),
+BOTH = ("gate_up", "down")
+INTERPRETED = [  # with the rank, and the weights that have an adapter
+    (Case("plain", **SMALL), 72, BOTH),
+    (Case("gpt_oss", activation=None, is_transposed=True, is_interleaved=True, has_bias=True, **SMALL), 5, BOTH),
+    (Case("no_gate", activation="gelu", is_gated=False, is_transposed=True, **SMALL), 4, ("gate_up",)),
+    (Case("left_out", routing="left_out", **SMALL), 3, ("down",)),
+    (Case("all_left_out", routing="all_left_out", **SMALL), 3, BOTH),
+    (Case("several_tiles", **(SMALL | {"num_tokens": 150, "num_experts": 2})), 8, BOTH),
 ]
 FACTORS = ("gate_up_left", "gate_up_right", "down_left", "down_right")
 COMMON = ("out", "d_hidden_states", "d_top_k_weights")
 
 
-def factors_of(case: Case, rank: int, dtype: torch.dtype, which: tuple[str, ...] = ("gate_up", "down")) -> dict:
+def factors_of(case: Case, rank: int, dtype: torch.dtype, which: tuple[str, ...] = BOTH) -> dict:
     """Random factors beside the weights of a case, by name."""
     generator, weights = torch.Generator().manual_seed(5), case.tensors(torch.float64)
     found = {}
@@ -70,23 +71,27 @@ def test_adapters_are_what_the_merged_weights_compute(case: Case):
 
 
 @pytest.mark.skipif(on_gpu, reason="the kernels take fp32 in the interpreter only")
-@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: case.name)
-@pytest.mark.parametrize("which", [("gate_up", "down"), ("gate_up",), ("down",)], ids="+".join)
-def test_triton_kernels_equal_the_reference_in_the_interpreter(case: Case, which: tuple[str, ...]):
-    if len(which) == 1 and case.name not in ("plain", "gpt_oss"):
-        pytest.skip("one weight alone: with two of the cases")
-    tensors, factors = case.tensors(torch.float32), factors_of(case, 5, torch.float32, which)
+@pytest.mark.parametrize(("case", "rank", "which"), INTERPRETED, ids=lambda value: getattr(value, "name", ""))
+def test_triton_kernels_equal_the_reference_in_the_interpreter(case: Case, rank: int, which: tuple[str, ...]):
+    tensors, factors = case.tensors(torch.float32), factors_of(case, rank, torch.float32, which)
     expected, found = (run_adapted(case, tensors, factors, backend) for backend in ("reference", "triton"))
     for name in expected:
         require_rounding(found[name], expected[name], what=name)
 
 
-def test_a_rank_of_several_steps_equals_the_reference():
-    case, backend = Case("deep", **SMALL), "torch" if on_gpu else "triton"
-    tensors, factors = case.tensors(torch.float32), factors_of(case, 72, torch.float32)
-    expected, found = (run_adapted(case, tensors, factors, name) for name in ("reference", backend))
-    for name in expected:
-        require_rounding(found[name], expected[name], what=name)
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("rank", [4, 16, 72])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_kernels_in_bf16_err_no_more_than_the_loop_times_two(case: Case, rank: int, backend: str):
+    case = case.at(hidden_size=128, intermediate_size=64)
+    tensors, factors = case.tensors(torch.bfloat16, "cuda"), factors_of(case, rank, torch.bfloat16)
+    factors = {name: factor.cuda() for name, factor in factors.items()}
+    wide = [{n: t.double() if t.is_floating_point() else t for n, t in some.items()} for some in (tensors, factors)]
+    exact = run_adapted(case, *wide, "reference")
+    loop, found = (run_adapted(case, tensors, factors, name) for name in ("reference", backend))
+    for name in exact:
+        require_as_exact(found[name], loop[name], exact[name], factor=2.0, what=name)
 
 
 def test_zeros_in_the_left_factor_change_no_bit():
