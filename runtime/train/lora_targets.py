@@ -88,6 +88,17 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     return Targets(tuple(found), Counter(filter(None, found.values())), Counter(left.values()), experts, others)
 
 
+def num_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
+    """How many numbers the adapters have: those that every rank holds whole, and those that are divided over the ranks."""
+    targets = find_targets(model, config)
+    whole = [model.get_submodule(name).weight for name in targets.modules]
+    whole += [model.get_parameter(name) for name in targets.others]
+    divided = [model.get_parameter(name) for name in targets.experts]
+    widths = sum(weight.shape[0] + weight[0].numel() for weight in whole)
+    stacked = sum(weight.shape[0] * sum(weight.shape[1:]) for weight in divided)
+    return config.rank * widths, config.rank * stacked
+
+
 def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The stacked parameters of experts, and the other ones, that a recipe's `target_parameters` mean.
 

@@ -39,19 +39,21 @@ def train(values: dict, start: str | None = None) -> dict:
 
     trainer.update = measured
     adapters = sum(size(p) for name, p in trainer.model.named_parameters() if "lora_" in name)
+    logits: dict[str, torch.Tensor] = {}
+    export = trainer.export
+
+    def probed() -> Path:
+        with torch.no_grad(), parallel.using(trainer.state):
+            logits["logits"] = probe(trainer)
+            with trainer.adapted.disable_adapter():
+                logits["off"] = probe(trainer)
+        return export()
+
+    trainer.export = probed  # before the adapters are merged
     trainer.run()
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     held |= {"adapters": adapters, "optimizer": sum(size(value) for value in states if value.ndim)}
-    with torch.no_grad(), parallel.using(trainer.state):
-        logits = probe(trainer)
-        with trainer.adapted.disable_adapter():
-            off = probe(trainer)
-    return {
-        "losses": [record.loss for record in kept.steps],
-        "logits": logits,
-        "off": off,
-        "held": held,
-    }
+    return {"losses": [record.loss for record in kept.steps], "held": held, **logits}
 
 
 def probe(trainer: Trainer) -> torch.Tensor:
