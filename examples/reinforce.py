@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoTokenizer
 
 from patchgen.runtime import attention, registry, rl, seams
 from patchgen.runtime.checkpoint import load_pretrained
@@ -28,11 +28,12 @@ class Engine:
 
     def __init__(self, folder: str) -> None:
         self.config, self.tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        self.upstream = MODEL_FOR_CAUSAL_LM_MAPPING[type(self.config)]
         self.tokenizer.padding_side = "left"
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(None, config=self.config, state_dict=dict(weights))
+        self.model = self.upstream.from_pretrained(None, config=self.config, state_dict=dict(weights))
 
     def write(self, prompts: list[str], length: int) -> tuple[dict[str, Tensor], Tensor]:
         """Inputs of whole sequences, and which of their tokens were drawn."""

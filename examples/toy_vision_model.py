@@ -1,6 +1,6 @@
 """Writes a folder with config, tokenizer and processor of a small gemma3 that sees, without weights: nothing to download.
 
-    python examples/toy_vision_model.py runs/toy_vision
+python examples/toy_vision_model.py runs/toy_vision
 """
 
 from __future__ import annotations
