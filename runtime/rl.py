@@ -117,7 +117,7 @@ def update(
 
     def part_of(told: Any, values: Tensor) -> Tensor:
         part = loss_function(values, told)
-        parts.append(part.detach())
+        parts.append(part.detach().clone())  # to what is returned the model adds the loss of its routers, in place
         return part
 
     model.train()

@@ -60,7 +60,7 @@ def of_upstream(name: str) -> tuple[Tensor, list[float], list[float], dict[str, 
     return before, losses, norms, model.state_dict()
 
 
-def steps(name: str, micro_batches: int, **layout: int):
+def steps(name: str, micro_batches: int, *, router_loss: bool = False, **layout: int):
     """The same on ranks: log-probabilities of this rank's rows and which they are, losses, norms, trained weights.
 
     The first loss is also that of the log-probabilities asked for before, bit for bit.
@@ -82,7 +82,7 @@ def steps(name: str, micro_batches: int, **layout: int):
         return clipped(values, told)
 
     optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), **OPTIMIZER)
-    options = {"temperature": TEMPERATURE, "max_grad_norm": MAX_NORM}
+    options = {"temperature": TEMPERATURE, "max_grad_norm": MAX_NORM, "router_loss": router_loss}
     pairs = list(zip(batches, told, strict=True))
     done = [rl.update(model, optimizer, pairs, loss_function, state, **options) for _ in range(STEPS)]
     assert all(seen), "update computes other log-probabilities than log_probs"

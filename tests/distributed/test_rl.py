@@ -36,5 +36,16 @@ def test_one_rank(one_rank):
     require_same(one_rank.run(cases.steps, "qwen3_moe", 2), "qwen3_moe")
 
 
+def test_the_loss_of_routers_is_the_same_in_every_layout(one_rank, four_ranks):
+    """Added to the step, not to what is told as its loss."""
+    name = "qwen3_moe_router_loss"
+    (_, _, losses, norms, _), *_ = one_rank.run(cases.steps, name, 2, router_loss=True)
+    (_, _, without, smaller, _), *_ = one_rank.run(cases.steps, name, 2)
+    assert losses[0] == without[0] and norms[0] != smaller[0]
+    for _, _, found, found_norms, _ in four_ranks.run(cases.steps, name, 1, router_loss=True, sp=2, ep=2):
+        require_rounding(found, losses)
+        require_rounding(found_norms, norms)
+
+
 def test_a_step_that_is_not_finite_changes_nothing(two_ranks):
     assert two_ranks.run(cases.nothing_changes, "qwen3_moe") == [(False, True, True)] * 2
