@@ -214,7 +214,7 @@ def causal_lm_loss(
     """
     if labels is None:
         return head(hidden_states), None
-    state = parallel.current()
+    state, read_losses = parallel.current(), None
     needs_logits = not training
     if state is not None:
         from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
@@ -225,12 +225,23 @@ def causal_lm_loss(
             return None, objective(head, hidden_states)
         require_causal_lm_loss(loss_function, "parallel")
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
+        read_losses = current_step().read_losses
         needs_logits = needs_logits and not in_step()
     if serves("causal_lm_loss") and not needs_logits:
         return seams.implementation("causal_lm_loss")(
-            head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
+            head,
+            hidden_states,
+            labels,
+            loss_function=loss_function,
+            vocab_size=vocab_size,
+            **({"read_losses": read_losses} if read_losses is not None else {}),
+            **kwargs,
         )
     logits = head(hidden_states)
+    if read_losses is not None:
+        from patchgen.kernels.causal_lm_loss import losses_of_rows
+
+        read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 

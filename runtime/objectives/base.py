@@ -36,20 +36,17 @@ class Objective:
             slice. "document" or "pair" (chosen, rejected): `loss` returns the sum over the documents of the whole row, the
             same number on each rank that shares the row.
         needs_reference: whether it asks for `batch.reference`: the log-probabilities of the documents before training.
+        needs_teacher: whether it asks for `batch.teacher`, what its `of_teacher` made of the model in section `teacher`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
     per: ClassVar[Items] = "label"
     needs_reference: ClassVar[bool] = False
+    needs_teacher: ClassVar[bool] = False
 
     @property
     def scores(self) -> int | None:
         """How many numbers a sequence-classification head gives for each document; None: the language-model head stays."""
-        return None
-
-    @property
-    def teacher(self) -> str | None:
-        """A folder, a Hub name or a model type whose `batch.teacher` is asked for; None: there is none."""
         return None
 
     def loss(self, batch: Batch) -> Tensor:
@@ -62,7 +59,7 @@ class Objective:
 
     def of_teacher(self, batch: Batch) -> Any:
         """What `batch.teacher` is: computed by the teacher, without gradients, from the same tokens."""
-        raise NotImplementedError(f"{type(self).__name__} names a teacher and has no method of_teacher(batch).")
+        raise NotImplementedError(f"{type(self).__name__} needs a teacher and has no method of_teacher(batch).")
 
     def count(self, row: Mapping[str, Any]) -> int:
         """The documents, or pairs of them, of a whole micro-batch on the host."""
@@ -73,6 +70,8 @@ class Objective:
 @dataclass(frozen=True)
 class NextToken(Objective):
     """The next token: the model's own loss, by the kernels of the recipe."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("text", "chat", "multimodal")
 
 
 def sources_of(row: Mapping[str, Any]) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pydantic import TypeAdapter, ValidationError
 
 from patchgen.runtime.objectives.base import NextToken, Objective
-from patchgen.runtime.train.recipe import ModelConfig, ObjectiveConfig, OptimConfig, Recipe, RecipeError
+from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -94,6 +94,12 @@ def require_valid(recipe: Recipe) -> None:
                 f"objective.name = {recipe.objective.name} learns from {section}.kind = {' or '.join(objective.kinds)}, not "
                 f"'{data.kind}'."
             )
+    if objective.needs_teacher is not (recipe.teacher is not None):
+        raise RecipeError(
+            f"objective.name = {recipe.objective.name} learns from a teacher: name it, teacher: {{source: FOLDER}}."
+            if objective.needs_teacher
+            else f"There is a section teacher, which objective.name = {recipe.objective.name} would not ask."
+        )
     if not isinstance(objective, NextToken) and recipe.kernels.causal_lm_loss is not None:
         raise RecipeError(
             f"kernels.causal_lm_loss = '{recipe.kernels.causal_lm_loss}' serves the loss of the next token, which "
@@ -107,14 +113,11 @@ def require_valid(recipe: Recipe) -> None:
 
 
 def teacher_recipe(recipe: Recipe) -> Recipe | None:
-    """A recipe of the teacher that an objective names, to be built as any model is; None where there is none."""
-    source = objective_of(recipe.objective).teacher
-    if source is None:
+    """A recipe of the section `teacher`, to be built as any model is; None where there is none."""
+    if recipe.teacher is None:
         return None
-    kept = {name: getattr(recipe.model, name) for name in ("generated", "dtype")}
-    return dataclasses.replace(
-        recipe, model=ModelConfig(source=source, **kept), objective=ObjectiveConfig(), lora=None, optim=OptimConfig()
-    )
+    alone = {"objective": ObjectiveConfig(), "teacher": None, "lora": None}
+    return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **alone)
 
 
 def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:

@@ -4,12 +4,14 @@
 
 A mean over the tokens that are learned. What the k tokens leave of the probability is one event of its own ("the rest"),
 so that the student keeps no more there than the teacher. As TRL's distillation computes it (forward KL, `loss_top_k`,
-`loss_add_tail`). Per token k logits of the teacher exist, and no full logits of either.
+`loss_add_tail`). The teacher is the model of section `teacher`, of the same tokens as the student; per token k of its
+logits exist, and no full logits of either.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,16 +28,16 @@ class Distillation(Objective):
     """Distillation.
 
     Attributes:
-        source: the teacher: a folder, a Hub name or a model type, as `model.source`; of the same tokens as the student.
         top_k: tokens of the teacher that are kept.
         temperature: both distributions are taken of logits divided by it.
         next_token: share of the next token's own loss; the rest is the teacher's.
     """
 
-    source: str
     top_k: int = 64
     temperature: float = 1.0
     next_token: float = 0.0
+
+    needs_teacher: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not self.top_k >= 1:
@@ -44,10 +46,6 @@ class Distillation(Objective):
             raise ValueError(f"temperature must be above 0, not {self.temperature}.")
         if not 0 <= self.next_token < 1:
             raise ValueError(f"next_token must be at least 0 and below 1, not {self.next_token}.")
-
-    @property
-    def teacher(self) -> str:
-        return self.source
 
     def of_teacher(self, batch: Batch) -> tuple[Tensor, ...]:
         """The log-probabilities `(s, k)` of the k most likely tokens, and their ids `(s, k)`."""

@@ -43,6 +43,7 @@ class Step:
         router_loss: whether the loss of the routers is part of the loss.
         objective: what computes this rank's share of another loss than the next token's, of the head and the hidden
             states `(B, s, H)`; None: the next token's.
+        read_losses: is handed the loss of each token of this rank `(B * s,)`, not divided, by the next token's loss.
     """
 
     num_items: Tensor | int | None = None
@@ -50,6 +51,7 @@ class Step:
     num_tokens: Tensor | int | None = None
     router_loss: bool = True
     objective: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+    read_losses: Callable[[Tensor], None] | None = None
 
 
 _ALONE = Step()
@@ -70,6 +72,7 @@ def step(
     num_tokens: Tensor | int | None = None,
     router_loss: bool = True,
     objective: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
+    read_losses: Callable[[Tensor], None] | None = None,
 ) -> Iterator[None]:
     """Within the block, losses are shares of the step that these numbers describe (`Step`).
 
@@ -77,7 +80,7 @@ def step(
         num_tokens: needed where a router loss is accumulated over micro-batches.
     """
     global _STEP
-    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss, objective)
+    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)
     try:
         yield
     finally:

@@ -26,6 +26,7 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.loss import real_tokens
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import sources
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
 
@@ -40,6 +41,7 @@ class StepBatches:
         tokens, labels, flops: of the whole step.
         items: what the loss of the step is divided by: labels, or documents or pairs.
         real_tokens: tokens of the whole step that are no padding.
+        sources: tokens and labels of each source of the whole step.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -49,6 +51,7 @@ class StepBatches:
     flops: float
     real_tokens: int
     items: int
+    sources: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ class Feed:
         num_micro_batches: per step and batch group.
         cost: of the model, for the FLOPs of a step.
         objective: that learns from them.
+        num_sources: of the data, which are counted apart; 0: they are not.
         should_stop: whether this rank was asked to stop.
     """
 
@@ -100,7 +104,9 @@ class Feed:
         should_stop: Callable[[], bool] = lambda: False,
         *,
         objective: Objective | None = None,
+        num_sources: int = 0,
     ) -> None:
+        self.num_sources = num_sources
         self.loader, self.state, self.cost = loader, state, cost
         self.num_micro_batches = num_micro_batches
         self.should_stop = should_stop
@@ -113,7 +119,7 @@ class Feed:
         Raises:
             DataError: on all ranks, a whole step without a label, or data that any rank refuses.
         """
-        failure, whole, mine, own = None, [], [], [0.0] * 6
+        failure, whole, mine, own = None, [], [], [0.0] * (6 + 2 * self.num_sources)
         try:
             whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
             mine = [self._slice(row) for row in whole]
@@ -122,7 +128,7 @@ class Feed:
             failure = error
         # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
         short = len(whole) < self.num_micro_batches
-        ended, tokens, labels, flops, real, items, stops, failures = all_reduce(
+        ended, tokens, labels, flops, real, items, *apart, stops, failures = all_reduce(
             torch.tensor([*own, self.should_stop(), failure is not None], dtype=torch.float64),
             operation="agree on the next step",
         ).tolist()
@@ -138,7 +144,9 @@ class Feed:
                 "Look at how the samples of the data become labels (chat templates, truncation, data.kind), and at the "
                 "tokenizer."
             )
-        return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops, int(real), int(items))
+        of_sources = tuple(zip(map(int, apart[: self.num_sources]), map(int, apart[self.num_sources :]), strict=True))
+        totals = (int(tokens), int(labels), flops, int(real), int(items), of_sources)
+        return StepBatches(mine, self.loader.state_dict(), *totals)
 
     def steps(self, count: int) -> Iterator[StepBatches]:
         """The next steps, no more than `count`; every rank must read them."""
@@ -154,14 +162,20 @@ class Feed:
             row = row | {"document_keys": keys_of(row, int((sources_of(row) >= 0).sum()))}
         return slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank)
 
-    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> tuple[int, int, float, int, int]:
-        """Tokens, labels, FLOPs, tokens without padding and items that this rank adds to the step."""
+    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> list[float]:
+        """Tokens, labels, FLOPs, tokens without padding and items that this rank adds to the step; then the tokens of each
+        source, and the labels of each."""
         # SP ranks hold the same rows: the first of them counts. Labels and real tokens are counted in slices.
         lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
         labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
         real = sum(int(real_tokens(row)) for row in mine)
         items = labels if self.objective.per == "label" else self._documents(whole)
-        return sum(lengths), labels, self.cost.flops(lengths), real, items
+        own = [sum(lengths), labels, self.cost.flops(lengths), real, items]
+        if not self.num_sources:
+            return own
+        nothing = torch.zeros(2, self.num_sources, dtype=torch.long)
+        counts = [sources.count(row, self.num_sources) for row in whole] if self.state.sp_rank == 0 else []
+        return own + sum(counts, nothing).flatten().tolist()
 
     def _documents(self, whole: list[dict[str, Any]]) -> int:
         """The documents or pairs of this rank's rows; SP ranks hold the same."""

@@ -338,6 +338,13 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     return model
 
 
+def tell_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Tells a classifier which token is padding, where its config does not say: upstream's finds the last token by it."""
+    text = model.config.get_text_config()
+    if isinstance(model, SequenceClassifier) and text.pad_token_id is None and tokenizer is not None:
+        text.pad_token_id = tokenizer.pad_token_id
+
+
 def may_differ(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Patterns of what the weights may lack and hold besides: a new head starts from another head's."""
     missing, unexpected = recipe.model.allow_missing, ()

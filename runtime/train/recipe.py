@@ -204,7 +204,7 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
-        eval_every: steps between evaluations; 0: none.
+        eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
@@ -314,28 +314,30 @@ class Recipe:
     Attributes:
         model: what is trained.
         data: what it is trained on.
-        objective: what it learns from them.
         parallel: how ranks share the work.
         kernels: which implementation serves each seam.
+        objective: what is learned.
         optim: the optimizer.
         train: the loop.
         checkpoint: what is saved.
         log: what is recorded.
         lora: null, or adapters instead of the whole model.
+        teacher: null, or the model that the objective learns from; the keys of `model`.
         eval_data: null, or what evaluations read.
         name: of the run; by default that of the recipe's file.
     """
 
     model: ModelConfig
     data: DataConfig
-    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     lora: LoraConfig | None = None
+    teacher: ModelConfig | None = None
     eval_data: DataConfig | None = None
     name: str = "run"
 
@@ -360,8 +362,6 @@ class Recipe:
             raise ValueError("train.profile_start is set, but train.profile_steps is 0: nothing would be profiled.")
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
-        if self.eval_data is not None and not train.eval_every:
-            raise ValueError("There is a section eval_data, but train.eval_every is 0: it would never be read.")
 
     @property
     def directory(self) -> Path:
@@ -472,7 +472,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{where}: {message}, not {problem['input']!r}."
+    parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+    takers = [
+        key
+        for key, kind in all_keys()
+        if key.rpartition(".")[0] == parent and problem["input"] in typing.get_args(kind)
+    ]
+    return f"{where}: {message}, not {problem['input']!r}." + (f" {takers[0]} takes it." if takers else "")
 
 
 # ------------------------------------------------------------------------------------- reading the types

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
-from patchgen.runtime.data import DataError, Loader
+from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
+from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
@@ -38,6 +39,7 @@ from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_pe
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
+from patchgen.runtime.train.sources import Sources
 
 FAILED_SAVE_SECONDS = 10.0
 """How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
@@ -89,13 +91,15 @@ class Trainer:
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        models.tell_padding(self.model, self.parts.tokenizer)
         self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
+        self.sources, self.eval_sources = self.sources_of(recipe.data), self.sources_of(recipe.eval_data)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
-        self.step, self.skipped, self.saved_step = 0, 0, 0
+        self.step, self.skipped, self.saved_step, self.evaluated_step = 0, 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer and processor, and the loaders: both now, for what is wrong with the evaluation's would else be told
@@ -147,6 +151,12 @@ class Trainer:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
+            if (
+                self.eval_loader is not None
+                and upcoming.reason != "stop"
+                and self.first_step < self.step != self.evaluated_step
+            ):
+                self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
             self.settle()
             if self.saved_step != self.step:
@@ -155,7 +165,16 @@ class Trainer:
 
     def feed(self, loader: Loader, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
-        return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, objective=self.learning.objective)
+        figures = self.eval_sources if loader is self.eval_loader else self.sources
+        options = {"objective": self.learning.objective, "num_sources": len(figures.names) if figures else 0}
+        return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, **options)
+
+    def sources_of(self, data: DataConfig | None) -> Sources | None:
+        """What counts the sources of data apart; None: there are not several."""
+        if data is None or len(data.sources) == 1:
+            return None
+        is_next_token = isinstance(self.learning.objective, NextToken)
+        return Sources(data.source_names, self.state, self.device, reads_losses=is_next_token)
 
     def refer(self) -> None:
         """Before any training: what the objective asks the model as it is now about all that the run will read."""
@@ -182,7 +201,8 @@ class Trainer:
             sharding.reduce_gradients(self.model, is_last=index == last)
             count, tokens = len(batches.micro_batches), max(1, batches.real_tokens)
             inputs, objective = self.learning.prepare(rows)
-            with loss.step(items, count, num_tokens=tokens, objective=objective):
+            read = self.sources.reader(rows) if self.sources else None
+            with loss.step(items, count, num_tokens=tokens, objective=objective, read_losses=read):
                 part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
                 part.backward()
             share += part.detach()
@@ -229,6 +249,7 @@ class Trainer:
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
         feed = self.feed(self.eval_loader, 1)
         started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
+        counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
         self.model.eval()
         for _ in range(count):
             batches = feed.next()
@@ -236,15 +257,20 @@ class Trainer:
                 break
             items = torch.tensor(max(1, batches.items), device=self.device)
             inputs, objective = self.learning.prepare(batches.micro_batches[0])
-            with loss.step(items, router_loss=False, objective=objective):
+            read = self.eval_sources.reader(batches.micro_batches[0]) if self.eval_sources else None
+            with loss.step(items, router_loss=False, objective=objective, read_losses=read):
                 total += self.model(**inputs, num_items_in_batch=items, use_cache=False).loss * items
             labels, num_items = labels + batches.labels, num_items + batches.items
+            counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
         self.model.train()
         self.model.reshard()  # without a backward, the root stays gathered
         if not num_items:
             raise ValueError(f"The evaluation data hold no {self.learning.objective.per} (eval_data).")
         mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
-        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=time.perf_counter() - started)
+        of_sources = self.eval_sources.figures(counts.tolist()) if self.eval_sources else None
+        seconds = time.perf_counter() - started
+        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=of_sources)
+        self.evaluated_step = self.step
         for listener in self.listeners:
             listener.on_evaluation(result)
         return result
@@ -415,6 +441,7 @@ class Trainer:
             peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
             expert_load=self.expert_load(),
             skipped=not math.isfinite(norm),
+            sources=self.sources.figures(batches.sources) if self.sources else None,
         )
         for listener in self.listeners:
             listener.on_step(record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +11,13 @@ from typing import Any
 import torch
 from cases_trainer import Kept
 
+from patchgen.runtime import parallel
 from patchgen.runtime.data import Loader
 from patchgen.runtime.data.collate import collate, text_sample
 from patchgen.runtime.data.problems import Counters
+from patchgen.runtime.objectives import Batch, Objective
+from patchgen.runtime.objectives.learning import read
+from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.train.trainer import Trainer
 
@@ -69,6 +75,9 @@ class DocumentLoader(Loader):
     def epoch(self) -> int:
         return 0
 
+    def places(self) -> list[str]:
+        return []
+
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self._place * self._batches}
 
@@ -92,6 +101,56 @@ def curve(values: dict, together: int = 2) -> list[float]:
     trainer, kept = trainer_of(values, together)
     trainer.run()
     return [record.loss for record in kept.steps]
+
+
+def stopped_and_resumed(values: dict, steps: int) -> list[float]:
+    """The losses of a run that is stopped after some steps and started again."""
+    first, before = trainer_of({**values, "train": {**values["train"], "steps": steps}}, 2)
+    first.run()
+    second, after = trainer_of(values, 2)
+    second.run()
+    return [record.loss for record in (*before.steps, *after.steps)]
+
+
+def evaluated(values: dict, together: int) -> tuple[float, float]:
+    """The loss of an evaluation before any training, and that of the first step over the same rows."""
+    trainer, kept = trainer_of(values, together)
+    trainer.eval_loader = DocumentLoader(together, trainer.state.batch_index, trainer.state.config.num_batches)
+    trainer.eval_start = trainer.eval_loader.state_dict()
+    trainer.recipe = dataclasses.replace(
+        trainer.recipe, train=dataclasses.replace(trainer.recipe.train, eval_batches=4)
+    )
+    trainer.refer()
+    with parallel.using(trainer.state):
+        found = trainer.evaluate().loss
+    trainer.recipe = from_dict(values)
+    trainer.run()
+    return found, kept.steps[0].loss
+
+
+def trained_scores(values: dict) -> tuple[list[list[int]], torch.Tensor]:
+    """Documents of a row, and their scores after a run, as the objective sees them."""
+    trainer, _ = trainer_of(values, 2)
+    trainer.run()
+    row = DocumentLoader(2, 0, 1)._rows[0]
+    rows = slice_batch(row, sp=1, sp_rank=0)
+    with parallel.using(trainer.state):
+        inputs, batch = trainer.learning._split(rows)
+        scores = read(trainer.model, inputs, batch, Batch.document_scores)[: batch.num_samples, 0]
+    bounds = row["cu_seq_lens_q"].tolist()[: batch.num_samples + 1]
+    return [row["input_ids"][0, a:b].tolist() for a, b in itertools.pairwise(bounds)], scores.clone()
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlikely(Objective):
+    """An objective of the user's own: what is learned becomes less likely."""
+
+    strength: float = 1.0
+
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The sum over the tokens of this rank's slice."""
+        log_probs = batch.token_log_probs().clamp(max=-1e-6)
+        return -self.strength * torch.log(-torch.expm1(log_probs)).where(batch.is_learned, 0).sum()
 
 
 def recipe_of(folder: Path, run: Path, objective: dict, **changes: dict) -> dict:

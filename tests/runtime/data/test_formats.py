@@ -19,6 +19,7 @@ from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import optimizers
+from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.recipe import load as load_recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -214,6 +215,19 @@ def test_columns_of_several_formats_are_refused_with_the_key(tmp_path):
         batches(tmp_path, "chat", row, on_bad="skip")
     (batch,) = batches(tmp_path, "chat", row, source={"row_format": "alpaca"})
     assert told(batch)[0][1] == "Hello<|im_end|>"
+
+
+def test_a_format_of_rows_under_the_key_of_files_is_told_where_it_belongs():
+    values = {"model": {"source": "qwen3"}, "data": {"sources": [{"path": "x", "format": "sharegpt"}]}}
+    with pytest.raises(
+        RecipeError, match=r"data.sources.0.format: .*not 'sharegpt'. data.sources.0.row_format takes it"
+    ):
+        from_dict(values)
+
+
+def test_sources_of_one_name_are_told_apart():
+    sources = (SourceConfig("a"), SourceConfig("b", name="chats"), SourceConfig("a", split="validation"))
+    assert DataConfig(sources=sources).source_names == ["a (1)", "chats", "a (2)"]
 
 
 VALUES = {

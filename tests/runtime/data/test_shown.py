@@ -113,6 +113,25 @@ def test_texts_and_prompts_are_shown(tmp_path):
     assert told(row.documents[0]) == ("2 + 2 = 4<|im_end|>", "4<|im_end|>")
 
 
+@pytest.mark.parametrize(
+    ("kind", "on_long"),
+    [("text", "split"), ("text", "truncate"), ("text", "skip"), ("chat", "truncate"), ("chat", "skip")],
+)
+def test_figures_of_all_samples_are_those_of_all_rows(tmp_path, kind, on_long):
+    rows = [{"text": "a" * count} for count in (1, 70, 12, 31, 30, 64)]
+    if kind == "chat":
+        rows = [{"messages": [CHAT[1], {"role": "assistant", "content": row["text"]}]} for row in rows]
+    shown = shown_of(
+        tmp_path, kind, rows, tokens_per_batch=100, max_length=30 if kind == "text" else 90, on_long=on_long
+    )
+    documents = [document for row in shown.rows for document in row.documents]
+    assert shown.figures[0].documents == len(documents)
+    assert shown.figures[0].tokens == sum(document.tokens for document in documents)
+    assert shown.figures[0].learned == sum(document.learned for document in documents)
+    assert sum(count for _, _, count in shown.histogram) == len(documents)
+    assert bool(shown.problems) == (on_long != "split")
+
+
 class Page(HTMLParser):
     """The text of each document of a page, and what of it is marked as learned; whatever asks for another file."""
 

@@ -185,7 +185,7 @@ def test_distillation_is_trls(top_k, config, state):
         total, count = total + each * (len(ids) - prompt), count + len(ids) - prompt
     expected = total / count
     expected.backward()
-    objective = Distillation(source="", top_k=top_k)
+    objective = Distillation(top_k=top_k)
     actual = ours(objective, model, row(documents), state, teacher=generated(teacher))
     assert abs(float(actual) - float(expected.detach())) < 2e-6
     require_same_gradients(model, student)
