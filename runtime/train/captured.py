@@ -128,6 +128,7 @@ def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
         "replays steps of text, whose shapes do not change; data.kind is multimodal": recipe.data.kind == "multimodal",
         f"replays steps of one micro-batch, and {micro_batches} are accumulated: set train.batches_per_step: "
         f"{layout.num_batches}": micro_batches > 1,
+        f"replays next-token steps; objective.name is {recipe.objective.name}": recipe.objective.name != "next_token",
         "leaves the host out: remove parallel.cpu_offload": parallel.cpu_offload,
         "leaves the host out: set parallel.activation_checkpointing to none, selective or full": (
             parallel.activation_checkpointing == "offload"

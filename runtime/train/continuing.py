@@ -20,6 +20,7 @@ RECIPE = "recipe.yaml"
 # The reference of an objective is the model before its run, which is none that another objective trained.
 FIXED = ("optim.name.", "lora.", "objective.name.")
 BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
+FREE = ("lora.dropout", "lora.merge")
 
 
 def changes(recipe: Recipe) -> str:
@@ -37,7 +38,7 @@ def changes(recipe: Recipe) -> str:
     before, now = BEFORE_OBJECTIVES | before, flat(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
-    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key != "lora.dropout"]
+    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key not in FREE]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(

@@ -80,7 +80,14 @@ class Trainer:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
-            lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
+            lora.add_adapters(
+                self.model,
+                recipe.lora,
+                self.state,
+                source=recipe.model.source,
+                seed=recipe.train.seed,
+                options=models.sharding_options(recipe.parallel, device),
+            )
             if recipe.lora is not None
             else None
         )
@@ -169,7 +176,7 @@ class Trainer:
         """What counts the sources of data apart; None: there are not several."""
         if data is None or len(data.sources) == 1:
             return None
-        # A replayed step hands nothing to the host, and reads the tokens' sources from nowhere.
+        # A replayed step tells its losses to nobody.
         reads = isinstance(self.learning.objective, NextToken) and not self.recipe.train.cuda_graph
         return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
@@ -199,24 +206,25 @@ class Trainer:
                 print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
         else:
             share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            of = len(batches.micro_batches)
             for index, rows in enumerate(batches.micro_batches, start=1):
-                sharding.reduce_gradients(self.model, is_last=index == len(batches.micro_batches))
+                sharding.reduce_gradients(self.model, is_last=index == of)
                 inputs, objective = self.learning.prepare(rows)
-                how = {"objective": objective, "read_losses": self.sources.reader(rows) if self.sources else None}
-                share += self.micro_batch(inputs, count, tokens, len(batches.micro_batches), **how)
+                read = self.sources.reader(rows) if self.sources else None
+                share += self.micro_batch(inputs, count, tokens, of, objective=objective, read_losses=read)
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
 
     def micro_batch(
-        self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **how: Callable | None
+        self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
     ) -> Tensor:
         """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss.
 
         Args:
-            how: the loss is computed and read (`loss.step`).
+            options: of `loss.step`.
         """
-        with loss.step(items, of, num_tokens=tokens, **how):
+        with loss.step(items, of, num_tokens=tokens, **options):
             part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
             part.backward()
         return part.detach()
@@ -399,7 +407,10 @@ class Trainer:
         if self.adapted is None:
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, self.recipe.directory / "adapter")
-        return self.recipe.directory / "adapter"
+        if not self.recipe.lora.merge:
+            return self.recipe.directory / "adapter"
+        lora.merge(self.adapted)
+        return setup.export(self.recipe, self.model, self.parts)
 
     def exported_before(self) -> Path | None:
         """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
