@@ -97,7 +97,7 @@ class PeerShards:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._groups = groups
         self._memory: peer_memory.Memory | None = None
-        self._is_written = False  # since the last barrier before a gather
+        self.is_written = False  # since the last barrier before a gather
         self._turn = 0
         self._reduction: tuple[torch.cuda.Event | None, list[Tensor]] | None = None
         on_gpu = device.type == "cuda"
@@ -157,20 +157,24 @@ class PeerShards:
 
     def begin_writing(self) -> None:
         """Before copies are written: all ranks have read them."""
-        if self._is_written:
+        if self.is_written:
             return
         if self._gathers is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._gathers)
         self._memory.barrier(_WRITE)
-        self._is_written = True
+        self.is_written = True
+
+    def have_been_read(self) -> None:
+        """Says that gathers have run since copies were written: those of a replayed graph, of which the host knows nothing."""
+        self.is_written = False
 
     def gather(self, group: PeerGroup) -> torch.cuda.Event | None:
         """Reads the shards of all ranks into the parameters of a unit."""
         targets = [slot.param.all_gather_outputs[0] for slot in group.slots]
         with self._on(self._gathers), torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
-            if self._is_written:
+            if self.is_written:
                 self._memory.barrier(_READ)
-                self._is_written = False
+                self.is_written = False
             for target, source in group.large_copies:
                 target.copy_(source)
             if group.small_copies[0]:
