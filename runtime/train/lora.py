@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+ADAPTER = "adapter"
+"""The folder of a run's adapters, in PEFT's format."""
+
 
 def add_adapters(
     model: PreTrainedModel,

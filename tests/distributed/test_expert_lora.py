@@ -12,6 +12,8 @@ from plain_training import plain_loop
 from rounding import error, require_rounding
 from safetensors.torch import load_file
 
+from patchgen.runtime.checkpoint import CheckpointError, export_run
+
 LORA = {
     "rank": 3,
     "alpha": 6.0,
@@ -112,9 +114,17 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
         return values | {"optim": values["optim"] | {"schedule": "constant", "warmup_steps": 0}}
 
     straight = one_rank.run(cases.train, part(3, "straight"))[0]["losses"]
-    first = two_ranks.run(cases.train, part(2, "run", parallel={"ep": 2}))[0]["losses"]
-    then = two_ranks.run(cases.train, part(3, "run", merge=True), timeout=900)[0]
-    require_rounding(first + then["losses"], straight)
+    first = two_ranks.run(cases.train, part(2, "run"))[0]["losses"]
+    then = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}))[0]["losses"]
+    require_rounding(first + then, straight)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003 holds adapters beside the weights\. .* set lora.merge: true"
+    ):
+        export_run(tmp_path / "run", tmp_path / "merged")
+
+    assert not (tmp_path / "run" / "export").exists()
+    again = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}, merge=True))[0]
+    assert again["losses"] == [], "nothing is left to train"
 
     merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run" / "export", attn_implementation="eager")
     adapted = logits_of(loaded_by_peft(trainer_folder, tmp_path / "run" / "adapter"))
