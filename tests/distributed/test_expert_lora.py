@@ -9,7 +9,7 @@ import cases_trainer
 import pytest
 import torch
 from plain_training import plain_loop
-from rounding import error, require_rounding
+from rounding import UNITS, error, require_rounding
 from safetensors.torch import load_file
 
 from patchgen.runtime.checkpoint import CheckpointError, export_run
@@ -130,3 +130,22 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
     adapted = logits_of(loaded_by_peft(trainer_folder, tmp_path / "run" / "adapter"))
     require_rounding(logits_of(merged), adapted)
     assert error(adapted, logits_of(upstream(trainer_folder))) > 1e-3, "the adapter must do something"
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_transposed_and_interleaved_experts_with_biases_are_those_of_peft(ranks, tmp_path, request):
+    """gpt_oss keeps `[E, K, N]`, where A and B of PEFT's file change sides."""
+    import cases_models
+    import peft
+
+    which = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    logits, gradients = request.getfixturevalue(ranks).run(cases.adapted, "gpt_oss", which, str(tmp_path))[0]
+    plain = cases_models.build("gpt_oss", generated=False, attention_name="eager")
+    model = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
+    expected = model(input_ids=torch.tensor([cases_trainer.PROBE]) % cases_models.VOCABULARY, use_cache=False).logits
+    expected.square().sum().backward()
+    require_rounding(logits, expected.detach())
+    theirs = {path.replace(".default", ""): p.grad for path, p in model.named_parameters() if p.requires_grad}
+    assert gradients.keys() == theirs.keys() and len(theirs) == 8
+    for name, gradient in theirs.items():
+        require_rounding(gradients[name], gradient, units=4 * UNITS, what=name)
