@@ -156,6 +156,6 @@ def merge(adapted: PeftModel) -> None:
         if isinstance(module, LoraLayer):
             weight, added = expert_lora.part_of_delta(module)
             own = local_tensor(weight)
-            own.copy_(own.to(added.dtype) + added)
+            own.copy_(own + added)
     model = adapted.unload()
     undivided.forget_copies(model)
