@@ -406,9 +406,9 @@ class Trainer:
         """Writes the model, or its adapters; every rank must call it."""
         if self.adapted is None:
             return setup.export(self.recipe, self.model, self.parts)
-        lora.save(self.adapted, self.recipe.directory / "adapter")
+        lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
         if not self.recipe.lora.merge:
-            return self.recipe.directory / "adapter"
+            return folder
         lora.merge(self.adapted)
         return setup.export(self.recipe, self.model, self.parts)
 
@@ -417,7 +417,8 @@ class Trainer:
         found = [None]
         if dist.get_rank() == 0:
             before = run_log.read_summary(self.recipe.directory)
-            if before is not None and before["steps"] == self.step and before["export"]:
+            wanted = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
+            if before is not None and before["steps"] == self.step and Path(before["export"] or "").name == wanted:
                 found = [before["export"] if setup.is_whole(Path(before["export"])) else None]
         dist.broadcast_object_list(found, src=0)
         return Path(found[0]) if found[0] is not None else None
