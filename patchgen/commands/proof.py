@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import provenance
-from patchgen.commands import checkpoints, models_page, records, support_matrix
-from patchgen.commands.committed_models import IN_ONE_PROCESS, named
+from patchgen.commands import checkpoints, models_page, support_matrix
 from patchgen.errors import ConfigError, UpstreamNotFound
+from patchgen.runtime.verify import records
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, named
 from patchgen.runtime.verify.layout import Layout
 
 if TYPE_CHECKING:

@@ -30,6 +30,7 @@ from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
 from patchgen.runtime.verify.verdict import one_line
 
+EXPORT = "export"  # the folder of a run's model
 SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
 
 
@@ -177,7 +178,7 @@ def checkpointer(recipe: Recipe) -> Checkpointer:
 
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
     """Writes the model, and the tokenizer if it has one, to `export/`; every rank must call it."""
-    folder = recipe.directory / "export"
+    folder = recipe.directory / EXPORT
     export_pretrained(model, folder, source=models.weights_folder(recipe.model))
     if dist.get_rank() == 0:
         for part in (parts.tokenizer, parts.processor):
