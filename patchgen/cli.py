@@ -242,7 +242,12 @@ def export(
     step: Annotated[int | None, Option(help="instead of the newest whole checkpoint")] = None,
     layout: Layout = None,
     dtype: DType = None,
-    source: Annotated[Path | None, Option(help="the original, for its tokenizer; else where the run read it")] = None,
+    source: Annotated[
+        Path | None, Option(help="the original, for its tokenizer and what did not train; else where the run read it")
+    ] = None,
+    trained_only: Annotated[
+        bool, Option("--trained-only", help="not what the original holds beside the model")
+    ] = False,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -250,7 +255,7 @@ def export(
 
     Example: patchgen export runs/one --output exported
     """
-    what = {"step": step, "layout": layout, "dtype": dtype, "source": source}
+    what = {"step": step, "layout": layout, "dtype": dtype, "source": source, "trained_only": trained_only}
     commands.checkpoints.export(run, output, **what, code=code, generated=generated)
 
 

@@ -23,6 +23,7 @@ def export(
     layout: str | None,
     dtype: str | None,
     source: Path | None,
+    trained_only: bool,
     code: str | None,
     generated: str | None,
 ) -> None:
@@ -31,7 +32,8 @@ def export(
         from patchgen.runtime import checkpoint
 
         _register(code, generated)
-        folder = checkpoint.export_run(run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source)
+        what = {"step": step, "layout": layout, "source": source, "trained_only": trained_only}
+        folder = checkpoint.export_run(run, output, dtype=_dtype(dtype), **what)
     print(f"{folder} -> {output}")
 
 
