@@ -260,6 +260,24 @@ def export(
 
 
 @app.command()
+def merge(
+    adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
+    output: Annotated[Path, Option(help="the folder to write")],
+    source: Annotated[Path | None, Option(help="the checkpoint that it was trained on; else as it says")] = None,
+    layout: Layout = None,
+    dtype: DType = None,
+    code: Code = None,
+    generated: GeneratedIn = None,
+) -> None:
+    """Write a checkpoint with an adapter merged into it. Needs no GPU, and little memory.
+
+    Example: patchgen merge runs/one/adapter --output merged --source Qwen3-30B-A3B
+    """
+    what = {"source": source, "layout": layout, "dtype": dtype}
+    commands.checkpoints.merge(adapter, output, **what, code=code, generated=generated)
+
+
+@app.command()
 def convert(
     source: Annotated[Path, Argument(help="a Hugging Face checkpoint", show_default=False)],
     output: Annotated[Path, Argument(help="the folder to write", show_default=False)],

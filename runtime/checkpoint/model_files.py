@@ -106,10 +106,10 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
     for cls in _classes(named):
         is_known = True
         # Whatever attention the folder asks for: kernels of the Hub are code, and names and shapes are the same.
-        yield _on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
+        yield on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
     if not is_known:
         try:
-            yield _on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
+            yield on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
 
@@ -130,6 +130,7 @@ def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
             yield getattr(model.load(), name)
 
 
-def _on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """What `build` makes, without memory."""
     with torch.device("meta"):
         return build()

@@ -43,7 +43,7 @@ from patchgen.runtime.checkpoint.rest import Passed
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_index import read_index
 from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
-from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan
 
 CHUNK = 64 << 20
 """Bytes that are hashed at a time."""
@@ -94,7 +94,9 @@ def convert(
     made = outputs(model, written, dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
     unchanged = [Passed.of(stored) for stored in opened.others.values()]
-    _write(directory, [*made, *unchanged], files | side_files(source), max_file, keys_of_buffers(model, parameters))
+    write_folder(
+        directory, [*made, *unchanged], files | side_files(source), max_file, keys_of_buffers(model, parameters)
+    )
     return Converted(tuple(made), tuple(unchanged))
 
 
@@ -143,7 +145,7 @@ def export_run(
     made, files = with_rest(model, parameters, origin, beside, layout=layout, dtype=dtype, trained_only=trained_only)
     if isinstance(files.get(GENERATION_CONFIG), str) and (folder / GENERATION_CONFIG).is_file():
         files[GENERATION_CONFIG] = folder / GENERATION_CONFIG  # the run's own, where the original has none
-    _write(Path(directory), made, files, max_file, _keys_of_buffers_in_run(model))
+    write_folder(Path(directory), made, files, max_file, _keys_of_buffers_in_run(model))
     return folder
 
 
@@ -244,7 +246,7 @@ def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
     for box in _slabs(one):
         parts = [torch.empty(box_shape(box), dtype=moved.dtype) for moved in (one, other)]
         for moved, part in zip((one, other), parts, strict=True):
-            _fill(reader, moved, box, part)
+            fill(reader, moved, box, part)
         if not bool((parts[0] == parts[1]).all()):
             return False
     return True
@@ -255,9 +257,17 @@ def _keys_of_buffers_in_run(model: PreTrainedModel) -> set[str]:
     return {f"{MODEL}{name}" for name in model.state_dict() if name not in weights}
 
 
-def _write(
+def write_folder(
     directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int, infinite: Collection[str]
 ) -> None:
+    """Writes tensors that are made of those of files, one in memory at a time, and the files beside them.
+
+    Args:
+        infinite: keys that may hold infinite values.
+
+    Raises:
+        CheckpointError: naming file and key; what was there before is as it was.
+    """
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
     with FileReader(may_be_infinite=infinite) as reader:
@@ -269,14 +279,15 @@ def _write(
 
 
 def _read_whole(reader: FileReader, output: Output) -> Tensor:
-    if isinstance(output, Passed):
+    if isinstance(output, ReadOutput):
         return output.read(reader)
     out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
-    _fill(reader, output.moved, whole(out.shape), out)
+    fill(reader, output.moved, whole(out.shape), out)
     return out
 
 
-def _fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
+def fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
+    """Reads a box of a tensor that is made of those of files."""
     part = pull(moved, box, out)
     for found, wanted, view in part.reads:
         if isinstance(found.source, StoredTensor):
@@ -399,7 +410,7 @@ def _hash(reader: FileReader, moved: Moved) -> str:
     digest = hashlib.sha256(f"{moved.dtype} {list(moved.shape)} ".encode())
     for box in _slabs(moved):
         out = torch.empty([stop - start for start, stop in box], dtype=moved.dtype)
-        _fill(reader, moved, box, out)
+        fill(reader, moved, box, out)
         digest.update(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()[:32]
 

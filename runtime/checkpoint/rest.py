@@ -22,14 +22,14 @@ from patchgen.runtime.checkpoint.load import DERIVED, stored_leaves, unexpected_
 from patchgen.runtime.checkpoint.model_files import config_files, names_that_loading_opens, read_config, side_files
 from patchgen.runtime.checkpoint.moves import Moved, leaf, whole
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, FileReader, StoredTensor, read_folder
-from patchgen.runtime.checkpoint.writing import Output
+from patchgen.runtime.checkpoint.writing import ReadOutput
 
 OF_THE_FILE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")
 """What a config says of the files that it lies with, not of the model."""
 
 
 @dataclass(frozen=True)
-class Passed(Output):
+class Passed(ReadOutput):
     """A tensor that is written as it is stored, byte for byte."""
 
     stored: StoredTensor = field(kw_only=True)
@@ -40,11 +40,7 @@ class Passed(Output):
         return cls(stored.name, moved, stored.dtype, stored=stored)
 
     def read(self, reader: FileReader) -> Tensor:
-        """The tensor, on the CPU.
-
-        Raises:
-            CheckpointError: naming file and key.
-        """
+        """The tensor, on the CPU."""
         out = torch.empty(self.stored.shape, dtype=self.dtype)
         raw = replace(
             self.stored, dtype=torch.uint8, shape=(self.num_bytes,)

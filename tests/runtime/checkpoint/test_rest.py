@@ -12,9 +12,15 @@ import torch
 from typer.testing import CliRunner
 
 from patchgen.cli import app
-from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, export_run, load_pretrained
+from patchgen.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    export_pretrained,
+    export_run,
+    load_pretrained,
+    writing,
+)
 from patchgen.runtime.checkpoint import rest as rests
-from patchgen.runtime.checkpoint import writing
 from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.small_config import small_config
 

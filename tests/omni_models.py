@@ -1,4 +1,4 @@
-"""Small models that think and speak, whole, as upstream builds and saves them; for the tests beside this file."""
+"""Small models that think and speak, whole, as upstream builds and saves them."""
 
 from __future__ import annotations
 
