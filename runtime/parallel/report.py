@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
 from patchgen.runtime.parallel import peer_shards
@@ -65,6 +66,20 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
     for group in parameter_groups(model):
         lines.append(f"  {group.label:<50} {group.count:>6} {_size(group.whole):>11} {_size(group.local):>11}")
     return "\n".join(lines)
+
+
+def chosen() -> str:
+    """What the implementations that choose took since the process started, a line for each kind of call; "" if none did.
+
+    Known after a step: it depends on the shapes that reach a kernel. Layers that are compiled are not in it.
+    """
+    lines = [
+        (name, line)
+        for name, served in seams.selected().items()
+        if served == seams.AUTO
+        for line in choices.taken(name)
+    ]
+    return "\n".join(f"  {name:<16} auto took {line}" for name, line in lines)
 
 
 def seam_users(model: nn.Module) -> dict[str, Counter]:
