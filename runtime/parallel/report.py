@@ -32,6 +32,9 @@ from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
 from patchgen.runtime.parallel import peer_shards
 from patchgen.runtime.parallel.state import ParallelState
 
+HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
+"""What upstream's attention classes call the sizes of their heads."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -111,6 +114,12 @@ def attends(module: nn.Module) -> bool:
     """Whether this module itself calls the attention implementation that its config names."""
     names = {name for code in _codes(type(module).forward) for name in code.co_names}
     return getattr(module, "config", None) is not None and {"get_interface", "_attn_implementation"} <= names
+
+
+def largest_head(model: nn.Module) -> int:
+    """The largest head size, of keys or values, of the modules that attend as their config names; 0 without one."""
+    sizes = [getattr(module, name, 0) for module in model.modules() if attends(module) for name in HEAD_SIZES]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:
