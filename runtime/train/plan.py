@@ -11,7 +11,7 @@ import torch
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import flops, lora, lora_targets, memory, optimizers, run_log
+from patchgen.runtime.train import captured, flops, lora, lora_targets, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -32,6 +32,8 @@ def require_valid(recipe: Recipe, world: int) -> None:
     layout = models.parallel_config(recipe.parallel, world)
     train = recipe.train
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
+    if train.cuda_graph:
+        captured.require_possible(recipe, layout)
     if recipe.eval_data is not None:
         try:
             micro_batches_per_step(train.eval_batches, layout.num_batches)

@@ -191,7 +191,8 @@ def _with_attention_for_heads(
     Raises:
         RecipeError: the named attention does not.
     """
-    if BACKENDS[found.attention].max_head is None:
+    largest = models.largest_head(head, config) if BACKENDS[found.attention].max_head is not None else 0
+    if not attention.lacks(found.attention, (), head_size=largest):
         return found
     return replace(found, attention=models.choose_attention(named, head, config))
 

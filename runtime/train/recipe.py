@@ -205,6 +205,8 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
+        cuda_graph: replay forward and backward as one CUDA graph; for rows so short that the host cannot launch their kernels as
+            fast as they run (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; 0: none.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
@@ -217,6 +219,7 @@ class TrainConfig:
     router_loss: Literal["row", "global"] = "row"
     seed: CountOrZero = 0
     deterministic: bool = False
+    cuda_graph: bool = False
     eval_every: CountOrZero = 0
     eval_batches: Count = 8
     profile_start: Count = 10

@@ -32,6 +32,7 @@ from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
+from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
@@ -83,6 +84,7 @@ class Trainer:
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
+        self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
         self.step, self.skipped, self.saved_step = 0, 0, 0
@@ -145,18 +147,27 @@ class Trainer:
 
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""
-        items = torch.tensor(max(1, batches.labels), device=self.device)
-        share = torch.zeros((), device=self.device)
-        last = len(batches.micro_batches) - 1
-        for index, rows in enumerate(batches.micro_batches):
-            sharding.reduce_gradients(self.model, is_last=index == last)
-            with loss.step(items, len(batches.micro_batches), num_tokens=max(1, batches.real_tokens)):
-                part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
-                part.backward()
-            share += part.detach()
+        items, tokens = max(1, batches.labels), max(1, batches.real_tokens)
+        if self.captured is not None:
+            (rows,) = batches.micro_batches
+            share = self.captured(rows, items, tokens)
+            if self.captured.replayed == 1 and dist.get_rank() == 0:
+                print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
+        else:
+            share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            for index, rows in enumerate(batches.micro_batches, start=1):
+                sharding.reduce_gradients(self.model, is_last=index == len(batches.micro_batches))
+                share += self.micro_batch(to_device(rows, self.device), count, tokens, len(batches.micro_batches))
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
+
+    def micro_batch(self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1) -> Tensor:
+        """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss."""
+        with loss.step(items, of, num_tokens=tokens):
+            part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            part.backward()
+        return part.detach()
 
     def update(self) -> tuple[float, float]:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""

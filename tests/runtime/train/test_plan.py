@@ -137,7 +137,8 @@ def test_heads_are_those_that_attention_gets(name):
 def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
     """A small form of a model has small heads: those of the real one are asked for as well."""
     flash = "patchgen_flash_attention_2"
-    monkeypatch.setitem(BACKENDS, flash, replace(BACKENDS[flash], unavailable=lambda: None))  # as if there were a GPU
+    as_on_a_gpu = replace(BACKENDS[flash], unavailable=lambda: None, has_cpu_backward=True)
+    monkeypatch.setitem(BACKENDS, flash, as_on_a_gpu)
     for size, expected in ((64, flash), (512, "patchgen_sdpa")):
         recipe = recipe_of(model={"overrides": SMALL | {"head_dim": size}})
         head, config = model.find_head_and_config(model.read_config(recipe.model))
