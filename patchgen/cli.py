@@ -262,7 +262,12 @@ def export(
     step: Annotated[int | None, Option(help="instead of the newest whole checkpoint")] = None,
     layout: Layout = None,
     dtype: DType = None,
-    source: Annotated[Path | None, Option(help="the original, for its tokenizer; else where the run read it")] = None,
+    source: Annotated[
+        Path | None, Option(help="the original, for its tokenizer and what did not train; else where the run read it")
+    ] = None,
+    trained_only: Annotated[
+        bool, Option("--trained-only", help="not what the original holds beside the model")
+    ] = False,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -270,8 +275,26 @@ def export(
 
     Example: patchgen export runs/one --output exported
     """
-    what = {"step": step, "layout": layout, "dtype": dtype, "source": source}
+    what = {"step": step, "layout": layout, "dtype": dtype, "source": source, "trained_only": trained_only}
     commands.checkpoints.export(run, output, **what, code=code, generated=generated)
+
+
+@app.command()
+def merge(
+    adapter: Annotated[Path, Argument(help="a folder that PEFT saved, such as runs/one/adapter", show_default=False)],
+    output: Annotated[Path, Option(help="the folder to write")],
+    source: Annotated[Path | None, Option(help="the checkpoint that it was trained on; else as it says")] = None,
+    layout: Layout = None,
+    dtype: DType = None,
+    code: Code = None,
+    generated: GeneratedIn = None,
+) -> None:
+    """Write a checkpoint with an adapter merged into it. Needs no GPU, and little memory.
+
+    Example: patchgen merge runs/one/adapter --output merged --source Qwen3-30B-A3B
+    """
+    what = {"source": source, "layout": layout, "dtype": dtype}
+    commands.checkpoints.merge(adapter, output, **what, code=code, generated=generated)
 
 
 @app.command()

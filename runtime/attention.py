@@ -130,12 +130,13 @@ def _with_own_class(model_class: type[nn.Module], name: str) -> str:
 # ------------------------------------------------------------------------------------------- choosing a backend
 
 
-def lacks(name: str, asked: Collection[str], *, device_type: str | None = None) -> tuple[str, ...]:
-    """The features of `asked` that an attention does not have.
+def lacks(name: str, asked: Collection[str], *, device_type: str | None = None, head_size: int = 0) -> tuple[str, ...]:
+    """The features of `asked` that an attention does not have, and heads of `head_size` if they are too large for it.
 
     Args:
         asked: names out of `attention_backends.FEATURES`.
         device_type: where it would run; default: "cuda" if there is such a device.
+        head_size: of the largest heads.
 
     Raises:
         ValueError: a feature that does not exist.
@@ -144,20 +145,32 @@ def lacks(name: str, asked: Collection[str], *, device_type: str | None = None) 
     if unknown:
         raise ValueError(f"There is no feature of attention {unknown}. There are: {', '.join(FEATURES)}.")
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    able = BACKENDS[name].features_on(device_type)
-    return tuple(feature for feature in FEATURES if feature in asked and feature not in able)
+    able, largest = BACKENDS[name].features_on(device_type), BACKENDS[name].max_head
+    too_large = (f"heads of {head_size}",) if largest is not None and head_size > largest else ()
+    return tuple(feature for feature in FEATURES if feature in asked and feature not in able) + too_large
 
 
-def choose(asked: Collection[str] = (), *, device_type: str | None = None) -> str:
+def choose(asked: Collection[str] = (), *, device_type: str | None = None, head_size: int = 0) -> str:
     """The fastest attention that can train here and has all features; `patchgen_eager` has every one."""
+    return next(name for name in ORDER if not _against(name, asked, device_type, head_size))
+
+
+def passed_over(name: str, asked: Collection[str], *, head_size: int = 0) -> dict[str, str]:
+    """Why each attention that is faster than `name` is not taken here for a model that asks for this."""
+    faster = ORDER[: ORDER.index(name)]
+    reasons = {other: _against(other, asked, None, head_size) for other in faster}
+    return {other: reason for other, reason in reasons.items() if reason}
+
+
+def _against(name: str, asked: Collection[str], device_type: str | None, head_size: int) -> str:
+    """Why an attention cannot train this here; "" if it can."""
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    return next(
-        name
-        for name in ORDER
-        if BACKENDS[name].unavailable() is None
-        and (device_type == "cuda" or BACKENDS[name].has_cpu_backward)
-        and not lacks(name, asked, device_type=device_type)
-    )
+    lacking = lacks(name, asked, device_type=device_type, head_size=head_size)
+    if lacking:
+        return f"cannot do {' and '.join(lacking)}"
+    if device_type != "cuda" and not BACKENDS[name].has_cpu_backward:
+        return "has no backward on the CPU"
+    return BACKENDS[name].unavailable() or ""
 
 
 _RECORDINGS: list[set[str]] = []

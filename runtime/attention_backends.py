@@ -104,6 +104,7 @@ class Backend:
         gpu_features: what it can do on a GPU besides.
         takes_blocks: overlays reach it as a BlockMask, not as a tensor.
         has_cpu_backward: whether it trains on a CPU, in a machine with a GPU too.
+        max_head: the largest head size that it takes; None: any.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -112,6 +113,7 @@ class Backend:
     gpu_features: frozenset[str] = frozenset()
     takes_blocks: bool = False
     has_cpu_backward: bool = False
+    max_head: int | None = None
 
     def features_on(self, device_type: str) -> frozenset[str]:
         """What it can do on a kind of device beyond causal and full attention over documents."""
@@ -424,6 +426,8 @@ def _needs(module: str, package: str) -> Callable[[], str | None]:
 
 # The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.
 _FLASH = frozenset({"sliding window"})
+FLASH_HEAD = 256
+"""Flash kernels, torch's included, are compiled for heads of up to this size."""
 
 BACKENDS: dict[str, Backend] = {
     "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None, has_cpu_backward=True),
@@ -440,14 +444,16 @@ BACKENDS: dict[str, Backend] = {
         gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
         takes_blocks=True,
     ),
-    "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch")),
+    "patchgen_flash_varlen": Backend(
+        torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch"), max_head=FLASH_HEAD
+    ),
     "patchgen_flash_attention_2": Backend(
-        flash_2, _FLASH | {"soft cap", "dropout"}, _needs("flash_attn.bert_padding", "flash-attn")
+        flash_2, _FLASH | {"soft cap", "dropout"}, _needs("flash_attn.bert_padding", "flash-attn"), max_head=FLASH_HEAD
     ),
     "patchgen_flash_attention_3": Backend(
-        flash_3, _FLASH | {"soft cap"}, _needs("flash_attn_interface", "flash-attn-3")
+        flash_3, _FLASH | {"soft cap"}, _needs("flash_attn_interface", "flash-attn-3"), max_head=FLASH_HEAD
     ),
     "patchgen_flash_attention_4": Backend(
-        flash_4, _FLASH | {"soft cap", "sinks"}, _needs("flash_attn.cute", "flash-attn-4")
+        flash_4, _FLASH | {"soft cap", "sinks"}, _needs("flash_attn.cute", "flash-attn-4"), max_head=FLASH_HEAD
     ),
 }

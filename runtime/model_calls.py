@@ -32,7 +32,7 @@ from patchgen.runtime.document_rows import DocumentRows
 from patchgen.runtime.parallel import batch, collectives
 from patchgen.runtime.per_tensor import PerTensor
 
-BOUNDS, POSITIONS = "cu_seq_lens_q", "position_ids"
+BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
 OWN_POSITIONS = "create_position_ids_from_input_ids"
 """What upstream names the rule by which an embedding numbers tokens from their ids, beside padding."""
 
@@ -187,7 +187,7 @@ def _require_whole_rows(module: nn.Module) -> None:
 
 
 def _rows(module: nn.Module, given: dict[str, Any]) -> DocumentRows:
-    if given.get("attention_mask") is not None:
+    if given.get(MASK) is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
         )
@@ -205,21 +205,43 @@ def _parameters(model_class: type[nn.Module]) -> tuple[tuple[str, ...], bool]:
 def _lengths(given: dict[str, Any]) -> dict[str, Any]:
     """The packing arguments that position ids `(B or 1, S)` tell by starting again; of a slice they tell nothing.
 
-    One host sync per batch, as upstream's own search for documents.
+    One host sync per batch, as upstream's own search for documents. Where a collator adds a mask of ones, upstream does not
+    search: here such a mask is taken for none.
+
+    Raises:
+        ValueError: position ids start again in a row that has padding as well.
     """
-    positions = given.get(POSITIONS)
+    positions, mask, tokens = given.get(POSITIONS), given.get(MASK), _tokens(given)
     state = parallel.current()
     if not isinstance(positions, Tensor) or positions.ndim != 2 or (state is not None and state.sp > 1):
         return {}
-    if given.get("attention_mask") is not None or given.get("past_key_values") is not None:
+    if tokens is None or given.get("past_key_values") is not None or _is_counted_through(positions):
         return {}
-    tokens = _tokens(given)
-    if tokens is None or _is_counted_through(positions):
-        return {}
-    found = _restarts(positions.expand(tokens.shape[0], -1))
+    positions_BS = positions.expand(tokens.shape[0], -1)
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != positions_BS.shape:
+            return {}
+        if not _is_all_ones(mask):
+            _require_one_document(positions_BS, mask.bool())
+            return {}
+    found = _restarts(positions_BS)
     if not found:
         note_counted_through(positions)
-    return found
+    return found | {MASK: None} if found and mask is not None else found
+
+
+_is_all_ones = PerTensor(lambda mask: bool((mask == 1).all()))
+
+
+def _require_one_document(positions_BS: Tensor, is_token_BS: Tensor) -> None:
+    """Refuses rows in which a token follows another and counts from the start again: the mask would hide that from all."""
+    both_BR = is_token_BS[:, 1:] & is_token_BS[:, :-1]
+    if bool((both_BR & (positions_BS[:, 1:] <= positions_BS[:, :-1])).any()):
+        raise ValueError(
+            f"{POSITIONS} start again within a row, so it holds several documents, and {MASK} has zeros, so it has padding: "
+            f"with a mask documents would see each other. Hand over {BOUNDS} and {BOUNDS.replace('_q', '_k')} and no mask, "
+            "with the padding as a document of its own, or one document per row."
+        )
 
 
 def _restarts(positions_BS: Tensor) -> dict[str, Any]:

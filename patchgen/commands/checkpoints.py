@@ -1,7 +1,8 @@
-"""export, convert and fingerprint: checkpoints from disk to disk."""
+"""export, merge, convert and fingerprint: checkpoints from disk to disk."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ def export(
     layout: str | None,
     dtype: str | None,
     source: Path | None,
+    trained_only: bool,
     code: str | None,
     generated: str | None,
 ) -> None:
@@ -33,8 +35,41 @@ def export(
         from patchgen.runtime import checkpoint
 
         register(code, generated)
-        folder = checkpoint.export_run(run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source)
+        what = {"step": step, "layout": layout, "source": source, "trained_only": trained_only}
+        folder = checkpoint.export_run(run, output, dtype=_dtype(dtype), **what)
     print(f"{folder} -> {output}")
+
+
+def merge(
+    adapter: Path,
+    output: Path,
+    *,
+    source: Path | None,
+    layout: str | None,
+    dtype: str | None,
+    code: str | None,
+    generated: str | None,
+) -> None:
+    """Writes a checkpoint with an adapter merged into it."""
+    with _named_errors():
+        from patchgen.runtime import checkpoint
+
+        register(code, generated)
+        source = source or _trained_on(adapter)
+        count = checkpoint.merge_adapter(adapter, source, output, layout=layout, dtype=_dtype(dtype))
+    print(f"{source} + {adapter} -> {output}: {count} parameters changed")
+
+
+def _trained_on(adapter: Path) -> Path:
+    """The folder that an adapter says it was trained on."""
+    file = adapter / "adapter_config.json"
+    try:
+        named = json.loads(file.read_text()).get("base_model_name_or_path")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{adapter} is no folder with an adapter of PEFT: {error}") from error
+    if not named or not Path(named).is_dir():
+        raise ConfigError(f"{file} names {named!r} as its model, which is no folder here: say which with --source.")
+    return Path(named)
 
 
 def convert(

@@ -5,6 +5,8 @@ train_state.py          save and resume a run: whole or not at all, on any layou
 export.py               weights out of a sharded model, in the layout of the original
 stream.py               the same without files, for an engine that generates
 offline.py              from disk to disk: other layouts, a run's weights, fingerprints
+merge.py                an adapter into a checkpoint
+rest.py                 what a checkpoint holds beside the model that trains
 
 moves.py                how tensors are made of other tensors, without having them
 layout.py               transformers' own conversions on such tensors
@@ -16,6 +18,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import export_pretrained
 from patchgen.runtime.checkpoint.layout import LAYOUTS
 from patchgen.runtime.checkpoint.load import LoadReport, load_pretrained
+from patchgen.runtime.checkpoint.merge import merge_adapter
 from patchgen.runtime.checkpoint.offline import convert, export_run, fingerprint
 from patchgen.runtime.checkpoint.stream import stream_weights
 from patchgen.runtime.checkpoint.train_state import Checkpointer
@@ -30,5 +33,6 @@ __all__ = [
     "export_run",
     "fingerprint",
     "load_pretrained",
+    "merge_adapter",
     "stream_weights",
 ]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,9 +27,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.layout import disassemble
+from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
-from patchgen.runtime.checkpoint.model_files import config_files, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, Pull, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import (
     FAILURES,
@@ -39,6 +39,8 @@ from patchgen.runtime.checkpoint.placement import (
     within,
     world,
 )
+from patchgen.runtime.checkpoint.rest import Passed, Rest, find_rest
+from patchgen.runtime.checkpoint.safetensor_files import FileReader
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, plan
 
 
@@ -51,28 +53,37 @@ def export_pretrained(
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_file: int = MAX_FILE,
+    trained_only: bool = False,
 ) -> None:
     """Writes the weights of `model` as safetensors files with index and configs. Every rank calls it.
+
+    What the checkpoint that the model was loaded from holds beside it (the voice of an omni model) is copied, byte for
+    byte, under the config of the whole.
 
     Args:
         model: sharded or not.
         directory: where to; weights of an earlier export there are replaced once all new ones are written.
         layout: "per-expert" or "stacked"; None: that of the checkpoint that the model was loaded from, or upstream's
             own.
-        source: the folder of the original, whose tokenizer, processor and generation config are copied.
+        source: the folder of the original, whose tokenizer, processor and generation config are copied; None: where the
+            rest lies, if there is one.
         dtype: of floating-point weights, but for those that upstream keeps in fp32; None: as they are.
         max_file: bytes of a file.
+        trained_only: write the model by itself, under its own config.
 
     Raises:
-        CheckpointError: on every rank, naming rank, file and key, as soon as one rank cannot go on; files that were
-            there before are as they were.
+        CheckpointError: on every rank, naming rank, file and key, as soon as one rank cannot go on, or if the folder with
+            the rest is gone; files that were there before are as they were.
     """
     directory = Path(directory)
     tensors = saved_tensors(model)
 
     def prepare() -> tuple[dict[str, str | Path], list[PlannedFile], _Gatherer]:
-        others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
-        return others, plan(planned_outputs(model, tensors, layout, dtype), max_file=max_file), _Gatherer(tensors)
+        require_no_adapters(model)
+        leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+        origin, folder = getattr(model, "checkpoint_origin", None), Path(source) if source is not None else None
+        made, others = with_rest(model, leaves, origin, folder, layout=layout, dtype=dtype, trained_only=trained_only)
+        return others, plan(made, max_file=max_file), _Gatherer(tensors)
 
     others, files, gatherer = together(
         prepare, f"{directory} could not be written; what was there before is as it was:"
@@ -104,6 +115,36 @@ def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tup
 
     writer.attempt(write)
     return True
+
+
+def with_rest(
+    model: PreTrainedModel,
+    tensors: dict[str, Moved],
+    origin: Origin | None,
+    source: Path | None,
+    *,
+    layout: str | None,
+    dtype: torch.dtype | None,
+    trained_only: bool,
+) -> tuple[list[Output], dict[str, str | Path]]:
+    """What to write for a model and for what it was loaded beside: the tensors, and the files around them.
+
+    Raises:
+        CheckpointError: a layout that does not exist; the rest's folder is gone; two tensors of one key.
+    """
+    rest = Rest(taken=origin) if trained_only else find_rest(model, origin, source)
+    made = outputs(model, disassemble(model, tensors, layout=layout, origin=rest.taken), dtype)
+    twice = {output.name for output in made} & {output.name for output in rest.tensors}
+    if twice:
+        raise CheckpointError(
+            f"{min(twice)} is written for {class_name(model)}, and {rest.directory} holds a tensor of that key which the "
+            "model was not loaded from. Write what trained by itself (--trained-only; in Python trained_only=True)."
+        )
+    sizes: Counter[torch.dtype] = Counter()
+    for output in made:
+        sizes[output.dtype] += output.num_bytes if output.dtype.is_floating_point else 0
+    stored = dtype or (sizes.most_common(1)[0][0] if sizes.total() else None)
+    return [*made, *rest.tensors], rest.config_files(model, stored) | rest.side_files(source)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -182,12 +223,13 @@ class _Exchange:
     Attributes:
         operations: alike in number and order on the two ranks of each.
         arrivals: (part of a tensor, the buffer that it arrives in) where it cannot arrive in its place.
-        made: what this rank writes: the output, its elements on the device, how its last elements come to their place.
+        made: what this rank writes: the output, its elements on the device, how its last elements come to their place;
+            of what is copied from a file nothing yet.
     """
 
     operations: list[dist.P2POp] = field(default_factory=list)
     arrivals: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    made: list[tuple[PlannedFile, Output, Tensor, Pull]] = field(default_factory=list)
+    made: list[tuple[PlannedFile, Output, tuple[Tensor, Pull] | None]] = field(default_factory=list)
 
     def run(self) -> None:
         """Waits until all has been sent and received."""
@@ -198,11 +240,15 @@ class _Exchange:
         """The tensors that this rank writes, on the CPU."""
         for target, arrived in self.arrivals:
             target.copy_(arrived)
-        for file, output, tensor, part in self.made:
-            with _named(file, output):
-                finish(part)
-                on_cpu = tensor.cpu()
-            yield output, on_cpu
+        with FileReader() as reader:
+            for file, output, gathered in self.made:
+                with _named(file, output):
+                    if gathered is None:
+                        on_cpu = output.read(reader)
+                    else:
+                        finish(gathered[1])
+                        on_cpu = gathered[0].cpu()
+                yield output, on_cpu
 
 
 @contextlib.contextmanager
@@ -247,6 +293,9 @@ class _Gatherer:
 
     def _prepare(self, file: PlannedFile, output: Output, exchange: _Exchange, transfers: Iterator[int]) -> None:
         mine = file.writer == self._rank
+        if isinstance(output, Passed):
+            exchange.made += [(file, output, None)] if mine else []
+            return
         shape = tuple(output.moved.shape)
         out = torch.empty(shape, dtype=output.dtype, device=self._device if mine else "meta")
         part = pull(output.moved, whole(shape), out)
@@ -271,7 +320,7 @@ class _Gatherer:
                     if arrived is not target:
                         exchange.arrivals.append((target, arrived))
         if mine:
-            exchange.made.append((file, output, out, part))
+            exchange.made.append((file, output, (out, part)))
 
 
 def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:

@@ -59,7 +59,7 @@ class Origin:
     def of(cls, directory: object, shapes: Mapping[str, Sequence[int]]) -> Origin:
         found: dict[str, tuple[str, tuple[int, ...]]] = {}
         for key in sorted(shapes, key=dot_natural_key):
-            found.setdefault(_pattern(key), (key, tuple(shapes[key])))
+            found.setdefault(pattern_of(key), (key, tuple(shapes[key])))
         return cls(str(directory), dict(found.values()))
 
     def to_json(self) -> dict:
@@ -70,7 +70,7 @@ class Origin:
         return cls(fields["directory"], {key: tuple(shape) for key, shape in fields["shapes"].items()})
 
 
-def _pattern(key: str) -> str:
+def pattern_of(key: str) -> str:
     """The key without the numbers of layers and experts."""
     return ".".join("0" if part.isdigit() else part for part in key.split("."))
 
@@ -306,9 +306,9 @@ def disassemble(
             model._weight_conversions = before
     if origin is None or layout is not None:
         return written
-    shapes = {_pattern(key): shape for key, shape in origin.shapes.items()}
-    turned = [key for key, tensor in written.items() if _lay_transposed(tensor, shapes.get(_pattern(key)))]
-    stacks = {key: tensor for key, tensor in written.items() if tensor.ndim == 3 and _pattern(key) in shapes}
+    shapes = {pattern_of(key): shape for key, shape in origin.shapes.items()}
+    turned = [key for key, tensor in written.items() if _lay_transposed(tensor, shapes.get(pattern_of(key)))]
+    stacks = {key: tensor for key, tensor in written.items() if tensor.ndim == 3 and pattern_of(key) in shapes}
     turned += _squares_of_turned(stacks, set(turned))
     return written | {key: written[key].transpose(1, 2) for key in turned}
 

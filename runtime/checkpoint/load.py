@@ -218,7 +218,7 @@ def _fit(
     problems = of_another_kind(state, assembly.parameters, stored)
     if problems:
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
-    origin = Origin.of(directory, {key: tensor.shape for key, tensor in stored.items()})
+    origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
     return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes)
 

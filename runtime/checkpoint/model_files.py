@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
 
 GENERATION_CONFIG = "generation_config.json"
 # What stands beside the weights of a release and is needed to run it.
@@ -55,7 +55,21 @@ def side_files(source: Path) -> dict[str, Path]:
     """
     if not source.is_dir():
         raise CheckpointError(f"{source}, whose tokenizer and generation config are to be copied, is not a folder.")
-    return {path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()}
+    found = {path.name: path for pattern in SIDE_FILES for path in sorted(source.glob(pattern)) if path.is_file()}
+    return found | {name: source / name for name in names_that_loading_opens(source)}
+
+
+def names_that_loading_opens(source: Path) -> list[str]:
+    """Further files that upstream's class opens by name when it loads from a folder: the voices of a model that speaks."""
+    import transformers
+
+    names = read_config(source).get("architectures") or () if (source / CONFIG).is_file() else ()
+    classes = [getattr(transformers, name, None) for name in names if isinstance(name, str)]
+    own = {base for cls in classes if isinstance(cls, type) for base in cls.__mro__} - {*PreTrainedModel.__mro__}
+    methods = [vars(base)["from_pretrained"].__func__ for base in own if "from_pretrained" in vars(base)]
+    constants = {value for method in methods for value in method.__code__.co_consts if isinstance(value, str)}
+    files = {path.name for path in source.iterdir() if path.is_file() and not WEIGHTS.fullmatch(path.name)}
+    return sorted(constants & files - {CONFIG})
 
 
 def read_config(directory: Path) -> dict:
@@ -92,10 +106,10 @@ def empty_models(directory: Path) -> Iterator[PreTrainedModel]:
     for cls in _classes(named):
         is_known = True
         # Whatever attention the folder asks for: kernels of the Hub are code, and names and shapes are the same.
-        yield _on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
+        yield on_meta(lambda cls=cls: cls._from_config(copy.deepcopy(config), attn_implementation="eager"))
     if not is_known:
         try:
-            yield _on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
+            yield on_meta(lambda: AutoModel.from_config(config, attn_implementation="eager", trust_remote_code=False))
         except ValueError as error:
             raise CheckpointError(f"No class is known for {named} of {directory / CONFIG}: {error}") from error
 
@@ -116,6 +130,7 @@ def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
             yield getattr(model.load(), name)
 
 
-def _on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    """What `build` makes, without memory."""
     with torch.device("meta"):
         return build()

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.export import outputs, saved_tensors
+from patchgen.runtime.checkpoint.export import outputs, saved_tensors, with_rest
 from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
@@ -39,10 +39,11 @@ from patchgen.runtime.checkpoint.manifest import examine, require_content
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
+from patchgen.runtime.checkpoint.rest import Passed
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_index import read_index
 from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
-from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, plan
+from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan
 
 CHUNK = 64 << 20
 """Bytes that are hashed at a time."""
@@ -92,9 +93,10 @@ def convert(
     written = disassemble(model, parameters, layout=layout, origin=None)
     made = outputs(model, written, dtype)
     files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
-    unchanged = [Output(key, moved, moved.dtype) for key, moved in opened.others.items()]
-    infinite = keys_of_buffers(model, parameters) | opened.others.keys()
-    _write(directory, made + unchanged, files | side_files(source), max_file, infinite)
+    unchanged = [Passed.of(stored) for stored in opened.others.values()]
+    write_folder(
+        directory, [*made, *unchanged], files | side_files(source), max_file, keys_of_buffers(model, parameters)
+    )
     return Converted(tuple(made), tuple(unchanged))
 
 
@@ -107,14 +109,16 @@ def export_run(
     source: str | Path | None = None,
     dtype: torch.dtype | None = None,
     max_file: int = MAX_FILE,
+    trained_only: bool = False,
 ) -> Path:
     """Writes the weights of a training checkpoint as a Hugging Face checkpoint; returns the folder it was made from.
 
     Args:
         run: a run's folder, its `checkpoints` folder, or one checkpoint (`step-...`).
         step: which; None: the newest whole one.
-        source: folder of the original, for tokenizer and generation config; None: the one that the run's weights were
-            loaded from, where that still exists.
+        source: folder of the original, for tokenizer, generation config and what of it did not train; None: the one that
+            the run's weights were loaded from, where that still exists.
+        trained_only: write the model that trained by itself, not what it was loaded beside.
 
     Raises:
         CheckpointError: no whole checkpoint, or files that cannot be read or written.
@@ -141,14 +145,13 @@ def export_run(
     for group in tied_groups(model):
         stored |= dict.fromkeys(group, stored[group[0]])
     parameters = {name: stored[name] for name in saved_tensors(model)}
-    made = outputs(model, disassemble(model, parameters, layout=layout, origin=origin), dtype)
-    files = config_files(model, dtype or next((o.dtype for o in made if o.dtype.is_floating_point), None))
     beside = Path(source) if source is not None else None
     if beside is None and origin is not None and Path(origin.directory).is_dir():
         beside = Path(origin.directory)
-    files |= {GENERATION_CONFIG: folder / GENERATION_CONFIG} if (folder / GENERATION_CONFIG).is_file() else {}
-    files |= side_files(beside) if beside is not None else {}
-    _write(Path(directory), made, files, max_file, _keys_of_buffers_in_run(model))
+    made, files = with_rest(model, parameters, origin, beside, layout=layout, dtype=dtype, trained_only=trained_only)
+    if isinstance(files.get(GENERATION_CONFIG), str) and (folder / GENERATION_CONFIG).is_file():
+        files[GENERATION_CONFIG] = folder / GENERATION_CONFIG  # the run's own, where the original has none
+    write_folder(Path(directory), made, files, max_file, _keys_of_buffers_in_run(model))
     return folder
 
 
@@ -194,7 +197,7 @@ class _Opened:
 
     model: PreTrainedModel
     parameters: dict[str, Moved]
-    others: dict[str, Moved]
+    others: dict[str, StoredTensor]
 
 
 def _open(source: Path) -> _Opened:
@@ -239,7 +242,7 @@ def _open(source: Path) -> _Opened:
     if problems:
         advice = "If both are wanted, the config must say tie_word_embeddings=false."
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems, advice=advice)
-    return _Opened(model, parameters, {key: leaves[key] for key in sorted(ignored)})
+    return _Opened(model, parameters, {key: stored[key] for key in sorted(ignored)})
 
 
 def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
@@ -249,7 +252,7 @@ def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
     for box in _slabs(one):
         parts = [torch.empty(box_shape(box), dtype=moved.dtype) for moved in (one, other)]
         for moved, part in zip((one, other), parts, strict=True):
-            _fill(reader, moved, box, part)
+            fill(reader, moved, box, part)
         if not bool((parts[0] == parts[1]).all()):
             return False
     return True
@@ -260,9 +263,17 @@ def _keys_of_buffers_in_run(model: PreTrainedModel) -> set[str]:
     return {f"{MODEL}{name}" for name in model.state_dict() if name not in weights}
 
 
-def _write(
+def write_folder(
     directory: Path, made: list[Output], files: Mapping[str, str | Path], max_file: int, infinite: Collection[str]
 ) -> None:
+    """Writes tensors that are made of those of files, one in memory at a time, and the files beside them.
+
+    Args:
+        infinite: keys that may hold infinite values.
+
+    Raises:
+        CheckpointError: naming file and key; what was there before is as it was.
+    """
     planned = plan(made, max_file=max_file)
     writer = FolderWriter(directory, planned)
     with FileReader(may_be_infinite=infinite) as reader:
@@ -274,12 +285,15 @@ def _write(
 
 
 def _read_whole(reader: FileReader, output: Output) -> Tensor:
+    if isinstance(output, ReadOutput):
+        return output.read(reader)
     out = torch.empty(tuple(output.moved.shape), dtype=output.dtype)
-    _fill(reader, output.moved, whole(out.shape), out)
+    fill(reader, output.moved, whole(out.shape), out)
     return out
 
 
-def _fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
+def fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
+    """Reads a box of a tensor that is made of those of files."""
     part = pull(moved, box, out)
     for found, wanted, view in part.reads:
         if isinstance(found.source, StoredTensor):
@@ -389,7 +403,7 @@ def fingerprint(directory: str | Path) -> dict[str, str]:
         opened = _open(directory)
         copies = {name for group in tied_groups(opened.model) for name in group[1:]}
         made = {name: moved for name, moved in opened.parameters.items() if name not in copies}
-        made |= {key: moved for key, moved in opened.others.items() if not key.endswith(DERIVED)}
+        made |= stored_leaves({key: stored for key, stored in opened.others.items() if not key.endswith(DERIVED)})
     else:
         made = _stored_shards(find_checkpoint(directory))
     # What is damaged has a hash as well; NaN has none, for it equals nothing.
@@ -402,7 +416,7 @@ def _hash(reader: FileReader, moved: Moved) -> str:
     digest = hashlib.sha256(f"{moved.dtype} {list(moved.shape)} ".encode())
     for box in _slabs(moved):
         out = torch.empty([stop - start for start, stop in box], dtype=moved.dtype)
-        _fill(reader, moved, box, out)
+        fill(reader, moved, box, out)
         digest.update(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()[:32]
 

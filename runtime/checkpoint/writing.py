@@ -26,7 +26,15 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
 from patchgen.runtime.checkpoint.moves import Moved
 from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
+from patchgen.runtime.checkpoint.safetensor_files import (
+    CONFIG,
+    DTYPE_NAMES,
+    INCOMPLETE,
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+    FileReader,
+)
 
 MAX_FILE = 5_000_000_000
 """Bytes of a file, if no tensor alone is larger."""
@@ -43,6 +51,19 @@ class Output:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.moved.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class ReadOutput(Output):
+    """A tensor that knows by itself how it is read; `moved` has its shape."""
+
+    def read(self, reader: FileReader) -> Tensor:
+        """The tensor, on the CPU.
+
+        Raises:
+            CheckpointError: naming file and key.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -108,6 +108,7 @@ RULES: dict[str, FieldRule] = {
     "input_features_mask": ITEMS,
     "feature_attention_mask": ITEMS,
     "audio_feature_lengths": ITEMS,
+    "chunk_sample_lengths": ITEMS,
 }
 
 

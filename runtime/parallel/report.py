@@ -26,10 +26,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
 from patchgen.runtime.parallel import peer_shards
 from patchgen.runtime.parallel.state import ParallelState
+
+HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
+"""What upstream's attention classes call the sizes of their heads."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,20 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
     return "\n".join(lines)
 
 
+def chosen() -> str:
+    """What the implementations that choose took since the process started, a line for each kind of call; "" if none did.
+
+    Known after a step: it depends on the shapes that reach a kernel. Layers that are compiled are not in it.
+    """
+    lines = [
+        (name, line)
+        for name, served in seams.selected().items()
+        if served == seams.AUTO
+        for line in choices.taken(name)
+    ]
+    return "\n".join(f"  {name:<16} auto took {line}" for name, line in lines)
+
+
 def seam_users(model: nn.Module) -> dict[str, Counter]:
     """For each seam the classes of live modules whose forward calls it, directly or by a function of their file.
 
@@ -96,6 +114,12 @@ def attends(module: nn.Module) -> bool:
     """Whether this module itself calls the attention implementation that its config names."""
     names = {name for code in _codes(type(module).forward) for name in code.co_names}
     return getattr(module, "config", None) is not None and {"get_interface", "_attn_implementation"} <= names
+
+
+def largest_head(model: nn.Module) -> int:
+    """The largest head size, of keys or values, of the modules that attend as their config names; 0 without one."""
+    sizes = [getattr(module, name, 0) for module in model.modules() if attends(module) for name in HEAD_SIZES]
+    return max((size for size in sizes if isinstance(size, int)), default=0)
 
 
 def check_seams(used: Mapping[str, Counter], wanted: Mapping[str, str]) -> None:

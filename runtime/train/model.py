@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import json
 import re
@@ -183,9 +184,49 @@ def require_attention(wanted: str | None) -> None:
 
 
 def choose_attention(wanted: str | None, head: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """The name of the attention: the wanted one, or the fastest that has here what a small form of the model asks for."""
+    """The name of the attention: the wanted one, or the fastest that has here what a small form of the model asks for and
+    takes its heads.
+
+    Raises:
+        RecipeError: the wanted one cannot run here, or not with heads of this size.
+    """
     require_attention(wanted)
-    return wanted or attention.choose(asked_of_attention(head, config))
+    if wanted is not None:
+        require_heads(wanted, head.__name__, largest_head(head, config) if BACKENDS[wanted].max_head else 0)
+        return wanted
+    asked = asked_of_attention(head, config)
+    chosen = attention.choose(asked)
+    return (
+        chosen if BACKENDS[chosen].max_head is None else attention.choose(asked, head_size=largest_head(head, config))
+    )
+
+
+def require_heads(name: str, model: str, head_size: int) -> None:
+    """Refuses an attention that cannot do heads of this size."""
+    if lacking := attention.lacks(name, (), head_size=head_size):
+        able = [other for other, backend in BACKENDS.items() if backend.max_head is None]
+        raise RecipeError(
+            f"model.attention = '{name}' cannot do {lacking[0]}, which {model} has. Those that take any: {', '.join(able)}."
+        )
+
+
+def why_attention(head: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> str:
+    """Why faster attentions than `name` are not taken, a line for each reason; "" if there is none."""
+    found = attention.passed_over(name, asked_of_attention(head, config), head_size=largest_head(head, config))
+    names = {reason: [other for other, why in found.items() if why == reason] for reason in found.values()}
+    return "\n".join(f"             not {', '.join(others)}: {reason}" for reason, others in names.items())
+
+
+def largest_head(head: type[PreTrainedModel], config: PreTrainedConfig) -> int:
+    """The largest head size of a model, read from its attention modules."""
+    return _largest_head(head, config.to_json_string(use_diff=False))
+
+
+@functools.lru_cache(maxsize=8)
+def _largest_head(head: type[PreTrainedModel], config_text: str) -> int:
+    config = head.config_class.from_dict(json.loads(config_text))
+    with torch.device("meta"):
+        return report.largest_head(head._from_config(config, attn_implementation="eager"))
 
 
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:

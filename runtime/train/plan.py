@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
@@ -95,6 +96,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
         *(f"{name.replace(':', '    ')}    {sum(users.values())} layers" for name, users in _attention(model)),
+        *([why] if (why := _why_attention(recipe, model)) else []),
         *([f"lora         {lora_targets.find_targets(model, recipe.lora).told}"] if recipe.lora is not None else []),
         f"run          {recipe.directory}",
         "",
@@ -103,6 +105,13 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         draw(layout),
     ]
     return "\n".join(lines)
+
+
+def _why_attention(recipe: Recipe, model) -> str:
+    """Why no faster attention runs, for the one that most layers have."""
+    found = [name.partition(":")[2] for name, _ in _attention(model)]
+    own = [name for name in found if name in BACKENDS]
+    return models.why_attention(type(model), model.config, own[0]) if own else ""
 
 
 def _attention(model) -> list[tuple[str, dict]]:

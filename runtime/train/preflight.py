@@ -126,6 +126,8 @@ def examine(recipe: Recipe) -> Preflight:
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
     found = _decide(head, config, recipe.model.attention, named, media=media)
+    if not found.refusal:  # a small form has small heads
+        found = _with_attention_for_heads(found, recipe.model.attention, head, config)
     if media and not found.refusal:
         found = with_modalities(found, head, config)
     try:
@@ -181,6 +183,20 @@ def _decide(
     )
     status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
     return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents)
+
+
+def _with_attention_for_heads(
+    found: Preflight, named: str | None, head: type[PreTrainedModel], config: PreTrainedConfig
+) -> Preflight:
+    """The same decision, with an attention that takes the heads of the real model.
+
+    Raises:
+        RecipeError: the named attention does not.
+    """
+    largest = models.largest_head(head, config) if BACKENDS[found.attention].max_head is not None else 0
+    if not attention.lacks(found.attention, (), head_size=largest):
+        return found
+    return replace(found, attention=models.choose_attention(named, head, config))
 
 
 def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:

@@ -30,7 +30,7 @@ from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.objectives.batch import inputs_of
-from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
+from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
@@ -149,6 +149,7 @@ class Trainer:
                 self.record(batches, share, norm, rate, time.perf_counter() - started)
                 if self.step == self.first_step + 1:
                     objects.freeze_objects()
+                    self.tell_choices()
                 profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
@@ -441,6 +442,12 @@ class Trainer:
         )
         for listener in self.listeners:
             listener.on_start(start)
+
+    def tell_choices(self) -> None:
+        """Prints which kernels `auto` took for the shapes of the first step."""
+        told = report.chosen()
+        if told and dist.get_rank() == 0:
+            print(f"after the first step, on rank 0:\n{told}", flush=True)
 
     def record(self, batches: StepBatches, share: Tensor, norm: float, rate: float, seconds: float) -> None:
         """Hands the figures of a step to the listeners. Every rank takes part in the sums."""

@@ -12,10 +12,12 @@ import cases_models
 import cases_sequence
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig
 
 from patchgen.runtime import attention, parallel
 from patchgen.runtime.checkpoint import Checkpointer, CheckpointError, export_pretrained, load_pretrained
 from patchgen.runtime.parallel import loss, sharding
+from patchgen.runtime.train.model import find_head_and_config
 from patchgen.runtime.verify.parallel_coverage import generated_class
 from patchgen.runtime.verify.small_config import small_config
 
@@ -43,6 +45,19 @@ def round_trip(head: str, file: str, source: str, target: str, ep: int) -> tuple
     }
     export_pretrained(model, target, source=source, max_file=100_000)
     return report.num_bytes, sum(parts.values())
+
+
+def part_of_a_whole(source: str, target: str, ep: int) -> None:
+    """Loads the part of a checkpoint that trains into a sharded model, moves it by one, and exports the whole."""
+    head, config = find_head_and_config(AutoConfig.from_pretrained(source))
+    with torch.device("meta"):
+        model = head._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    sharding.shard_model(model, cases_sequence.state_of(ep=ep))
+    load_pretrained(model, source)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    export_pretrained(model, target, max_file=300_000)
 
 
 def load_fails(head: str, file: str, source: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import cases_checkpoints as cases
 import cases_models
+import omni_models
 import pytest
 import torch
 from rounding import require_rounding
@@ -78,6 +80,18 @@ def test_from_upstream_over_ranks_to_plain_transformers(name, tmp_path, one_rank
         assert all(torch.equal(got[key], expected[key]) for key in expected)
     assert len(list(exports[-1].glob("*.safetensors"))) > 1
     plain_transformers(head, tmp_path / "original", *exports[-1:] if name in FEW else exports)
+
+
+def test_the_rest_of_a_whole_is_copied_by_the_ranks_that_write_its_files(tmp_path, two_ranks):
+    """The thinker trains on EP 2; talker and wave decoder are in the export, and no rank has loaded them."""
+    omni_models.save_whole(omni_models.qwen3_omni(), tmp_path / "source")
+    two_ranks.run(cases.part_of_a_whole, str(tmp_path / "source"), str(tmp_path / "out"), 2)
+    source, got = tensors(tmp_path / "source"), tensors(tmp_path / "out")
+    assert got.keys() == source.keys() and len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    for name, tensor in source.items():
+        assert torch.equal(got[name], tensor + 1 if name.startswith("thinker.") else tensor), name
+    config = [(tmp_path / place / "config.json").read_text() for place in ("source", "out")]
+    assert json.loads(config[0]) == json.loads(config[1])
 
 
 def test_resume_on_fewer_ranks(tmp_path, one_rank, two_ranks, four_ranks):

@@ -159,6 +159,35 @@ def test_documents_do_not_see_each_other(name):
     assert not changed[:3].any()
 
 
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", [torch.long, torch.bool, torch.float32])
+def test_a_mask_of_ones_hides_no_documents(name, dtype):
+    """Collators add one; upstream then looks for no documents in the positions, and they would see each other."""
+    restarting = torch.cat([torch.arange(7), torch.arange(5)])[None]
+    rows = {"input_ids": IDS[:, :12].repeat(2, 1), "position_ids": restarting.repeat(2, 1)}
+    mask = torch.ones(2, 12, dtype=dtype)
+    alone = {"input_ids": rows["input_ids"][:, 7:], "attention_mask": mask[:, 7:]}
+    got = _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), name, **rows, attention_mask=mask)
+    expected = _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), name, **alone)
+    torch.testing.assert_close(got[:, 7:], expected)
+
+
+def test_documents_beside_padding_are_refused_and_padding_beside_one_document_is_not():
+    rows = {
+        "input_ids": IDS[:, :12],
+        "position_ids": torch.cat([torch.arange(5), torch.arange(4), torch.zeros(3)])[None],
+    }
+    rows["position_ids"] = rows["position_ids"].long()
+    padded = torch.tensor([[1] * 9 + [0] * 3])
+    with pytest.raises(ValueError, match="position_ids start again within a row, .* Hand over cu_seq_lens_q"):
+        _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), "patchgen_sdpa", **rows, attention_mask=padded)
+    left = torch.tensor([[0] * 4 + [1] * 8])  # as generation numbers a row with padding before it
+    rows["position_ids"] = (left.cumsum(-1) - 1).masked_fill(left == 0, 1)
+    got = _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), "patchgen_sdpa", **rows, attention_mask=left)
+    alone = _logits(Qwen3ForCausalLM, Qwen3Config(**SIZES), "patchgen_sdpa", input_ids=IDS[:, 4:12])
+    torch.testing.assert_close(got[:, 4:], alone)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in BACKENDS if name not in ("patchgen_eager", "patchgen_sdpa")])
 @pytest.mark.parametrize("feature", [None, "sliding window", "soft cap", "sinks"])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.train import checks, memory, model, plan
 from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.verify.small_config import small_config
 
 SMALL = {
     "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 3,
@@ -37,7 +41,7 @@ def test_a_dry_run_says_what_would_run():
     assert "Qwen3MoeForCausalLM, 0.1 M parameters" in text
     assert "8 batches of up to 256 tokens, 2 per batch group" in text
     assert "fused_moe    auto" in text and "rms_norm     eager" in text
-    assert "3 layers" in text
+    assert "3 layers" in text and "not patchgen_flash_attention_4" in text, "why no faster attention runs is told"
     assert "memory of one rank (estimate)" in text
 
 
@@ -148,6 +152,29 @@ def test_heads_are_those_that_attention_gets(name):
     found = checks._attention_heads(built)
     assert len(found) == built.config.num_hidden_layers
     assert {query for query, _ in found.values()} == {built.config.num_attention_heads}
+
+
+def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
+    """A small form of a model has small heads: those of the real one are asked for as well."""
+    flash = "patchgen_flash_attention_2"
+    as_on_a_gpu = replace(BACKENDS[flash], unavailable=lambda: None, has_cpu_backward=True)
+    monkeypatch.setitem(BACKENDS, flash, as_on_a_gpu)
+    for size, expected in ((64, flash), (512, "patchgen_sdpa")):
+        recipe = recipe_of(model={"overrides": SMALL | {"head_dim": size}})
+        head, config = model.find_head_and_config(model.read_config(recipe.model))
+        assert model.choose_attention(None, head, config) == expected
+    with pytest.raises(RecipeError, match=f"'{flash}' cannot do heads of 512, which Qwen3MoeForCausalLM has"):
+        model.choose_attention(flash, head, config)
+    (why,) = model.why_attention(head, config, "patchgen_sdpa").splitlines()
+    assert flash in why and why.endswith(": cannot do heads of 512")
+
+
+def test_what_a_model_asks_for_is_why_an_attention_was_not_taken():
+    head, config = model.find_head_and_config(small_config("gpt_oss").config)
+    assert model.choose_attention(None, head, config) == "patchgen_eager"
+    told = model.why_attention(head, config, "patchgen_eager")
+    (why,) = [line for line in told.splitlines() if line.endswith(": cannot do sinks")]
+    assert "patchgen_sdpa" in why and "patchgen_flash_attention_2" in why
 
 
 def test_a_dry_run_fetches_no_weights(monkeypatch):

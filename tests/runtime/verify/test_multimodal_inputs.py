@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.parallel.fields import rule_of
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED
@@ -42,6 +43,20 @@ def test_every_kind_of_input_and_none_refused(head: str) -> None:
     assert {case.name for case in media.cases} == KINDS[head]
     assert not media.refused
     assert not media.missing
+
+
+@pytest.mark.parametrize("head", KINDS)
+def test_every_name_that_is_handed_over_has_a_rule(head: str) -> None:
+    """What is proven is packed and sliced in a run, and never meets a name that nothing says how to.
+
+    What a caller computed beforehand ("handed in") is made of a whole batch, and no field of a sample.
+    """
+    _, media = upstream(head)
+    batches = [case.batch for case in media.cases if case.name != "handed in"]
+    names = {name for batch in batches for name, value in batch.items() if isinstance(value, torch.Tensor)}
+    assert len(names) > 3
+    for name in names:
+        rule_of(name)
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:

@@ -1,0 +1,112 @@
+"""An adapter merged into files: what PEFT makes of the model in memory, and nothing else changed."""
+
+from __future__ import annotations
+
+import omni_models
+import peft
+import pytest
+import small_models
+import torch
+from test_rest import same
+from typer.testing import CliRunner
+
+from patchgen.cli import app
+from patchgen.runtime.checkpoint import CheckpointError, load_pretrained, merge_adapter
+from patchgen.runtime.verify.small_config import small_config
+
+LINEAR = {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 2}, "use_rslora": True}
+EXPERTS = {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+CLOSE = {"rtol": 4 * torch.finfo(torch.float32).eps, "atol": 1e-7}
+
+
+def adapt(model, folder, **fields):
+    """PEFT's adapter with random factors, saved; the model after PEFT has merged it."""
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, **fields))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted.merge_and_unload()
+
+
+def moe():
+    from transformers import Qwen3MoeForCausalLM
+
+    return small_models.build(Qwen3MoeForCausalLM, small_models.moe_config())
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "stacked", "transposed", "merged"])
+@pytest.mark.parametrize("fields", [LINEAR, EXPERTS], ids=["linear", "experts"])
+def test_files_hold_what_peft_makes_of_the_model(fields, layout, tmp_path):
+    model = moe()
+    model.save_pretrained(tmp_path / "plain")
+    source = small_models.rewrite(tmp_path / "plain", tmp_path / "source", small_models.LAYOUTS[layout])
+    plain = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    merged = adapt(model, tmp_path / "adapter", **fields)
+    done = CliRunner().invoke(
+        app, ["merge", str(tmp_path / "adapter"), "--source", str(source), "--output", str(tmp_path / "out")]
+    )
+    assert done.exit_code == 0 and "4 parameters changed" in done.output, done.output
+    before, got = small_models.tensors(source), small_models.tensors(tmp_path / "out")
+    if layout != "merged":  # a layout that nobody loads goes back to single experts
+        assert got.keys() == before.keys()
+        touched = [
+            n for n in before if any(part in n for part in (("q_proj", "o_proj"), (".experts.",))[fields is EXPERTS])
+        ]
+        assert same(got, before, before.keys() - {*touched})
+    loaded = moe()
+    load_pretrained(loaded, tmp_path / "out")
+    for name, tensor in merged.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], tensor, **CLOSE)
+    assert sum(not torch.equal(tensor, plain[name]) for name, tensor in merged.state_dict().items()) == 4
+
+
+def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path):
+    """The thinker's adapter into the whole that speaks; its talker has modules of the same names, and keeps them."""
+    config = omni_models.qwen3_omni()
+    whole = omni_models.save_whole(config, tmp_path / "source", dtype=torch.bfloat16)
+    merged = adapt(whole.thinker.float(), tmp_path / "adapter", **LINEAR)
+    merge_adapter(tmp_path / "adapter", tmp_path / "source", tmp_path / "out")
+    before, got = small_models.tensors(tmp_path / "source"), small_models.tensors(tmp_path / "out")
+    weights = [f"{name}.weight" for name in LINEAR["target_modules"]]
+    adapted = [name for name in before if name.endswith(tuple(weights))]
+    touched = [name for name in adapted if name.startswith("thinker.")]
+    assert len(adapted) > len(touched) > 0 and not any(same(got, before, [name]) for name in touched)
+    assert got.keys() == before.keys() and same(got, before, before.keys() - {*touched})
+    loaded = type(whole).from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(loaded.thinker.state_dict()[name], tensor.bfloat16()), name
+
+
+def test_what_is_no_product_of_two_factors_is_refused(tmp_path):
+    model = moe()
+    model.save_pretrained(tmp_path / "source")
+    for number, (fields, told) in enumerate((
+        ({"target_modules": ["q_proj"], "use_dora": True}, "only the two factors of LoRA"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "only the two factors of LoRA"),
+        ({"target_modules": ["embed_tokens"]}, "only the two factors of LoRA"),
+    )):  # fmt: skip
+        adapt(moe(), tmp_path / f"adapter{number}", **fields)
+        with pytest.raises(CheckpointError, match=told):
+            merge_adapter(tmp_path / f"adapter{number}", tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_model_and_of_a_tied_head(tmp_path):
+    from transformers import Qwen3NextForCausalLM
+
+    moe().save_pretrained(tmp_path / "source")
+    other = Qwen3NextForCausalLM._from_config(small_config("qwen3_next").config)
+    adapt(other, tmp_path / "other", target_modules=["in_proj_qkvz"])
+    with pytest.raises(CheckpointError, match="in_proj_qkvz.* which neither the model of .* has nor a part of it"):
+        merge_adapter(tmp_path / "other", tmp_path / "source", tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no adapter of PEFT"):
+        merge_adapter(tmp_path / "source", tmp_path / "source", tmp_path / "out")
+    tied = small_models.build(type(moe()), small_models.moe_config(tie_word_embeddings=True))
+    tied.save_pretrained(tmp_path / "tied")
+    adapt(tied, tmp_path / "head", target_modules=["lm_head"])
+    with pytest.raises(CheckpointError, match="adapts .*, which is one tensor with .*: merged, it would"):
+        merge_adapter(tmp_path / "head", tmp_path / "tied", tmp_path / "out")

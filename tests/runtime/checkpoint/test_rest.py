@@ -1,0 +1,215 @@
+"""What a checkpoint holds beside the model that trains comes out as it went in, and the whole still speaks."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import omni_models
+import pytest
+import small_models
+import torch
+from typer.testing import CliRunner
+
+from patchgen.cli import app
+from patchgen.runtime.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    export_pretrained,
+    export_run,
+    load_pretrained,
+    writing,
+)
+from patchgen.runtime.checkpoint import rest as rests
+from patchgen.runtime.train.model import find_head_and_config
+from patchgen.runtime.verify.small_config import small_config
+
+CONFIGS = {"qwen3_omni_moe": omni_models.qwen3_omni, "qwen2_5_omni": omni_models.qwen2_5_omni}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def same(one: dict, other: dict, names) -> bool:
+    return all(one[n].dtype == other[n].dtype and torch.equal(bits(one[n]), bits(other[n])) for n in names)
+
+
+def trained_part(config, folder, **changes):
+    """The head that a recipe trains of this checkpoint, loaded, and with every parameter moved a little."""
+    head, own = find_head_and_config(config)
+    for name, value in changes.items():
+        setattr(own.get_text_config(), name, value)
+    with torch.device("meta"):
+        model = head._from_config(own, attn_implementation="eager")
+    load_pretrained(model, folder)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+def spoken(whole, config) -> torch.Tensor:
+    """What a model says, text and sound, from one seed."""
+    torch.manual_seed(11)
+    if config.model_type == "qwen2_5_omni":
+        ids, more = [3, 4, 5, 6], {"speaker": "Chelsie", "token2wav_num_steps": 2, "talker_eos_token_id": [127]}
+    else:
+        ids = [config.im_start_token_id, config.user_token_id, 3, 4, 5, config.im_end_token_id]
+        ids += [config.im_start_token_id, config.assistant_token_id, 6]
+        more = {"thinker_eos_token_id": 127}
+    asked = {"thinker_max_new_tokens": 5, "talker_max_new_tokens": 6, "attention_mask": torch.ones(1, len(ids)).long()}
+    words, wave = whole.generate(torch.tensor([ids]), **asked, **more)
+    return torch.cat([words.flatten().double(), wave.flatten().double()])
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def omni(request, tmp_path_factory):
+    """A whole checkpoint of upstream, its thinker after training, and the run that this was saved in."""
+    place = tmp_path_factory.mktemp(request.param)
+    config = CONFIGS[request.param]()
+    whole = omni_models.save_whole(config, place / "source")
+    (place / "source" / "tokenizer.json").write_text("{}")
+    model = trained_part(config, place / "source")
+    Checkpointer(place / "run" / "checkpoints").save(1, model=model, asynchronous=False)
+    return place, config, type(whole), model
+
+
+@pytest.mark.parametrize("way", ["of the model", "of the run"])
+def test_the_export_is_its_source_but_for_what_trained_and_speaks_alike(way, omni, tmp_path):
+    place, config, upstream, model = omni
+    if way == "of the model":
+        export_pretrained(model, tmp_path, max_file=400_000)
+    else:
+        done = CliRunner().invoke(app, ["export", str(place / "run"), "--output", str(tmp_path)])
+        assert done.exit_code == 0, done.output
+    source, got = small_models.tensors(place / "source"), small_models.tensors(tmp_path)
+    beside = [name for name in source if not name.startswith("thinker.")]
+    assert got.keys() == source.keys() and len(beside) > 100
+    assert same(got, source, beside)
+    assert not any(same(got, source, [name]) for name in source.keys() - {*beside})
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / name).read_text()) == json.loads((place / "source" / name).read_text())
+    assert (tmp_path / "tokenizer.json").is_file()
+    loaded = upstream.from_pretrained(tmp_path)
+    by_hand = upstream.from_pretrained(place / "source")
+    before = spoken(by_hand, config)
+    by_hand.thinker.load_state_dict(model.state_dict())
+    assert same(loaded.state_dict(), by_hand.state_dict(), by_hand.state_dict())
+    expected = spoken(by_hand, config)
+    assert torch.equal(spoken(loaded, config), expected)
+    assert before.shape != expected.shape or not torch.equal(before, expected)
+
+
+def test_what_trained_is_written_by_itself_when_asked(omni, tmp_path):
+    place, _, _, model = omni
+    export_pretrained(model, tmp_path / "model", trained_only=True)
+    export_run(place / "run", tmp_path / "run", trained_only=True)
+    for folder in (tmp_path / "model", tmp_path / "run"):
+        got = small_models.tensors(folder)
+        assert got and all(name.startswith("thinker.") for name in got)
+        assert json.loads((folder / "config.json").read_text())["architectures"] == [type(model).__name__]
+
+
+def test_a_rest_that_is_not_there_any_more_is_asked_for(omni, tmp_path):
+    place, _, _, model = omni
+    (place / "source").rename(place / "moved")
+    try:
+        for work in (
+            lambda: export_pretrained(model, tmp_path / "out"),
+            lambda: export_run(place / "run", tmp_path / "out"),
+        ):
+            with pytest.raises(CheckpointError, match=r"holds? the rest any more .*--source"):
+                work()
+        assert not (tmp_path / "out").exists()
+        export_run(place / "run", tmp_path / "out", source=place / "moved")
+        assert small_models.tensors(tmp_path / "out").keys() == small_models.tensors(place / "moved").keys()
+    finally:
+        (place / "moved").rename(place / "source")
+
+
+@pytest.mark.parametrize("omni", ["qwen3_omni_moe"], indirect=True)
+def test_no_more_than_one_tensor_is_held(omni, tmp_path, monkeypatch):
+    """Of the rest, which is larger than the part that trained, one tensor is in memory at a time."""
+    place, _, _, model = omni
+
+    def held() -> int:
+        gc.collect()
+        alive = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+        return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}.values())
+
+    stored = small_models.tensors(place / "source")
+    largest = max(tensor.nbytes for tensor in stored.values())
+    whole = sum(tensor.nbytes for name, tensor in stored.items() if not name.startswith("thinker."))
+    del stored
+    before, most, write = held(), [], writing.FolderWriter.write
+
+    def measured(self, output, tensor):
+        if isinstance(output, rests.Passed) and 4 * output.num_bytes > largest:
+            most.append(held() - before)
+        write(self, output, tensor)
+
+    monkeypatch.setattr(writing.FolderWriter, "write", measured)
+    export_pretrained(model, tmp_path)
+    assert len(most) > 2 and 0 < max(most) <= 2 * largest < whole
+
+
+def test_what_trained_wider_than_the_source_keeps_its_digits(tmp_path):
+    config = omni_models.qwen2_5_omni()
+    upstream = type(omni_models.save_whole(config, tmp_path / "source", dtype=torch.bfloat16))
+    model = trained_part(config, tmp_path / "source")
+    export_pretrained(model, tmp_path / "out")
+    source, got = small_models.tensors(tmp_path / "source"), small_models.tensors(tmp_path / "out")
+    assert same(got, source, [name for name in source if not name.startswith("thinker.")])
+    loaded = upstream.from_pretrained(tmp_path / "out")
+    assert same(loaded.thinker.state_dict(), model.state_dict(), model.state_dict())
+
+
+def test_what_was_changed_in_the_part_is_changed_in_the_config_of_the_whole(tmp_path):
+    config = omni_models.qwen2_5_omni()
+    omni_models.save_whole(config, tmp_path / "source")
+    theta = {"rope_theta": 5e5, "rope_type": "default", "mrope_section": [2, 3, 3]}
+    model = trained_part(config, tmp_path / "source", rope_parameters=theta)
+    export_pretrained(model, tmp_path / "out")
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("source", "out"))
+    text = after["thinker_config"]["text_config"]
+    assert text["rope_parameters"].pop("rope_theta") == 5e5
+    assert before["thinker_config"]["text_config"]["rope_parameters"].pop("rope_theta") != 5e5
+    assert after == before
+
+
+def test_the_text_model_of_one_that_sees(tmp_path):
+    """A part that upstream loads out of a whole of another type, and that is no omni model's."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+    config = small_config(Qwen3_5ForConditionalGeneration.config_class).config
+    Qwen3_5ForConditionalGeneration._from_config(config).save_pretrained(tmp_path / "source")
+    model = Qwen3_5ForCausalLM._from_config(config.text_config)
+    load_pretrained(model, tmp_path / "source")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    export_pretrained(model, tmp_path / "out")
+    source, got = small_models.tensors(tmp_path / "source"), small_models.tensors(tmp_path / "out")
+    seen = [name for name in source if ".visual." in name]
+    assert got.keys() == source.keys() and seen and same(got, source, seen)
+    assert not any(same(got, source, [name]) for name in source.keys() - {*seen})
+    _, info = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_heads_that_upstream_leaves_out_pass_and_what_the_user_left_out_does_not(tmp_path):
+    from transformers import Qwen3NextForCausalLM
+
+    model = Qwen3NextForCausalLM._from_config(small_config(Qwen3NextForCausalLM.config_class).config)
+    model.save_pretrained(tmp_path / "plain")
+    head = {"mtp.layers.0.self_attn.q_proj.weight": torch.randn(8, 8).bfloat16()}
+    head["mtp.norm.weight"] = torch.full((4,), float("nan"))  # whatever it holds
+    mine = {"my.ema.weight": torch.randn(3)}
+    folder = small_models.rewrite(tmp_path / "plain", tmp_path / "in", lambda found: found | head | mine)
+    load_pretrained(model, folder, allow_unexpected=["my.*"])
+    export_pretrained(model, tmp_path / "out", dtype=torch.float16)
+    source, got = small_models.tensors(folder), small_models.tensors(tmp_path / "out")
+    assert got.keys() == source.keys() - mine.keys() and same(got, source, head)
+    assert {tensor.dtype for name, tensor in got.items() if name not in head} <= {torch.float16, torch.float32}
