@@ -102,8 +102,8 @@ def require_possible(config: LoraConfig, kernel: str | None = None, replicas: in
     if config.target_modules and replicas > 1:
         # PEFT takes any mesh but one named "fsdp" alone for tensor parallelism, and sizes adapters by a rank's part.
         raise RecipeError(
-            f"parallel.dp_replicate = {replicas} with lora.target_modules: PEFT would make adapters of linear layers for the part of a "
-            "weight that a rank holds. Set parallel.dp_replicate: 1, or adapt experts alone (target_modules: [])."
+            f"parallel.dp_replicate = {replicas} with lora.target_modules: PEFT would make adapters of linear layers for the "
+            "part of a weight that a rank holds. Set parallel.dp_replicate: 1, or adapt experts alone (target_modules: [])."
         )
     if config.target_parameters and config.dropout:
         raise RecipeError(
