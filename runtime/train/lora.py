@@ -57,7 +57,7 @@ def add_adapters(
     Raises:
         RecipeError: PEFT is not installed, a target matches nothing, or only one rank could train it.
     """
-    require_possible(config)
+    require_possible(config, replicas=state.config.dp_replicate)
     import peft
 
     from patchgen.runtime.train import expert_lora
@@ -86,17 +86,25 @@ def add_adapters(
     return adapted
 
 
-def require_possible(config: LoraConfig, kernel: str | None = None) -> None:
+def require_possible(config: LoraConfig, kernel: str | None = None, replicas: int = 1) -> None:
     """Refuses adapters that cannot be trained, whatever the model.
 
     Args:
         kernel: what serves the experts, where the recipe names it.
+        replicas: `parallel.dp_replicate`.
 
     Raises:
-        RecipeError: PEFT is not installed; or with adapters of experts, a kernel or an option that has none.
+        RecipeError: PEFT is not installed; a kernel or an option that has no adapters of experts; linear layers with
+            replicas.
     """
     if importlib.util.find_spec("peft") is None:
         raise RecipeError("A recipe with a section lora needs `pip install peft`.")
+    if config.target_modules and replicas > 1:
+        # PEFT takes any mesh but one named "fsdp" alone for tensor parallelism, and sizes adapters by a rank's part.
+        raise RecipeError(
+            f"parallel.dp_replicate = {replicas} with lora.target_modules: PEFT would make adapters of linear layers for the "
+            "part of a weight that a rank holds. Set parallel.dp_replicate: 1, or adapt experts alone (target_modules: [])."
+        )
     if config.target_parameters and config.dropout:
         raise RecipeError(
             f"lora.dropout = {config.dropout} with lora.target_parameters: PEFT's adapters of parameters have no dropout, and "

@@ -68,6 +68,11 @@ def test_a_dry_run_says_what_would_run():
             "mlp.experts.down_proj matches nothing in Qwen3MoeForCausalLM with lora.layers_to_transform.",
         ),
         (
+            {"lora": {}, "parallel": {"dp_replicate": 2}},
+            4,
+            "parallel.dp_replicate = 2 with lora.target_modules: PEFT would",
+        ),
+        (
             {"lora": {"target_parameters": ["mlp.experts.gate_up_proj"], "dropout": 0.1}},
             1,
             "adapters of parameters have no dropout",
