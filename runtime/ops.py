@@ -15,14 +15,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
     register_stacked_experts,
 )
 from patchgen.runtime.compatibility import require_transformers
-from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface
+from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
 from patchgen.runtime.media_ops import (
     absent_tower,
     attend_only,
@@ -87,8 +87,8 @@ __all__ = [
 
 def serves(seam: str) -> bool:
     """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
-    if seam == "fused_moe" and divided_over_ranks():
-        return True  # upstream's loop over the experts cannot run where only some of them are
+    if seam == "fused_moe" and needs_seam():
+        return True
     return seams.selected()[seam] != seams.EAGER
 
 
@@ -132,7 +132,10 @@ def fused_moe(
 
         implementation = functools.partial(over_ranks, parallel.current())
     else:
-        implementation = seams.implementation("fused_moe")
+        implementation = experts_kernel()
+    adapters = expert_adapters.taken_by(gate_up_proj, down_proj)
+    # Only then: an implementation that a user registered need not know them.
+    more = {} if adapters is None else {"adapters": adapters}
     return implementation(
         hidden_states,
         top_k_index,
@@ -148,6 +151,7 @@ def fused_moe(
         is_transposed=is_transposed,
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
+        **more,
     )
 
 

@@ -22,8 +22,8 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
+from patchgen.runtime.train import lora, lora_targets, plan, setup
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train import plan, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         teacher = models.build_on_meta(other)
         choose.require_same_tokens(model, teacher)
         _require_weights(other, teacher)
+    if recipe.lora is not None:
+        lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)
     layout = models.parallel_config(recipe.parallel, world)
     if layout.ep > 1:
         with _named(f"parallel.ep = {layout.ep}"):

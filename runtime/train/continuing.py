@@ -16,9 +16,10 @@ from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, to_dict
 
 RECIPE = "recipe.yaml"
-# With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
-# The reference of an objective is the model before its run, which is none that another objective trained.
+# With another value the trained parameters are others, or the state that is kept of them. The reference of an objective is
+# the model before its run, which is none that another objective trained.
 FIXED = ("optim.name.", "lora.", "objective.name.")
+FREE = ("lora.dropout", "lora.merge")
 BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
 
 
@@ -37,7 +38,7 @@ def changes(recipe: Recipe) -> str:
     before, now = BEFORE_OBJECTIVES | before, flat(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
-    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key != "lora.dropout"]
+    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key not in FREE]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(

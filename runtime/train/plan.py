@@ -54,7 +54,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
             raise RecipeError(
                 "lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them."
             )
-        lora.require_possible(recipe.lora, world)
+        lora.require_possible(recipe.lora, recipe.kernels.fused_moe)
     first_rank = os.environ.get("RANK", "0") == "0"
     if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
         warnings.warn(

@@ -273,23 +273,28 @@ class LoraConfig:
     Attributes:
         rank: of the two factors.
         alpha: the update is scaled by `alpha / rank`.
+        rslora: by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
         dropout: of the adapter's input.
         target_modules: names or endings of linear layers, a regular expression of whole names (a text instead of a list), or
             "all-linear". A tower (`visual`, `audio_tower`) is adapted where a target names it, or matches nothing else.
         exclude_modules: names or endings, or a regular expression, of modules that stay as they are.
         layers_to_transform: numbers of the layers that are adapted; null: all.
         layers_pattern: names of the lists of layers that these numbers are of; null: any.
-        target_parameters: names or suffixes of stacked experts' parameters (`mlp.experts.gate_up_proj`).
+        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`): in any layout, as
+            the experts are divided. Any other parameter: on one rank.
+        merge: at the end of the run, add the adapters to the weights, too, and write the model to `export/`.
     """
 
     rank: Count = 16
     alpha: Positive = 32.0
+    rslora: bool = False
     dropout: BelowOne = 0.0
     target_modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     exclude_modules: str | tuple[str, ...] | None = None
     layers_to_transform: tuple[CountOrZero, ...] | None = None
     layers_pattern: tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] = ()
+    merge: bool = False
 
 
 @dataclass(frozen=True, config=_STRICT)

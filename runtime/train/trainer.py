@@ -80,7 +80,14 @@ class Trainer:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
-            lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
+            lora.add_adapters(
+                self.model,
+                recipe.lora,
+                self.state,
+                source=recipe.model.source,
+                seed=recipe.train.seed,
+                options=models.sharding_options(recipe.parallel, device),
+            )
             if recipe.lora is not None
             else None
         )
@@ -399,7 +406,10 @@ class Trainer:
         if self.adapted is None:
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, self.recipe.directory / "adapter")
-        return self.recipe.directory / "adapter"
+        if not self.recipe.lora.merge:
+            return self.recipe.directory / "adapter"
+        lora.merge(self.adapted)
+        return setup.export(self.recipe, self.model, self.parts)
 
     def exported_before(self) -> Path | None:
         """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
