@@ -20,6 +20,7 @@ from typing import Any
 from patchgen.runtime.data.builtin_media import MEDIA, SAMPLES, MadeUp
 from patchgen.runtime.data.files import TextFiles
 from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.data.text import digest
 
 VALIDATION_EVERY = 20
 QUESTIONS = 1000
@@ -40,7 +41,9 @@ def open_builtin(name: str, split: str) -> Any:
     if name in OF_FUNCTIONS:
         questions = documented()
         numbers = part_of(range(len(questions)), split)
-        return MadeUp(f"builtin:{name}", functools.partial(OF_FUNCTIONS[name], questions), numbers)
+        make = functools.partial(OF_FUNCTIONS[name], questions)
+        # Docs are those of this Python: tokens that another one's were made into are not theirs.
+        return MadeUp(f"builtin:{name}", make, numbers, contents=digest([questions, make(numbers[0])]))
     return MadeUp(f"builtin:{name}", MEDIA[name], part_of(range(SAMPLES), split))
 
 

@@ -17,10 +17,16 @@ SAMPLES = 2000
 
 
 class MadeUp:
-    """Samples made by a function of their number, `numbers` of them; a position is how many were read."""
+    """Samples made by a function of their number, `numbers` of them; a position is how many were read.
 
-    def __init__(self, name: str, make: Callable[[int], dict[str, Any]], numbers: list[int]) -> None:
-        self.name = name
+    Args:
+        contents: names what the samples are made of, where that is not the same in every installation.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[int], dict[str, Any]], numbers: list[int], *, contents: str = ""
+    ) -> None:
+        self.name, self.contents = name, contents
         self.make = make
         self.numbers = numbers
 
@@ -29,7 +35,7 @@ class MadeUp:
             yield self[number], number + 1
 
     def fingerprint(self) -> list[Any]:
-        return [self.name, len(self.numbers), self.numbers[:1]]
+        return [self.name, len(self.numbers), self.numbers[:1], self.contents]
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -19,8 +19,8 @@ RECIPE = "recipe.yaml"
 # With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
 # The reference of an objective is the model before its run, which is none that another objective trained.
 FIXED = ("optim.name.", "lora.", "objective.name.")
-BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
 FREE = ("lora.dropout", "lora.merge")
+BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
 
 
 def changes(recipe: Recipe) -> str:

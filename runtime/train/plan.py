@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.objectives import choose
+from patchgen.runtime.objectives import NextToken, choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
 from patchgen.runtime.train import captured, flops, lora, lora_targets, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
-from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError
+from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -77,8 +77,9 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     chosen = models.configure_seams(recipe, model)
     cost = flops.model_cost(model)
     options = models.sharding_options(recipe.parallel, device)
-    fused_loss = "causal_lm_loss" in chosen or recipe.objective != ObjectiveConfig()
-    estimate = memory.estimate(model, recipe, layout, options.param_dtype, fused_loss)
+    if not isinstance(choose.objective_of(recipe.objective), NextToken):
+        chosen["causal_lm_loss"] = "the objective's own, in chunks"
+    estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
     step = cost.flops([tokens] * train.batches_per_step)

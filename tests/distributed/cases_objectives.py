@@ -128,6 +128,22 @@ def evaluated(values: dict, together: int) -> tuple[float, float]:
     return found, kept.steps[0].loss
 
 
+def curve_and_log_probs(values: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses of a run; of the documents of this rank's first row, what the model and its reference gave around it."""
+    trainer, kept = trainer_of(values, 2)
+    row = trainer.loader._rows[trainer.state.batch_index]
+    rows = slice_batch(row, sp=trainer.state.sp, sp_rank=trainer.state.sp_rank)
+    found = {}
+    for when in ("before", "after"):
+        with parallel.using(trainer.state):
+            inputs, batch = trainer.learning._split(rows)
+            found[f"model {when}"] = read(trainer.model, inputs, batch, Batch.document_log_probs).clone()
+            found[f"reference {when}"] = trainer.learning._reference(inputs, batch).clone()
+        if when == "before":
+            trainer.run()
+    return [record.loss for record in kept.steps], found
+
+
 def trained_scores(values: dict) -> tuple[list[list[int]], torch.Tensor]:
     """Documents of a row, and their scores after a run, as the objective sees them."""
     trainer, _ = trainer_of(values, 2)

@@ -98,15 +98,19 @@ def test_the_loss_of_routers_is_added_in_every_layout(trainer_folder, tmp_path, 
     assert alone[0] > plain[0] + 0.1
 
 
-def test_with_adapters_the_reference_is_the_model_without_them(trainer_folder, tmp_path, one_rank, two_ranks):
-    lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
-    alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=3, lora=lora, optim={"lr": 1e-2})
-    both = curve(
-        "dpo", two_ranks, trainer_folder, tmp_path / "two", steps=3, lora=lora, optim={"lr": 1e-2}, parallel={"sp": 2}
-    )
+@pytest.mark.parametrize("layout", ["sp", "ep"])
+def test_with_adapters_the_reference_is_the_model_without_them(layout, trainer_folder, tmp_path, one_rank, two_ranks):
+    lora = {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    changes = {"lora": lora, "optim": {"lr": 1e-2}}
+    alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=3, **changes)
+    values = recipe_of("dpo", trainer_folder, tmp_path / "two", steps=3, parallel={layout: 2}, **changes)
+    both, found = two_ranks.run(cases.curve_and_log_probs, values)[0]
     require_rounding(both, alone)
-    assert alone[0] == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-6) and alone[2] < alone[0] - 1e-3
-    assert not (tmp_path / "one" / "reference.json").exists()
+    assert alone[2] < alone[0] - 1e-3
+    assert torch.equal(found["reference before"], found["model before"]), "an adapter begins with nothing"
+    assert torch.equal(found["reference after"], found["reference before"])
+    assert (found["model after"] - found["model before"]).abs().max() > 0.1, "the adapters must have done something"
+    assert not (tmp_path / "two" / "reference.json").exists()
 
 
 def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_path, one_rank):

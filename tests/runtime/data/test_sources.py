@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patchgen.runtime.data import DataError, SourceConfig
+from patchgen.runtime.data import DataError, SourceConfig, builtin
 from patchgen.runtime.data.builtin import NAMES, open_builtin
 from patchgen.runtime.data.records import BadSample, Record
 from patchgen.runtime.data.rows import Rows
@@ -139,3 +139,11 @@ def test_made_up_sets_are_there_in_every_installation(name):
     if kind != "classification":
         assert fields["chosen" if kind == "preference" else "messages"][-1]["role"] == "assistant"
     assert repr(train[5].fields()) == repr(open_builtin(name, "train")[5].fields())
+
+
+def test_made_up_texts_are_named_by_what_they_are_made_of(monkeypatch):
+    """Documented functions are those of the Python at hand: tokens of another one's must not be taken for theirs."""
+    here = open_builtin("pairs", "train").fingerprint()
+    changed = [(signature, f"{docs}!") for signature, docs in builtin.documented()]
+    monkeypatch.setattr(builtin, "documented", lambda: changed)
+    assert open_builtin("pairs", "train").fingerprint() != here

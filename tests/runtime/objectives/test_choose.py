@@ -89,6 +89,9 @@ def test_a_dry_run_says_what_is_learned():
     text = plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
     assert "Qwen3MoeForSequenceClassification" in text and "objective    reward" in text
     assert "causal_lm_loss" not in text
+    recipe = recipe_of("dpo", "preference")
+    text = plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    assert "causal_lm_loss the objective's own, in chunks" in text
 
 
 def test_a_teacher_has_the_same_tokens():
