@@ -229,6 +229,22 @@ def train(
     raise typer.Exit(commands.training.train(recipe, assignments or [], fresh=fresh, **ranks, **shown))
 
 
+@app.command()
+def doctor(
+    recipe: Annotated[Path, Argument(help="a YAML file, as `train` takes it")],
+    assignments: Annotated[
+        list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")
+    ] = None,
+    skip: Annotated[list[str] | None, Option(help="a check that does not run, by its name in the table")] = None,
+    as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
+) -> None:
+    """Examine a recipe's checkpoint and data on this machine: what passed, what failed, what to do. Exit 1 if one failed.
+
+    Example: patchgen doctor recipes/qwen3_moe_toy.yaml --skip layout
+    """
+    raise typer.Exit(commands.doctor.doctor(recipe, assignments or [], skip=skip or [], as_json=as_json))
+
+
 Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
 Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
 GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]

@@ -204,6 +204,8 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
+        first_loss_limit: the most that is believed of the first loss per label, in nats, before any weight has moved; null:
+            1.5 ln V + 1. Above it the run ends.
         eval_every: steps between evaluations; 0: none.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
@@ -216,6 +218,7 @@ class TrainConfig:
     router_loss: Literal["row", "global"] = "row"
     seed: CountOrZero = 0
     deterministic: bool = False
+    first_loss_limit: Positive | None = None
     eval_every: CountOrZero = 0
     eval_batches: Count = 8
     profile_start: Count = 10

@@ -1,0 +1,131 @@
+"""Does plain transformers compute the same logits, of the checkpoint as it is and of what would be exported?
+
+One model is in memory at a time: ours writes down what its layers compute and makes room.
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from patchgen.runtime import registry
+from patchgen.runtime.checkpoint import export_pretrained
+from patchgen.runtime.doctor import calls, traces
+from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.patient import Needs
+from patchgen.runtime.train import model as models
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from patchgen.runtime.doctor.patient import Patient
+
+OURS = ("labels", "shift_labels", "position_ids", "real_tokens")
+"""Fields that plain transformers finds itself, or that it does not know."""
+BFLOAT16_ROUNDS = 2.0**-8
+
+
+class Export(Check):
+    """What is exported loads in plain transformers, whole, and computes the same."""
+
+    name = "export"
+
+    def run(self, patient: Patient) -> Finding:
+        upstream = upstream_class(patient)
+        model, trace = patient.model, patient.trace
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        if size > 0.9 * (free := shutil.disk_usage(patient.scratch).free):
+            return not_checked(f"it takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB.")
+        folder = patient.scratch / "export"
+        export_pretrained(model, folder, source=models.weights_folder(patient.recipe.model))
+        inputs, paths = plain_inputs(patient), list(trace.outputs)
+        del model
+        patient.release()
+        found, missing = _trace_of(upstream, folder, patient, inputs, paths)
+        shutil.rmtree(folder)
+        if missing:
+            return failed(f"transformers does not find {missing} in the export.", ADVICE)
+        return _compared(patient, trace, found, f"The export, loaded by transformers' {upstream.__name__},")
+
+
+class PlainTransformers(Check):
+    """The checkpoint, loaded by plain transformers, computes what the generated model computes of it."""
+
+    name = "plain transformers"
+
+    def run(self, patient: Patient) -> Finding:
+        if patient.checkpoint is None:
+            return not_checked("the weights are random: there is no checkpoint to load.")
+        upstream, trace = upstream_class(patient), patient.trace
+        inputs, paths = plain_inputs(patient), list(trace.outputs)
+        patient.release()
+        folder = models.weights_folder(patient.recipe.model)
+        found, missing = _trace_of(upstream, folder, patient, inputs, paths)
+        if missing:
+            return not_checked(f"transformers' {upstream.__name__} does not find {missing} in {folder}.")
+        return _compared(patient, trace, found, f"The checkpoint, loaded by transformers' {upstream.__name__},")
+
+
+ADVICE = (
+    "The modeling file or its conversion of weights is not upstream's: generate it again (`patchgen generate`), and look at the "
+    "module that is named: gate and up, the way matrices lie, casts."
+)
+
+
+def upstream_class(patient: Patient) -> type[PreTrainedModel]:
+    """Upstream's class of the model.
+
+    Raises:
+        Needs: the model was made from a file that transformers does not have.
+    """
+    head = type(patient.blueprint)
+    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    if not generated.upstream_module.startswith("transformers."):
+        raise Needs(f"transformers has no {head.__name__}: the model was generated from a file of one's own.")
+    return getattr(importlib.import_module(generated.upstream_module), head.__name__)
+
+
+def plain_inputs(patient: Patient) -> dict[str, Any]:
+    """The first sample as plain code hands it over."""
+    inputs = calls.handed(patient.rows(patient.samples[:1]), patient.device)
+    return {name: value for name, value in inputs.items() if name not in OURS}
+
+
+def _trace_of(
+    upstream: type[PreTrainedModel], folder: Path, patient: Patient, inputs: dict[str, Any], paths: Sequence[str]
+) -> tuple[traces.Trace, str]:
+    """What upstream's class computes with the weights of a folder, and which of its parameters were not there."""
+    config = patient.blueprint.config if patient.checkpoint is None else None
+    model, told = upstream.from_pretrained(
+        folder,
+        config=config,
+        dtype=patient.dtype,
+        attn_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    model = model.to(patient.device)
+    allowed = patient.recipe.model.allow_missing
+    missing = [name for name in told["missing_keys"]] if not allowed else []
+    return traces.record_plain(model, inputs, paths), ", ".join(sorted(missing)[:3])
+
+
+def _compared(patient: Patient, ours: traces.Trace, plain: traces.Trace, told: str) -> Finding:
+    bar = calls.bar(patient.dtype)
+    found = traces.first_divergence(ours, plain, bar)
+    if found is None:
+        share = calls.difference(ours.logits, plain.logits)
+        return passed(f"{told} computes the same logits to {share:.0e} of their size.")
+    rounded = found.share < BFLOAT16_ROUNDS and patient.dtype == torch.float32
+    what = " (as much as bfloat16 rounds: something is computed in it there)" if rounded else ""
+    return failed(
+        f"{told} computes otherwise: {found.path} is the first, by {found.share:.1e} of its size{what}; the logits differ by "
+        f"{calls.difference(ours.logits, plain.logits):.1e}.",
+        ADVICE,
+    )
