@@ -30,7 +30,7 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, wa
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import continuing, first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
@@ -124,6 +124,8 @@ class Trainer:
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
+                if self.step == 0:
+                    self.require_first_loss(share)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()
@@ -156,6 +158,17 @@ class Trainer:
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
+
+    def require_first_loss(self, share: Tensor) -> None:
+        """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
+
+        Raises:
+            TrainingStopped: no sound model has such a loss.
+        """
+        total = float(all_reduce(share.clone(), operation="add up the first loss"))
+        size = self.model.config.get_text_config().vocab_size
+        if refusal := first_loss.refusal(total, size, self.recipe.train.first_loss_limit):
+            raise TrainingStopped(refusal)
 
     def update(self) -> tuple[float, float]:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
