@@ -16,7 +16,7 @@ from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.computing import Kernels, Packing, Router
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
-from patchgen.runtime.doctor.labels import Labels
+from patchgen.runtime.doctor.labels import Data, Labels
 from patchgen.runtime.doctor.losses import Alternatives, FirstLoss
 from patchgen.runtime.doctor.patient import Needs, Patient
 from patchgen.runtime.doctor.plain import Export, PlainTransformers
@@ -30,6 +30,7 @@ CHECKS: tuple[type[Check], ...] = (
     RecipeIsValid,
     Proof,
     Tokenizer,
+    Data,
     Padding,
     ChatTemplate,
     Labels,
@@ -125,6 +126,7 @@ def examine(recipe: Recipe, *, skip: Collection[str] = ()) -> Report:
 
 def _asked(check: Check, patient: Patient) -> Finding:
     """What a check finds; an error is a finding, too."""
+    patient.asking = check.name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from patchgen.runtime.data import DataError
 from patchgen.runtime.doctor.chat_template import Turn, find_turn
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
-from patchgen.runtime.doctor.samples import Sample
+from patchgen.runtime.doctor.samples import Sample, own_samples
 from patchgen.runtime.parallel.batch import IGNORED
 
 if TYPE_CHECKING:
@@ -15,8 +16,35 @@ if TYPE_CHECKING:
 
 SHOWN = 2
 SHOWN_CHARACTERS = 400
+UNKNOWN_SHARE = 0.01
+OWN_LABELS = (
+    "Hand over labels that are the ids of the same places, -100 where nothing is learned: the model shifts them itself (the "
+    "transform of this source makes them)."
+)
 REACH = 3
 """Tokens by which a mask may be off and still be recognised."""
+
+
+class Data(Check):
+    """The first samples can be made."""
+
+    name = "data"
+
+    def run(self, patient: Patient) -> Finding:
+        try:
+            samples = patient.samples
+        except DataError as error:
+            shifted = next(filter(None, map(shift_of, own_samples(patient.recipe.data))), None)
+            return failed(f"{error}{f' The {shifted}' if shifted else ''}", OWN_LABELS if shifted else "As the message says.")
+        ids = [token for sample in samples for token in sample.ids]
+        unknown = patient.tokenizer.unk_token_id if patient.tokenizer is not None else None
+        if unknown is not None and ids.count(unknown) > UNKNOWN_SHARE * len(ids):
+            return failed(
+                f"{ids.count(unknown)} of the first {len(ids)} tokens are {patient.tokenizer.unk_token!r}: the tokenizer has none "
+                "for these texts.",
+                "Look at the texts (their encoding, their script), or take a model whose tokenizer has their alphabet.",
+            )
+        return passed(f"{len(samples)} samples of {len(ids)} tokens, from {samples[0].where} on.")
 
 
 class Labels(Check):
@@ -30,12 +58,7 @@ class Labels(Check):
         for sample in samples:
             wrong = shift_of(sample)
             if wrong is not None:
-                return failed(
-                    f"{sample.where}: {wrong}",
-                    "Hand over labels that are the ids of the same places, -100 where nothing is learned: the model shifts "
-                    "them itself (the transform of this source makes them).",
-                    shown,
-                )
+                return failed(f"{sample.where}: {wrong}", OWN_LABELS, shown)
         if patient.recipe.data.kind != "text":
             turn = find_turn(patient)
             for sample in samples:

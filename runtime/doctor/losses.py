@@ -26,8 +26,10 @@ from patchgen.runtime.train import first_loss
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-GAIN, GAIN_SHARE = 0.3, 0.15
-"""Nats, and share of the loss, by which another way must be better."""
+GAIN = 0.05
+"""Nats, and share of the loss, by which other weights must be better: those of a trained model are the best that it has."""
+GAIN_OF_NUMBERS = 0.3
+"""The same for a scale or a base, of which another may happen to suit a text a little better."""
 SCALES = (100.0, 10.0, 0.1, 0.01)
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 TRIED = 6
@@ -67,11 +69,12 @@ class FirstLoss(Check):
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to take the model: what it is, what to do if it is better, and a block within which it is so."""
+    """Another way to take the model: what it is, what to do if it is better by `gain`, and a block within which it is so."""
 
     what: str
     advice: str
     within: Callable[[], AbstractContextManager]
+    gain: float = GAIN
 
 
 class Alternatives(Check):
@@ -83,15 +86,13 @@ class Alternatives(Check):
         if patient.checkpoint is None:
             return not_checked("the weights are random: no way to take them is better than another.")
         loss, tried = patient.loss, []
-        need = loss - max(GAIN, GAIN_SHARE * loss)
-        if need <= 0:
-            return passed(f"The loss is {loss:.3f}: there is nothing that another way could gain.")
+        known = first_loss.KNOWN * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None
         for alternative in alternatives(patient):
             with alternative.within():
                 found = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{found:.3f} with {alternative.what}")
-            if found < need and (best is None or found < best[0]):
+            if found < min(loss - alternative.gain * max(1.0, loss), known) and (best is None or found < best[0]):
                 best = found, alternative
         shown = "\n".join(tried)
         if best is not None:
@@ -124,6 +125,7 @@ def _scaled_heads(model: nn.Module) -> Iterator[Alternative]:
             f"The weights of the head are about {scale:g} times what they were trained as: write them again where they were "
             "made (a merge, a conversion, a change of dtype).",
             lambda scale=scale: _values(head.weight, head.weight / scale),
+            GAIN_OF_NUMBERS,
         )
 
 
@@ -154,6 +156,7 @@ def _rotary(model: nn.Module, config: Any) -> Iterator[Alternative]:
             "The weights were trained with another base of their rotary positions: take the config.json that came with them, "
             "and look at model.overrides.",
             lambda base=base: _frequencies(modules, base),
+            GAIN_OF_NUMBERS,
         )
 
 

@@ -44,20 +44,21 @@ class NoRoom(Needs):
 
 
 def part(named: str) -> Callable[[Callable[[Any], Value]], property]:
-    """A property that is made once. Its failure is raised once as it is, and from then on as `Needs`."""
+    """A property that is made once. Its failure is raised once as it is, and from then on as `Needs`, which names the check
+    that told of it."""
 
     def decorate(make: Callable[[Any], Value]) -> property:
         @functools.wraps(make)
         def get(self: Patient) -> Value:
             if make.__name__ in self.failures:
-                raise Needs(f"it needs {named}, which could not be had: {self.failures[make.__name__]}")
+                raise Needs(f"it needs {named}: {self.failures[make.__name__]}.")
             if make.__name__ not in self.made:
                 try:
                     self.made[make.__name__] = make(self)
                 except Needs:
                     raise
-                except Exception as error:
-                    self.failures[make.__name__] = calls.first_line(error)
+                except Exception:
+                    self.failures[make.__name__] = f"see '{self.asking}'"
                     raise
             return self.made[make.__name__]
 
@@ -74,10 +75,11 @@ class Patient:
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
+        asking: the name of the check that runs now.
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.asking = recipe, ""
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -172,7 +174,7 @@ class Patient:
         """Gives the model's memory back; what was made of it stays."""
         for name in ("model", "gradients"):
             self.made.pop(name, None)
-            self.failures[name] = "it was released, for what comes next takes its memory"
+            self.failures[name] = "its memory was given to what came next"
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -21,6 +21,7 @@ class RecipeIsValid(Check):
         plan.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
         config = patient.config
         data_check.require_data(patient.recipe)
+        _ = patient.blueprint
         return passed(f"{type(config).__name__} of {patient.recipe.model.source}; weights: {patient.checkpoint or 'random'}.")
 
 

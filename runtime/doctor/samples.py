@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +12,9 @@ from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, PrepareText
+from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import check_first_rows
+from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, check_first_rows, transforms_of
 from patchgen.runtime.train.setup import DataParts
 
 TOKENS = 2048
@@ -63,6 +66,32 @@ def first_samples(config: DataConfig, parts: DataParts) -> list[Sample]:
     if not found:
         raise DataError(f"No sample could be made of the data. The first: {problems[0] if problems else 'no record'}.")
     return found
+
+
+def first_texts(config: DataConfig) -> Iterator[str]:
+    """All strings in the first records of the sources, as they stand there."""
+    for _, record in itertools.islice(_in_turn([open_source(source) for source in config.sources]), FIRST_ROWS):
+        with contextlib.suppress(BadSample):
+            yield from _strings(record.fields())
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
+
+
+def own_samples(config: DataConfig) -> Iterator[Sample]:
+    """The first rows that transforms make samples of, as they hand them over."""
+    sources = [open_source(source) for source in config.sources]
+    for transform, source in zip(transforms_of(config), sources, strict=True):
+        for record, _ in itertools.islice(source.read() if transform is not None else (), FIRST_ROWS):
+            with contextlib.suppress(BadSample):
+                made = transform(record.where, record.fields())
+                if isinstance(made, Inputs):
+                    yield Sample(record.where, made.fields)
 
 
 def _prepare(config: DataConfig, parts: DataParts) -> Prepare:

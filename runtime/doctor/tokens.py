@@ -9,12 +9,12 @@ from torch import nn
 from transformers import GenerationConfig
 
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.samples import first_texts
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
 MEDIA = ("image", "video", "audio")
-UNKNOWN_SHARE = 0.01
 
 
 class Tokenizer(Check):
@@ -26,7 +26,7 @@ class Tokenizer(Check):
         tokenizer = patient.tokenizer
         if tokenizer is None:
             return not_checked("the data come as tokens, without a tokenizer.")
-        problems = [*_stops(patient), *_places(patient), *_unknown(patient)]
+        problems = [*_stops(patient), *_places(patient)]
         if problems:
             return failed(
                 " ".join(problems),
@@ -78,18 +78,6 @@ def _places(patient: Patient) -> Iterable[str]:
             yield f"The processor marks {kind}s with {token!r} = {found}; config.{kind}_token_id = {wanted}."
 
 
-def _unknown(patient: Patient) -> Iterable[str]:
-    """A text in a script or an alphabet that the tokenizer does not have."""
-    unknown = patient.tokenizer.unk_token_id
-    ids = [token for sample in patient.samples for token in sample.ids]
-    count = 0 if unknown is None else ids.count(unknown)
-    if count > UNKNOWN_SHARE * len(ids):
-        yield (
-            f"{count} of the first {len(ids)} tokens of the data are {patient.tokenizer.unk_token!r}: the tokenizer has none "
-            "for these texts."
-        )
-
-
 class Padding(Check):
     """No token of the texts is taken for padding."""
 
@@ -97,15 +85,16 @@ class Padding(Check):
 
     def run(self, patient: Patient) -> Finding:
         tokenizer = patient.tokenizer
-        pad = tokenizer.pad_token_id
-        ids = [token for sample in patient.samples for token in sample.ids]
-        if pad is not None and pad in ids and pad != tokenizer.eos_token_id:
+        pad, token = tokenizer.pad_token_id, tokenizer.pad_token
+        texts = list(first_texts(patient.recipe.data)) if pad is not None and pad != tokenizer.eos_token_id else []
+        if count := sum(text.count(token) for text in texts):
             return failed(
-                f"The pad token {tokenizer.pad_token!r} = {pad} stands {ids.count(pad)} times among the first {len(ids)} "
-                "tokens of the data, as text: wherever padding is recognised by its id, these tokens are lost.",
+                f"The pad token {token!r} = {pad} stands {count} times in the texts of the first records: wherever padding is "
+                "recognised by its id, these tokens are lost.",
                 "Name a token that no text has (pad_token in tokenizer_config.json); one of the reserved ones, or a new one "
                 "with an embedding.",
             )
+        ids = [one for sample in patient.samples for one in sample.ids]
         for path, module in patient.blueprint.named_modules():
             row = module.padding_idx if isinstance(module, nn.Embedding) else None
             if row is not None and row in ids and row not in {pad, tokenizer.eos_token_id}:

@@ -13,7 +13,7 @@ from torch import nn
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
-from patchgen.runtime.doctor.patient import NoRoom
+from patchgen.runtime.doctor.patient import Needs, NoRoom
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
@@ -103,7 +103,10 @@ def _paths(model: nn.Module, wanted: nn.Module) -> list[str]:
 @torch.no_grad()
 def _untrained(patient: Patient, model: nn.Module) -> Iterator[tuple[str, str]]:
     """Tokens of the data whose embeddings nobody has trained: rows of zeros, or alike."""
-    ids = sorted({token for sample in patient.samples for token in sample.ids})
+    try:
+        ids = sorted({token for sample in patient.samples for token in sample.ids})
+    except Needs:  # told by the check of the data
+        return
     weight = model.get_input_embeddings().weight
     places = {value for one in (patient.config, patient.config.get_text_config()) for value in vars(one).values() if type(value) is int}
     used = [token for token in ids if token < weight.shape[0] and token not in places]

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from small_processors import byte_tokenizer, template, vision_processor
@@ -177,17 +177,25 @@ def vision_toy(place: Path, *, steps: int = 120) -> Toy:
 
 
 def learn(model: Any, patient: Patient, steps: int) -> None:
-    """Plain transformers learns the samples by heart, each alone."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    rows = []
-    for sample in patient.samples:
+    """Plain transformers learns the samples by heart, all of them in each step."""
+    samples, rows = patient.samples, []
+    for sample in samples:
         patient.made["samples"] = [sample]
-        rows.append(plain_inputs(patient) | {"labels": sample.fields["input_ids"][None]})
+        rows.append(plain_inputs(patient))
     patient.close()
-    for step, row in zip(range(steps), itertools.cycle(rows), strict=False):
+    longest = max(row["input_ids"].shape[1] for row in rows)
+    batch = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        own = [row[name] for row in rows if name in row]
+        per_token = all(one.shape == row["input_ids"].shape for one, row in zip(own, rows, strict=False))
+        batch[name] = torch.cat([pad(one, (0, longest - one.shape[1])) for one in own] if per_token else own)
+    batch["attention_mask"] = torch.stack([torch.arange(longest) < row["input_ids"].shape[1] for row in rows]).long()
+    batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - step / steps)
-        loss = model(**row).loss
+        loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -247,12 +255,24 @@ def mask_off_by_one(it: Spoiled) -> None:
 
 
 def wrong_tokenizer(it: Spoiled) -> None:
+    """Special tokens first."""
     file = it.folder / "tokenizer.json"
     values = json.loads(file.read_text())
-    special = len(values["added_tokens"])
-    values["model"]["vocab"] = {token: place + special for token, place in values["model"]["vocab"].items()}
-    for place, token in enumerate(values["added_tokens"]):
-        token["id"] = place
+    special = sorted(token["content"] for token in values["added_tokens"])
+    ordered = [*special, *sorted(set(values["model"]["vocab"]) - set(special))]
+    values["model"]["vocab"] = {token: place for place, token in enumerate(ordered)}
+    for token in values["added_tokens"]:
+        token["id"] = ordered.index(token["content"])
+    values["added_tokens"].sort(key=lambda token: token["id"])
+    file.write_text(json.dumps(values))
+
+
+def other_vocabulary(it: Spoiled) -> None:
+    """The same special tokens, the others in another order."""
+    file = it.folder / "tokenizer.json"
+    values = json.loads(file.read_text())
+    vocabulary = values["model"]["vocab"]
+    values["model"]["vocab"] = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
     file.write_text(json.dumps(values))
 
 
@@ -263,12 +283,14 @@ def wrong_rope(it: Spoiled) -> None:
 
 
 def leaking_packing(it: Spoiled) -> None:
+    """Attention by hand, with a mask that knows no documents."""
     it.edit(
+        ("attn_output, attn_weights = attention_interface(", "attn_output, attn_weights = eager_attention_forward("),
         (
             "            value_states,\n            attention_mask,\n            dropout=",
-            "            value_states,\n            torch.ones(1, 1, *[query_states.shape[2]] * 2).log().triu(1).add(\n"
-            "                torch.full([query_states.shape[2]] * 2, float('-inf')).triu(1)\n            ).to(query_states),\n            dropout=",
-        )
+            "            value_states,\n            torch.full([query_states.shape[2]] * 2, float('-inf')).triu(1),\n"
+            "            dropout=",
+        ),
     )
 
 
@@ -318,6 +340,10 @@ def two_heads(it: Spoiled) -> None:
 
 
 def frozen(it: Spoiled) -> None:
+    it.values["model"]["freeze"] = ["*layers*"]
+
+
+def all_frozen(it: Spoiled) -> None:
     it.values["model"]["freeze"] = ["model.*"]
 
 
@@ -369,24 +395,26 @@ def wrong_padding_row(it: Spoiled) -> None:
 
 FAULTS = {
     "scaled head": Fault(scaled_head, "alternatives", r"the head divided by 100"),
-    "shifted labels": Fault(shifted_labels, "labels", r"shifted to the left by one already"),
+    "shifted labels": Fault(shifted_labels, "data labels", r"shifted to the left by one already"),
     "mask off by one": Fault(mask_off_by_one, "labels", r"begins 1 token\(s\) too early"),
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
+    "other vocabulary": Fault(other_vocabulary, "first loss", r"know nothing of these tokens"),
     "wrong rope": Fault(wrong_rope, "alternatives", r"rope_theta = 10000 \(the config has 5e\+06\)"),
     "leaking packing": Fault(leaking_packing, "packing", r"It sees the others"),
     "inactive kernel": Fault(inactive_kernel, "kernels", r"fused_moe = 'auto' is inactive: .*mlp.experts"),
     "swapped gate and up": Fault(swapped_gate_and_up, "alternatives", r"gate and up of all experts exchanged"),
-    "swapped in the file": Fault(swapped_in_the_file, "plain transformers", r"layers\.0\.mlp\.experts is the first"),
+    "swapped in the file": Fault(swapped_in_the_file, "kernels", r"layers\.0\.mlp\.experts is the first"),
     "transposed expert": Fault(transposed_expert, "alternatives", r"layers\.0\.mlp\.experts\.down_proj\[0\] transposed"),
     "tied head that is not": Fault(head_not_tied, "alternatives", r"the head tied to the embeddings"),
     "two heads": Fault(two_heads, "weights", r"lm_head"),
-    "frozen by mistake": Fault(frozen, "trained parameters", r"model\.freeze = \['model\.\*'\] freezes every layer"),
+    "frozen by mistake": Fault(frozen, "trained parameters", r"model\.freeze = \['\*layers\*'\] freezes every layer"),
+    "all frozen": Fault(all_frozen, "recipe", r"leaves nothing to train"),
     "wrong chat template": Fault(wrong_chat_template, "chat template", r"'<\|start_header_id\|>'.* no token"),
     "bf16 router": Fault(bf16_router, "router", r"fit into bfloat16"),
     "router rounded": Fault(router_rounded, "weights", r"mlp\.gate\.weight.* rounds them"),
     "truncated vocabulary": Fault(truncated_vocabulary, "tokenizer", r"tokens have no embedding"),
     "vocabulary of zeros": Fault(vocabulary_of_zeros, "weights", r"embeddings of zeros"),
-    "wrong pad token": Fault(wrong_pad_token, "padding", r"'e' = \d+ stands \d+ times"),
+    "wrong pad token": Fault(wrong_pad_token, "padding", r"'e' = \d+ stands \d+ times in the texts"),
     "wrong padding row": Fault(wrong_padding_row, "padding", r"gives that row no gradient"),
 }
 """The fifteen of the doctor's promise, some in a second place where they happen as well."""
