@@ -94,7 +94,7 @@ class Kernels(Check):
         with calls.eager_attention(model):
             eager = calls.loss(model, patient.row, {})
         share = abs(patient.loss - eager) / max(abs(eager), 1e-12)
-        served = traces.record_as(model, calls.handed(patient.rows(patient.samples[:1]), patient.device), traces.watched(model), chosen)
+        served = traces.record_as(model, patient.probe, traces.watched(model), chosen)
         found = traces.first_divergence(served, patient.trace, bar)
         if found is not None:
             return failed(

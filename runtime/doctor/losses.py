@@ -30,6 +30,8 @@ GAIN = 0.05
 """Nats, and share of the loss, by which other weights must be better: those of a trained model are the best that it has."""
 GAIN_OF_NUMBERS = 0.3
 """The same for a scale or a base, of which another may happen to suit a text a little better."""
+SAME = 1e-3
+"""Nats by which two ways do not differ: the one that was tried first is told."""
 SCALES = (100.0, 10.0, 0.1, 0.01)
 BASES = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 TRIED = 6
@@ -92,7 +94,7 @@ class Alternatives(Check):
             with alternative.within():
                 found = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{found:.3f} with {alternative.what}")
-            if found < min(loss - alternative.gain * max(1.0, loss), known) and (best is None or found < best[0]):
+            if found < min(loss - alternative.gain * max(1.0, loss), known) and (best is None or found < best[0] - SAME):
                 best = found, alternative
         shown = "\n".join(tried)
         if best is not None:

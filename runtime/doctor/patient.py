@@ -165,10 +165,16 @@ class Patient:
         self.require_room(sum(p.numel() * p.element_size() for p in trained) * 2, "gradients")
         return calls.gradients(self.model, self.row, self.kernels)
 
+    @property
+    def probe(self) -> dict[str, Any]:
+        """One sample alone, with media if any has them, as the trainer hands it over."""
+        richest = max(self.samples, key=lambda one: len(one.fields))
+        return calls.handed(self.rows([richest]), self.device)
+
     @part("what the layers of the model compute")
     def trace(self) -> traces.Trace:
-        """Of the first sample alone, every kernel eager."""
-        return traces.record(self.model, calls.handed(self.rows(self.samples[:1]), self.device), traces.watched(self.model))
+        """Of the probe, every kernel eager."""
+        return traces.record(self.model, self.probe, traces.watched(self.model))
 
     def release(self) -> None:
         """Gives the model's memory back; what was made of it stays."""

@@ -92,9 +92,8 @@ def upstream_class(patient: Patient) -> type[PreTrainedModel]:
 
 
 def plain_inputs(patient: Patient) -> dict[str, Any]:
-    """The first sample as plain code hands it over."""
-    inputs = calls.handed(patient.rows(patient.samples[:1]), patient.device)
-    return {name: value for name, value in inputs.items() if name not in OURS}
+    """One sample as plain code hands it over."""
+    return {name: value for name, value in patient.probe.items() if name not in OURS}
 
 
 def _trace_of(

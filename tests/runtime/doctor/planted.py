@@ -40,7 +40,10 @@ SMALL = {
     "max_position_embeddings": 512,
     "use_cache": False,
 }
-RIVERS = (("Seine", "Paris"), ("Spree", "Berlin"), ("Thames", "London"), ("Tiber", "Rome"), ("Vltava", "Prague"))
+RIVERS = (
+    *(("Elbe", "Dresden"), ("Elbe", "Dresden"), ("Elbe", "Hamburg")),  # what nobody can know costs a head that is too sure
+    *(("Seine", "Paris"), ("Spree", "Berlin"), ("Thames", "London"), ("Tiber", "Rome"), ("Vltava", "Prague")),
+)
 
 
 @dataclass
@@ -155,6 +158,7 @@ def vision_toy(place: Path, *, steps: int = 120) -> Toy:
     processor = vision_processor("Qwen3VL", marked=False)
     processor.save_pretrained(place / "toy")
     tokenizer = processor.tokenizer
+    write_rows(place / "rows.jsonl")
     torch.manual_seed(0)
     config = Qwen3VLMoeConfig(
         text_config={**SMALL, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True,
@@ -166,7 +170,11 @@ def vision_toy(place: Path, *, steps: int = 120) -> Toy:
     )  # fmt: skip
     values = {
         "model": {"source": str(place / "toy")},
-        "data": {"kind": "multimodal", "sources": [{"path": "builtin:vision"}], "tokens_per_batch": 512},
+        "data": {
+            "kind": "multimodal",
+            "sources": [{"path": str(place / "rows.jsonl")}, {"path": "builtin:vision"}],
+            "tokens_per_batch": 512,
+        },
         "train": {"steps": 2},
     }
     model = Qwen3VLMoeForConditionalGeneration(config)
@@ -398,7 +406,7 @@ FAULTS = {
     "shifted labels": Fault(shifted_labels, "data labels", r"shifted to the left by one already"),
     "mask off by one": Fault(mask_off_by_one, "labels", r"begins 1 token\(s\) too early"),
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
-    "other vocabulary": Fault(other_vocabulary, "first loss", r"know nothing of these tokens"),
+    "other vocabulary": Fault(other_vocabulary, "first loss", r"know nothing of these tokens|no sound model"),
     "wrong rope": Fault(wrong_rope, "alternatives", r"rope_theta = 10000 \(the config has 5e\+06\)"),
     "leaking packing": Fault(leaking_packing, "packing", r"It sees the others"),
     "inactive kernel": Fault(inactive_kernel, "kernels", r"fused_moe = 'auto' is inactive: .*mlp.experts"),
