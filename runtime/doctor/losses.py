@@ -107,7 +107,7 @@ def alternatives(patient: Patient) -> Iterator[Alternative]:
     model = patient.model
     yield from _scaled_heads(model)
     yield from _tied(model)
-    yield from _rotary(model, patient.config)
+    yield from _rotary(model)
     yield from _exchanged(patient)
     with contextlib.suppress(NoRoom):
         yield from _transposed(patient)
@@ -146,9 +146,9 @@ def _tied(model: nn.Module) -> Iterator[Alternative]:
 # ------------------------------------------------------------------------------------------------- positions
 
 
-def _rotary(model: nn.Module, config: Any) -> Iterator[Alternative]:
-    """Modules that make their frequencies of a base that their config has."""
-    modules = [m for m in model.modules() if "inv_freq" in m._buffers and _base(m) is not None]
+def _rotary(model: nn.Module) -> Iterator[Alternative]:
+    """Modules of the language model that make their frequencies of a base that their config has."""
+    modules = [m for m in model.get_decoder().modules() if "inv_freq" in m._buffers and _base(m) is not None]
     if not modules:
         return
     now = _base(modules[0])

@@ -105,6 +105,7 @@ class Patient:
 
     @part("the tokenizer")
     def parts(self) -> setup.DataParts:
+        _ = self.blueprint  # what is wrong with it is not the tokenizer's
         return setup.data_parts(self.recipe)
 
     @property

@@ -1,6 +1,6 @@
-"""One step of a recipe, as the trainer takes it, without a run: in this process, or on each rank of torchrun.
+"""One step of a recipe, as the trainer takes it, without a run: in this process, or on each of several ranks.
 
-    torchrun --nproc-per-node 2 -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # rank 0 prints the figures
+    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # rank 0 prints the figures
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 
@@ -69,7 +70,7 @@ class Layout(Check):
     def run(self, patient: Patient) -> Finding:
         ranks = ranks_for(patient)
         alone = figures_of_one(patient)
-        together = on_ranks(single_step(patient.recipe, ranks), ranks, on_cpu=patient.device.type == "cpu")
+        together = on_ranks(single_step(patient.recipe, ranks), ranks)
         bar = RANK_TOLERANCE if patient.dtype == torch.float32 else HALF_TOLERANCE
         told = f"on {ranks} ranks (sp {patient.recipe.parallel.sp}, ep {patient.recipe.parallel.ep}) "
         told += f"the loss is {together.loss:.5f} and the norm of the gradient {together.norm:.4g}; on one {alone.loss:.5f} and {alone.norm:.4g}"
@@ -142,19 +143,36 @@ def ranks_for(patient: Patient) -> int:
     return least
 
 
-def on_ranks(recipe: Recipe, ranks: int, *, on_cpu: bool) -> StepFigures:
-    """A step on ranks of this machine.
+def on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
+    """A step on ranks of this machine, each a process.
 
     Raises:
         RuntimeError: a rank failed, with its last words.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe))]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=RANKS_SECONDS, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"A step on {ranks} ranks failed: {_last_error(done.stderr)}")
+    command = [sys.executable, "-m", "patchgen.runtime.doctor.rank_step", json.dumps(to_dict(recipe))]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+    threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    running = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, **threads, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        told = [process.communicate(timeout=RANKS_SECONDS) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    lines = [line for line in told[0][0].splitlines() if line.startswith("{")]
+    if any(process.returncode for process in running) or not lines:
+        # A rank that lost its peer says so; the one that failed first says why.
+        raise RuntimeError(f"A step on {ranks} ranks failed: {' / '.join(_last_error(error) for _, error in told)}")
     return StepFigures(**json.loads(lines[-1]))
 
 

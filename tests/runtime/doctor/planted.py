@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -22,6 +23,8 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 from small_processors import byte_tokenizer, template, vision_processor
 
 from patchgen.runtime import registry
+from patchgen.runtime.doctor import Report
+from patchgen.runtime.doctor.finding import FAILED, Finding
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.plain import plain_inputs
 from patchgen.runtime.train.recipe import Recipe, from_dict
@@ -142,7 +145,7 @@ def text_toy(place: Path, *, steps: int = 120) -> Toy:
     values = {
         "model": {"source": str(place / "toy")},
         "data": {"kind": "chat", "sources": [{"path": str(place / "rows.jsonl")}], "tokens_per_batch": 512, "cache_dir": str(place / "cache")},
-        "train": {"steps": 2},
+        "train": {"steps": 2, "batches_per_step": 2},
     }
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(place / "toy")
@@ -151,7 +154,7 @@ def text_toy(place: Path, *, steps: int = 120) -> Toy:
     return Toy(place / "toy", values, "qwen3_moe", "model.")
 
 
-def vision_toy(place: Path, *, steps: int = 120) -> Toy:
+def vision_toy(place: Path, *, steps: int = 80) -> Toy:
     """qwen3_vl_moe, its head tied, on made-up pictures; needs torchvision."""
     from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
@@ -173,9 +176,9 @@ def vision_toy(place: Path, *, steps: int = 120) -> Toy:
         "data": {
             "kind": "multimodal",
             "sources": [{"path": str(place / "rows.jsonl")}, {"path": "builtin:vision"}],
-            "tokens_per_batch": 512,
+            "tokens_per_batch": 320,
         },
-        "train": {"steps": 2},
+        "train": {"steps": 2, "batches_per_step": 2},
     }
     model = Qwen3VLMoeForConditionalGeneration(config)
     model.save_pretrained(place / "toy")
@@ -232,7 +235,7 @@ def planted(toy: Toy, fault: str, place: Path) -> Recipe:
 
 @dataclass(frozen=True)
 class Fault:
-    """How it is planted, which check finds it, and with what words."""
+    """How it is planted, which check finds it (one of several, where the kind of data decides), and with what words."""
 
     plant: Callable[[Spoiled], None]
     check: str
@@ -403,7 +406,7 @@ def wrong_padding_row(it: Spoiled) -> None:
 
 FAULTS = {
     "scaled head": Fault(scaled_head, "alternatives", r"the head divided by 100"),
-    "shifted labels": Fault(shifted_labels, "data labels", r"shifted to the left by one already"),
+    "shifted labels": Fault(shifted_labels, "data|labels", r"shifted to the left by one already"),
     "mask off by one": Fault(mask_off_by_one, "labels", r"begins 1 token\(s\) too early"),
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
     "other vocabulary": Fault(other_vocabulary, "first loss", r"know nothing of these tokens|no sound model"),
@@ -426,3 +429,25 @@ FAULTS = {
     "wrong padding row": Fault(wrong_padding_row, "padding", r"gives that row no gradient"),
 }
 """The fifteen of the doctor's promise, some in a second place where they happen as well."""
+SECOND_PLACES = (
+    "other vocabulary",
+    "swapped in the file",
+    "two heads",
+    "all frozen",
+    "router rounded",
+    "vocabulary of zeros",
+    "wrong padding row",
+)
+PROMISED = tuple(fault for fault in FAULTS if fault not in SECOND_PLACES)
+
+
+def finding(report: Report, fault: str) -> Finding:
+    """What found a fault; where nothing did, what the check says that should have."""
+    wanted = FAULTS[fault]
+    found = [report[name] for name in wanted.check.split("|")]
+    return next((one for one in found if is_found(one, fault)), found[0])
+
+
+def is_found(found: Finding, fault: str) -> bool:
+    """Whether a check failed with the words that name the fault, and says what to do."""
+    return found.status == FAILED and bool(re.search(FAULTS[fault].words, found.found, re.DOTALL)) and bool(found.advice)
