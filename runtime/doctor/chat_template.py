@@ -57,7 +57,11 @@ class ChatTemplate(Check):
         template = template_of(patient)
         if template is None:
             return failed(f"data.kind = {patient.recipe.data.kind}, and the tokenizer has no chat template.", ADVICE)
-        problems = [*_two_files(patient.recipe.model.source), *_marks(patient, template), *_turn_problems(patient, template)]
+        problems = [
+            *_two_files(patient.recipe.model.source),
+            *_marks(patient, template),
+            *_turn_problems(patient, template),
+        ]
         if problems:
             return failed(" ".join(problems), ADVICE)
         turn = find_turn(patient)
@@ -161,8 +165,7 @@ def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
     behind = text[start:end].partition(ANSWER)[2]
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []
     if not ids or ids[-1] not in special_ids(tokenizer):
-        rest = text[end:].strip()[:20]
         yield (
-            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is no special token{f' ({rest!r} follows)' if rest else ''}: "
-            "the model would not learn where to stop."
+            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is no special token ({text[end:].strip()[:20]!r} "
+            "follows): the model would not learn where to stop."
         )

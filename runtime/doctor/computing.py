@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.recorded_experts import active_users
 from patchgen.runtime.doctor.samples import Sample
 from patchgen.runtime.parallel import sharding
@@ -48,9 +48,9 @@ class Packing(Check):
             return failed(
                 f"Document {number + 1} of {len(documents)} in one row ({documents[number].where}) computes other logits than "
                 f"alone: {share:.1e} of their size, {bar:.0e} is rounding. It sees the others.",
-                f"Attention {patient.recipe.model.attention or 'of the recipe'} or the model's own code does not stop where documents "
-                "end: leave model.attention out; if the modeling file attends by itself, it must take cu_seq_lens_q, or "
-                "model.separate_documents: true keeps documents in rows of their own.",
+                "Its attention, or another layer that mixes tokens, does not stop where documents end: leave model.attention out; "
+                "if the modeling file attends by itself, it must take cu_seq_lens_q, or model.separate_documents: true keeps "
+                "documents in rows of their own.",
             )
         return passed(f"{len(documents)} documents in one row and alone differ by {share:.0e} of their logits.")
 
@@ -58,7 +58,11 @@ class Packing(Check):
 def _halves(sample: Sample) -> list[Sample]:
     """A sample of text alone as two documents."""
     fields = sample.fields
-    if set(fields) != {"input_ids", "labels", "position_ids"} or fields["position_ids"].ndim > 1 or len(sample.ids) < 4:
+    if (
+        set(fields) != {"input_ids", "labels", "position_ids"}
+        or fields["position_ids"].ndim > 1
+        or len(sample.ids) < 4
+    ):
         return [sample]
     middle = len(sample.ids) // 2
     first = {name: value[:middle] for name, value in fields.items()}
@@ -78,8 +82,7 @@ class Kernels(Check):
         for seam, paths in silent.items():
             if paths:
                 return failed(
-                    f"{seam} = '{chosen[seam]}' is inactive: {', '.join(paths[:3])}{f' and {len(paths) - 3} more' if paths[3:] else ''} "
-                    "ran without calling it.",
+                    f"{seam} = '{chosen[seam]}' is inactive: {few(paths)} ran without calling it.",
                     "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and look at "
                     "what the config sets (experts_implementation).",
                 )
@@ -120,7 +123,9 @@ class Router(Check):
         if not paths:
             return not_checked("the model has no experts.")
         if patient.dtype != torch.float32:
-            return not_checked(f"the run computes in {str(patient.dtype).removeprefix('torch.')}, as its routers then do.")
+            return not_checked(
+                f"the run computes in {str(patient.dtype).removeprefix('torch.')}, as its routers then do."
+            )
         for path, values in router_outputs(patient, paths):
             if values.numel() >= SHORTEST and torch.equal(values, values.bfloat16().float()):
                 return failed(
@@ -166,5 +171,6 @@ def _arguments(path: str, found: list[tuple[str, Tensor]]) -> Any:
 
 def _note(path: str, values: Any, found: list[tuple[str, Tensor]]) -> None:
     for value in values:
-        if isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() and bool((value != value.flatten()[0]).any()):
+        wide = isinstance(value, Tensor) and value.dtype == torch.float32 and value.numel() > 0
+        if wide and bool((value != value.flatten()[0]).any()):
             found.append((path, value.detach()))

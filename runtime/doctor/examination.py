@@ -81,7 +81,9 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """The same as plain values."""
-        checks = [{"check": one.check, "seconds": round(one.seconds, 2), **asdict(one.finding)} for one in self.entries]
+        checks = [
+            {"check": one.check, "seconds": round(one.seconds, 2), **asdict(one.finding)} for one in self.entries
+        ]
         return {"recipe": self.recipe, "failed": list(self.failed), "checks": checks}
 
     def text(self) -> str:
@@ -148,7 +150,9 @@ def require_names(names: Collection[str]) -> None:
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            raise RecipeError(f"There is no check '{name}'.{f' Near: {near[0]}.' if near else ''} Checks: {', '.join(known)}.")
+            raise RecipeError(
+                f"There is no check '{name}'.{f' Near: {near[0]}.' if near else ''} Checks: {', '.join(known)}."
+            )
 
 
 def _wrapped(start: str, text: str) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,12 @@ def failed(found: str, advice: str, shown: str = "") -> Finding:
 def not_checked(why: str) -> Finding:
     """Nothing is known."""
     return Finding(NOT_CHECKED, why)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 class Check(ABC):

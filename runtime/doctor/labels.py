@@ -35,7 +35,9 @@ class Data(Check):
             samples = patient.samples
         except DataError as error:
             shifted = next(filter(None, map(shift_of, own_samples(patient.recipe.data))), None)
-            return failed(f"{error}{f' The {shifted}' if shifted else ''}", OWN_LABELS if shifted else "As the message says.")
+            return failed(
+                f"{error}{f' The {shifted}' if shifted else ''}", OWN_LABELS if shifted else "As the message says."
+            )
         ids = [token for sample in samples for token in sample.ids]
         unknown = patient.tokenizer.unk_token_id if patient.tokenizer is not None else None
         if unknown is not None and ids.count(unknown) > UNKNOWN_SHARE * len(ids):
@@ -122,12 +124,14 @@ def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
                     return f"the mask of the answer begins {abs(off)} token(s) too {late}: {first!r}, {what}."
         if turn.end_id is None or (sample.is_cut and end == len(ids)) or ids[end - 1] == turn.end_id:
             continue
-        near = ids[max(start, end - 1 - REACH) : end - 1], ids[end : end + REACH]
-        mark = tokenizer.convert_ids_to_tokens(turn.end_id)
-        if turn.end_id in near[1]:
-            return f"the mask of the answer ends {near[1].index(turn.end_id) + 1} token(s) too early: {mark!r}, which ends the turn, is not learned."
-        if turn.end_id in near[0]:
-            return f"the mask of the answer ends {near[0][::-1].index(turn.end_id) + 1} token(s) too late: it goes on behind {mark!r}."
+        before, behind = ids[max(start, end - 1 - REACH) : end - 1][::-1], ids[end : end + REACH]
+        told = f"{tokenizer.convert_ids_to_tokens(turn.end_id)!r}, which ends the turn"
+        if turn.end_id in behind:
+            off = behind.index(turn.end_id) + 1
+            return f"the mask of the answer ends {off} token(s) too early: {told}, is not learned."
+        if turn.end_id in before:
+            off = before.index(turn.end_id) + 1
+            return f"the mask of the answer ends {off} token(s) too late: it goes on behind {told}."
     return ""
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +57,8 @@ class FirstLoss(Check):
         if patient.checkpoint is None:
             if loss < TOO_GOOD * unknowing:
                 return failed(
-                    f"{told}: random weights cannot know so much.", "The model sees the tokens that it predicts: look at its mask."
+                    f"{told}: random weights cannot know so much.",
+                    "The model sees the tokens that it predicts: look at its mask.",
                 )
             return passed(f"{told}, of random weights.")
         if loss > (known if limit is None else limit):
@@ -94,7 +95,9 @@ class Alternatives(Check):
             with alternative.within():
                 found = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{found:.3f} with {alternative.what}")
-            if found < min(loss - alternative.gain * max(1.0, loss), known) and (best is None or found < best[0] - SAME):
+            if found < min(loss - alternative.gain * max(1.0, loss), known) and (
+                best is None or found < best[0] - SAME
+            ):
                 best = found, alternative
         shown = "\n".join(tried)
         if best is not None:

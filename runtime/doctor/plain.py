@@ -17,7 +17,7 @@ import torch
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.train import model as models
 
@@ -111,8 +111,8 @@ def _trace_of(
     )
     model = model.to(patient.device)
     allowed = patient.recipe.model.allow_missing
-    missing = [name for name in told["missing_keys"]] if not allowed else []
-    return traces.record_plain(model, inputs, paths), ", ".join(sorted(missing)[:3])
+    missing = [] if allowed else sorted(told["missing_keys"])
+    return traces.record_plain(model, inputs, paths), few(missing)
 
 
 def _compared(patient: Patient, ours: traces.Trace, plain: traces.Trace, told: str) -> Finding:

@@ -22,7 +22,9 @@ class RecipeIsValid(Check):
         config = patient.config
         data_check.require_data(patient.recipe)
         _ = patient.blueprint
-        return passed(f"{type(config).__name__} of {patient.recipe.model.source}; weights: {patient.checkpoint or 'random'}.")
+        return passed(
+            f"{type(config).__name__} of {patient.recipe.model.source}; weights: {patient.checkpoint or 'random'}."
+        )
 
 
 class Proof(Check):
@@ -33,4 +35,5 @@ class Proof(Check):
     def run(self, patient: Patient) -> Finding:
         patient.recipe = preflight.require_trainable(patient.recipe)
         apart = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
-        return passed(f"A small form of it agrees with upstream as a run computes, attention '{patient.recipe.model.attention}'{apart}.")
+        chosen = patient.recipe.model.attention
+        return passed(f"A small form of it agrees with upstream as a run computes, attention '{chosen}'{apart}.")

@@ -1,6 +1,6 @@
-"""One step of a recipe, as the trainer takes it, without a run: in this process, or on each of several ranks.
+"""One step of a recipe, as the trainer takes it, without a run: in this process, or as one of several ranks.
 
-    RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # rank 0 prints the figures
+python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path) -> StepFigures
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - started
-    states = [one for state in trainer.optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)]
+    states = [
+        one for state in trainer.optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
+    ]
     held = gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
     peak = trainer.peak_memory() if device.type == "cuda" else None
     return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, held, peak)

@@ -15,6 +15,9 @@ from patchgen.runtime import seams
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import report
 
+FLAGS = {"is_gated": True, "is_interleaved": False, "is_transposed": False}
+"""Of `ops.fused_moe`, with its defaults."""
+
 
 @dataclass(frozen=True)
 class ExpertCall:
@@ -62,8 +65,8 @@ def expert_calls(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, 
 
     def note(seam: str, args: tuple, kwargs: dict[str, Any]) -> None:
         if seam == "fused_moe":
-            flags = [kwargs.get(name, default) for name, default in (("is_gated", True), ("is_interleaved", False), ("is_transposed", False))]
-            found.append(ExpertCall(args[3], *flags))
+            flags = {name: kwargs.get(name, default) for name, default in FLAGS.items()}
+            found.append(ExpertCall(args[3], **flags))
 
     with listening(note):
         calls.loss(model, row, chosen)

@@ -9,14 +9,13 @@ import os
 import socket
 import subprocess
 import sys
-
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from patchgen.runtime import launch
-from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.doctor.rank_step import StepFigures, one_step
 from patchgen.runtime.train import flops, memory
@@ -53,11 +52,14 @@ class Step(Check):
                     f"{told}; parameters, gradients and optimizer hold {_size(held)}, and the estimate says {_size(counted)}.",
                     "The estimate of --dry-run does not hold for this model: report it, and plan with the figure measured here.",
                 )
-            return passed(f"{told}; parameters, gradients and optimizer hold {_size(held)}, as estimated. No peak is known of a CPU.")
+            return passed(
+                f"{told}; parameters, gradients and optimizer hold {_size(held)}, as estimated (no peak of a CPU)."
+            )
         told += f" and {_size(figures.peak_bytes)}; the estimate is {_size(estimate.total)}"
         if figures.peak_bytes > FAR * estimate.total:
             return failed(
-                f"{told}.", "Plan with the figure measured here; parallel.activation_checkpointing: full makes it smaller."
+                f"{told}.",
+                "Plan with the figure measured here; parallel.activation_checkpointing: full makes it smaller.",
             )
         return passed(f"{told}.")
 
@@ -72,14 +74,17 @@ class Layout(Check):
         alone = figures_of_one(patient)
         together = on_ranks(single_step(patient.recipe, ranks), ranks)
         bar = RANK_TOLERANCE if patient.dtype == torch.float32 else HALF_TOLERANCE
-        told = f"on {ranks} ranks (sp {patient.recipe.parallel.sp}, ep {patient.recipe.parallel.ep}) "
-        told += f"the loss is {together.loss:.5f} and the norm of the gradient {together.norm:.4g}; on one {alone.loss:.5f} and {alone.norm:.4g}"
-        if not (math.isclose(alone.loss, together.loss, rel_tol=bar) and math.isclose(alone.norm, together.norm, rel_tol=10 * bar)):
+        told = (
+            f"On {ranks} ranks (sp {patient.recipe.parallel.sp}, ep {patient.recipe.parallel.ep}) the loss is {together.loss:.5f} "
+            f"and the norm of the gradient {together.norm:.4g}; on one {alone.loss:.5f} and {alone.norm:.4g}."
+        )
+        same_loss = math.isclose(alone.loss, together.loss, rel_tol=bar)
+        if not (same_loss and math.isclose(alone.norm, together.norm, rel_tol=10 * bar)):
             return failed(
-                f"{told}.".capitalize(),
+                told,
                 "Train with sp: 1 or ep: 1, whichever makes them equal (--set), and report the model type with both figures.",
             )
-        return passed(f"{told}.".capitalize())
+        return passed(told)
 
 
 def single_step(recipe: Recipe, ranks: int) -> Recipe:
@@ -93,7 +98,8 @@ def estimate_of(patient: Patient, world: int) -> memory.Estimate:
     alone = replace(patient.recipe, parallel=replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1))
     layout = models.parallel_config(alone.parallel, world)
     options = models.sharding_options(alone.parallel, patient.device)
-    return memory.estimate(patient.blueprint, alone, layout, options.param_dtype, "causal_lm_loss" in patient.made.get("kernels", ()))
+    fused_loss = "causal_lm_loss" in patient.made.get("kernels", ())
+    return memory.estimate(patient.blueprint, alone, layout, options.param_dtype, fused_loss)
 
 
 def figures_of_one(patient: Patient) -> StepFigures:

@@ -105,9 +105,12 @@ class Padding(Check):
                     f"Set pad_token_id in config.json to the tokenizer's ({pad}), or to null (model.overrides).",
                 )
         if pad is None:
-            return passed("The tokenizer has no pad token; rows are filled with 0, which has no labels and is not attended to.")
-        what = " (also its end token: where labels are masked by id, ends are never learned)" if pad == tokenizer.eos_token_id else ""
-        return passed(f"{tokenizer.pad_token!r} = {pad}{what}.")
+            return passed(
+                "The tokenizer has no pad token; rows are filled with 0, which has no labels and is not attended to."
+            )
+        is_end = pad == tokenizer.eos_token_id
+        what = " (also its end token: where labels are masked by id, ends are never learned)" if is_end else ""
+        return passed(f"{token!r} = {pad}{what}.")
 
 
 def _as_list(value: Any) -> list[int]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
-from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, few, passed
 from patchgen.runtime.doctor.patient import Needs, NoRoom
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
@@ -20,8 +20,6 @@ from patchgen.runtime.train import model as models
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
-
-SHOWN = 4
 
 
 class Weights(Check):
@@ -60,8 +58,10 @@ def _advice(patient: Patient, told: str) -> str:
         and tuple(stored[name].shape) == (*tensor.shape[:-2], tensor.shape[-1], tensor.shape[-2])
     ]  # fmt: skip
     if turned:
-        return f"{', '.join(turned[:SHOWN])} lie there transposed: exchange their last two dimensions where they were written."
-    head = next((name for name, p in patient.blueprint.named_parameters(remove_duplicate=False) if _is_head(patient, p)), None)
+        return f"{few(turned)} lie there transposed: exchange their last two dimensions where they were written."
+    head = next(
+        (name for name, p in patient.blueprint.named_parameters(remove_duplicate=False) if _is_head(patient, p)), None
+    )
     if head is not None and head in told:
         tie = patient.config.tie_word_embeddings
         return (
@@ -85,13 +85,16 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     common = max((dtype for dtype in sizes if dtype.is_floating_point), key=sizes.get)
     chosen = getattr(torch, patient.recipe.model.dtype)
     wider = [key for key, tensor in stored.items() if tensor.dtype == torch.float32 != common]
-    kept = {path for module in sharding.kept_in_fp32(patient.blueprint, chosen) for path in _paths(patient.blueprint, module)}
+    kept = {
+        path
+        for module in sharding.kept_in_fp32(patient.blueprint, chosen)
+        for path in _paths(patient.blueprint, module)
+    }
     lost = [key for key in wider if chosen.itemsize < 4 and not any(key.startswith(path) for path in kept)]
     if lost:
         yield (
-            f"The checkpoint keeps {', '.join(lost[:SHOWN])}{f' and {len(lost) - SHOWN} more' if lost[SHOWN:] else ''} in "
-            f"float32 beside {str(common).removeprefix('torch.')}, and model.dtype = {patient.recipe.model.dtype} rounds them: "
-            "of a router that is other experts for tokens near a tie.",
+            f"The checkpoint keeps {few(lost)} in float32 beside {str(common).removeprefix('torch.')}, and model.dtype = "
+            f"{patient.recipe.model.dtype} rounds them: of a router that is other experts for tokens near a tie.",
             "Set model.dtype: float32 (layers compute in parallel.param_dtype; upstream says which modules stay wide).",
         )
 
@@ -108,18 +111,19 @@ def _untrained(patient: Patient, model: nn.Module) -> Iterator[tuple[str, str]]:
     except Needs:  # told by the check of the data
         return
     weight = model.get_input_embeddings().weight
-    places = {value for one in (patient.config, patient.config.get_text_config()) for value in vars(one).values() if type(value) is int}
+    configs = (patient.config, patient.config.get_text_config())
+    places = {value for one in configs for value in vars(one).values() if type(value) is int}  # media among them
     used = [token for token in ids if token < weight.shape[0] and token not in places]
     rows = weight[torch.tensor(used, device=weight.device)].float().cpu()
     empty = [token for token, row in zip(used, rows, strict=True) if not row.any()]
     _, which, counts = rows.unique(dim=0, return_inverse=True, return_counts=True)
     alike = [token for token, place in zip(used, which.tolist(), strict=True) if counts[place] > 1]
-    wrong = empty or alike
+    wrong, what = (empty, "embeddings of zeros") if empty else (alike, "one and the same embedding")
     if wrong:
-        shown = ", ".join(f"{patient.tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in wrong[:SHOWN])
+        shown = few([f"{patient.tokenizer.convert_ids_to_tokens(token)!r} = {token}" for token in wrong])
         yield (
-            f"{len(wrong)} of the {len(used)} tokens in the first samples have {'embeddings of zeros' if empty else 'one and the same embedding'} "
-            f"({shown}): the vocabulary was cut or padded, and nobody trained them.",
+            f"{len(wrong)} of the {len(used)} tokens in the first samples have {what} ({shown}): the vocabulary was cut or "
+            "padded, and nobody trained them.",
             "Take the checkpoint with its whole vocabulary, or the tokenizer that has no more tokens than it.",
         )
 
@@ -140,16 +144,16 @@ class TrainedParameters(Check):
         layers = [layer for layer in sharding.find_layers(model, None) if _is_inside(layer, model.get_decoder())]
         named = f"model.freeze = {list(patterns)}"
         if not any(p.requires_grad for layer in layers for p in layer.parameters()):
-            left = sorted({name.rpartition(".")[0] for name in trained})
+            left = few(sorted({name.rpartition(".")[0] for name in trained}))
             return failed(
-                f"{told}: {named} freezes every layer of the language model; what is left is {', '.join(left[:SHOWN]) or 'nothing'}.",
+                f"{told}: {named} freezes every layer of the language model; what is left is {left}.",
                 "Name the tower that should stay as it is (`model.visual.*`), not the model around it; if a new head alone is to "
                 "learn, say so with --skip 'trained parameters'.",
             )
         unnamed = sorted(set(sizes) - trained) if not patterns else []
         if unnamed:
             return failed(
-                f"{told}: {', '.join(unnamed[:SHOWN])} are frozen, and the recipe freezes nothing: the code of the model does.",
+                f"{told}: {few(unnamed)} are frozen, and the recipe freezes nothing: the code of the model does.",
                 "Remove requires_grad = False from the modeling file, and generate it again.",
             )
         return self._reached(patient, told, trained)
@@ -161,7 +165,8 @@ class TrainedParameters(Check):
         except NoRoom as error:
             return passed(f"{told}. Whether gradients reach them was not looked at: {error}")
         decoder = patient.model.get_decoder()
-        inside = {id(p) for layer in sharding.find_layers(patient.model, None) if _is_inside(layer, decoder) for p in layer.parameters()}
+        layers = [layer for layer in sharding.find_layers(patient.model, None) if _is_inside(layer, decoder)]
+        inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
         dead = [
             name
             for name, parameter in patient.model.named_parameters()
@@ -170,7 +175,7 @@ class TrainedParameters(Check):
         ]  # fmt: skip
         if dead:
             return failed(
-                f"{told}, but no gradient reaches {', '.join(dead[:SHOWN])}{f' and {len(dead) - SHOWN} more' if dead[SHOWN:] else ''}.",
+                f"{told}, but no gradient reaches {few(dead)}.",
                 "Look for detach(), no_grad() or a branch that is never taken in the forward of these modules.",
             )
         size = sum(float(one.float().norm()) ** 2 for one in gradients.values() if one is not None) ** 0.5

@@ -14,16 +14,18 @@ sys.path.append(str(Path(__file__).parents[1] / "data"))
 from small_processors import use_torchvision
 
 use_torchvision()
-import planted
-
-from patchgen.runtime.doctor import examine
-from patchgen.runtime.doctor.finding import NOT_CHECKED
-from patchgen.runtime.train.recipe import from_dict
 
 
 def main() -> None:
+    import planted
+    import toys
+
+    from patchgen.runtime.doctor import examine
+    from patchgen.runtime.doctor.finding import NOT_CHECKED
+    from patchgen.runtime.train.recipe import from_dict
+
     place = Path(tempfile.mkdtemp())
-    toy = planted.vision_toy(place)
+    toy = toys.vision_toy(place)
     report = examine(from_dict(toy.values), skip=("proof", "layout"))
     left = [entry.check for entry in report.entries if entry.finding.status == NOT_CHECKED]
     print(json.dumps({"fault": "", "failed": report.failed, "not_checked": left, "text": report.text()}), flush=True)

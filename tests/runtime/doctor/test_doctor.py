@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-HERE = Path(__file__).parent
-sys.path.append(str(HERE))
 import planted
+import pytest
+import toys
 from small_processors import TORCHVISION
 
 from patchgen.runtime.doctor import CHECKS, examine
@@ -21,6 +19,7 @@ from patchgen.runtime.doctor.labels import runs, shift_of
 from patchgen.runtime.doctor.samples import Sample
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 
+HERE = Path(__file__).parent
 SLOW = ("proof", "step", "layout")
 """Of the sound model alone: they compare what no planted fault is about."""
 
@@ -34,7 +33,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory, home):
-    return planted.text_toy(tmp_path_factory.mktemp("text"))
+    return toys.text_toy(tmp_path_factory.mktemp("text"))
 
 
 def test_a_sound_model_passes_every_check(toy):
