@@ -52,6 +52,11 @@ class FirstLoss(Check):
         limit = patient.recipe.train.first_loss_limit
         too_high = first_loss.refusal(loss, size, limit)
         known = first_loss.KNOWN * unknowing
+        if not math.isfinite(loss):
+            return failed(
+                f"The loss is {loss}.",
+                "Look at the weights of the layer where the first value is lost (torch.autograd.detect_anomaly).",
+            )
         if too_high:
             return failed(f"{told}: no sound model is so far off.", f"{too_high}")
         if patient.checkpoint is None:

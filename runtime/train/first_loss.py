@@ -29,7 +29,7 @@ def refusal(loss: float, vocab_size: int, limit: float | None = None) -> str:
         limit: the most that is believed instead of `highest`.
     """
     most = highest(vocab_size) if limit is None else limit
-    if loss <= most:
+    if not loss > most:  # one that is no number is told by its gradient (optim.on_nonfinite)
         return ""
     return (
         f"The first loss is {loss:.2f}; a model of {vocab_size:,} tokens that knows nothing has ln V = "

@@ -20,7 +20,7 @@ from patchgen.commands import examination, source_keys
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
-COMMANDS += ("mutate", "export", "convert", "fingerprint", "train")
+COMMANDS += ("mutate", "export", "convert", "fingerprint", "train", "doctor")
 MODEL = "qwen3"
 
 
