@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from patchgen.kernels import choices
 from patchgen.runtime.doctor import calls, traces
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.recorded_experts import active_users
@@ -78,7 +79,8 @@ class Kernels(Check):
 
     def run(self, patient: Patient) -> Finding:
         chosen = patient.kernels
-        counts, silent = active_users(patient.model, patient.row, chosen)
+        with choices.recorded() as taken:
+            counts, silent = active_users(patient.model, patient.row, chosen)
         for seam, paths in silent.items():
             if paths:
                 return failed(
@@ -86,7 +88,8 @@ class Kernels(Check):
                     "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and look at "
                     "what the config sets (experts_implementation).",
                 )
-        return self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
+        finding = self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
+        return replace(finding, shown="\n".join(choices.described(taken)))
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:

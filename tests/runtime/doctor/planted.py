@@ -33,6 +33,7 @@ class Spoiled:
     place: Path
     model: str
     text_prefix: str
+    busiest: int
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def config(self, **changed: Any) -> None:
@@ -94,7 +95,7 @@ def planted(toy: Toy, fault: str, place: Path) -> Recipe:
     shutil.copytree(toy.folder, folder)
     values = json.loads(json.dumps(toy.values))
     values["model"]["source"] = str(folder)
-    spoiled = Spoiled(folder, values, place, toy.model, toy.text_prefix)
+    spoiled = Spoiled(folder, values, place, toy.model, toy.text_prefix, toy.busiest)
     file = folder / "model.safetensors"
     spoiled.tensors = dict(load_file(file))
     before = dict(spoiled.tensors)
@@ -207,11 +208,11 @@ def swapped_in_the_file(it: Spoiled) -> None:
 
 def transposed_expert(it: Spoiled) -> None:
     for name in list(it.tensors):
-        if name.endswith("layers.0.mlp.experts.0.down_proj.weight"):
+        if name.endswith(f"layers.0.mlp.experts.{it.busiest}.down_proj.weight"):
             it.tensors[name] = it.tensors[name].mT.clone()
         elif name.endswith("layers.0.mlp.experts.down_proj"):
             changed = it.tensors[name].clone()
-            changed[0] = changed[0].mT.clone()
+            changed[it.busiest] = changed[it.busiest].mT.clone()
             it.tensors[name] = changed
 
 
@@ -280,7 +281,7 @@ def wrong_padding_row(it: Spoiled) -> None:
 
 
 FAULTS = {
-    "scaled head": Fault(scaled_head, "alternatives", r"the head divided by 100"),
+    "scaled head": Fault(scaled_head, "alternatives", r"the head divided by 10+\."),
     "shifted labels": Fault(shifted_labels, "data|labels", r"shifted to the left by one already"),
     "mask off by one": Fault(mask_off_by_one, "labels", r"begins 1 token\(s\) too early"),
     "wrong tokenizer": Fault(wrong_tokenizer, "tokenizer", r"tokenizer of another model"),
@@ -291,7 +292,7 @@ FAULTS = {
     "swapped gate and up": Fault(swapped_gate_and_up, "alternatives", r"gate and up of all experts exchanged"),
     "swapped in the file": Fault(swapped_in_the_file, "kernels", r"layers\.0\.mlp\.experts is the first"),
     "transposed expert": Fault(
-        transposed_expert, "alternatives", r"layers\.0\.mlp\.experts\.down_proj\[0\] transposed"
+        transposed_expert, "alternatives", r"layers\.0\.mlp\.experts\.down_proj\[\d\] transposed"
     ),
     "tied head that is not": Fault(head_not_tied, "alternatives", r"the head tied to the embeddings"),
     "two heads": Fault(two_heads, "weights", r"lm_head"),

@@ -48,6 +48,8 @@ class Toy:
     model: str
     text_prefix: str
     """Of the parameters of the language model."""
+    busiest: int
+    """The expert of the first layer that most tokens go to."""
 
 
 def write_rows(file: Path) -> None:
@@ -81,9 +83,9 @@ def text_toy(place: Path, *, steps: int = 120) -> Toy:
     }
     model = Qwen3MoeForCausalLM(config)
     model.save_pretrained(place / "toy")
-    learn(model, Patient(from_dict(values)), steps)
+    busiest = learn(model, Patient(from_dict(values)), steps)
     model.save_pretrained(place / "toy")
-    return Toy(place / "toy", values, "qwen3_moe", "model.")
+    return Toy(place / "toy", values, "qwen3_moe", "model.", busiest)
 
 
 def vision_toy(place: Path, *, steps: int = 80) -> Toy:
@@ -123,13 +125,13 @@ def vision_toy(place: Path, *, steps: int = 80) -> Toy:
     }
     model = Qwen3VLMoeForConditionalGeneration(config)
     model.save_pretrained(place / "toy")
-    learn(model, Patient(from_dict(values)), steps)
+    busiest = learn(model, Patient(from_dict(values)), steps)
     model.save_pretrained(place / "toy")
-    return Toy(place / "toy", values, "qwen3_vl_moe", "model.language_model.")
+    return Toy(place / "toy", values, "qwen3_vl_moe", "model.language_model.", busiest)
 
 
-def learn(model: Any, patient: Patient, steps: int) -> None:
-    """Plain transformers learns the samples by heart, all of them in each step."""
+def learn(model: Any, patient: Patient, steps: int) -> int:
+    """Plain transformers learns the samples by heart, all of them in each step; returns the first layer's busiest expert."""
     samples, rows = patient.samples, []
     for sample in samples:
         patient.made["samples"] = [sample]
@@ -152,3 +154,10 @@ def learn(model: Any, patient: Patient, steps: int) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+    chosen: list[torch.Tensor] = []
+    experts = model.get_decoder().layers[0].mlp.experts
+    handle = experts.register_forward_pre_hook(lambda module, arguments: chosen.append(arguments[1]))
+    with torch.no_grad():
+        model(**batch)
+    handle.remove()
+    return int(chosen[0].flatten().bincount().argmax())
