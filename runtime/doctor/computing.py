@@ -37,7 +37,7 @@ class Packing(Check):
             return not_checked("the samples hold one document, which cannot be cut in two.")
         patient.model.eval()
         together = calls.logits(patient.model, patient.rows(documents), patient.kernels)
-        bar, start, worst = calls.bar(patient.dtype), 0, (0.0, 0)
+        bar, start, worst = patient.yardstick.of_logits, 0, (0.0, 0)
         for number, document in enumerate(documents):
             alone = calls.logits(patient.model, patient.rows([document]), patient.kernels)
             found = calls.difference(together[start : start + len(alone)], alone)
@@ -101,11 +101,11 @@ class Kernels(Check):
             eager = calls.loss(model, patient.row, {})
         share = abs(patient.loss - eager) / max(abs(eager), 1e-12)
         served = traces.record_as(model, patient.probe, traces.watched(model), chosen)
-        found = traces.first_divergence(served, patient.trace, bar)
+        found = patient.yardstick.first_divergence(served)
         if found is not None:
             return failed(
-                f"{told}: {found.path} is the first that computes otherwise than eager code, by {found.share:.1e} of its size "
-                f"({bar:.0e} is rounding).",
+                f"{told}: {found.path} is the first that computes otherwise than eager code, by {found.share:.1e} of its "
+                "size, more than rounding makes of it.",
                 "Name eager or another implementation for that seam (kernels) or another model.attention, and report the shapes.",
             )
         if not share <= bar:

@@ -11,6 +11,7 @@ A part that cannot be made is told once, by the check that first asks; the other
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,15 +174,18 @@ class Patient:
         return calls.handed(self.rows([richest]), self.device)
 
     @part("what the layers of the model compute")
-    def trace(self) -> traces.Trace:
+    def yardstick(self) -> traces.Yardstick:
         """Of the probe, every kernel eager."""
-        return traces.record(self.model, self.probe, traces.watched(self.model))
+        model, probe, paths = self.model, self.probe, traces.watched(self.model)
+        shaken = traces.record_shaken(model, probe, paths)
+        return traces.Yardstick(traces.record(model, probe, paths), shaken, calls.bar(self.dtype))
 
     def release(self) -> None:
         """Gives the model's memory back; what was made of it stays."""
         for name in ("model", "gradients"):
             self.made.pop(name, None)
             self.failures[name] = "its memory was given to what came next"
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -38,20 +38,20 @@ class Export(Check):
 
     def run(self, patient: Patient) -> Finding:
         upstream = upstream_class(patient)
-        model, trace = patient.model, patient.trace
+        model, yardstick = patient.model, patient.yardstick
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         if size > 0.9 * (free := shutil.disk_usage(patient.scratch).free):
             return not_checked(f"it takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB.")
         folder = patient.scratch / "export"
         export_pretrained(model, folder, source=models.weights_folder(patient.recipe.model))
-        inputs, paths = plain_inputs(patient), list(trace.outputs)
+        inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         del model
         patient.release()
         found, missing = _trace_of(upstream, folder, patient, inputs, paths)
         shutil.rmtree(folder)
         if missing:
             return failed(f"transformers does not find {missing} in the export.", ADVICE)
-        return _compared(patient, trace, found, f"The export, loaded by transformers' {upstream.__name__},")
+        return _compared(patient, yardstick, found, f"The export, loaded by transformers' {upstream.__name__},")
 
 
 class PlainTransformers(Check):
@@ -62,14 +62,14 @@ class PlainTransformers(Check):
     def run(self, patient: Patient) -> Finding:
         if patient.checkpoint is None:
             return not_checked("the weights are random: there is no checkpoint to load.")
-        upstream, trace = upstream_class(patient), patient.trace
-        inputs, paths = plain_inputs(patient), list(trace.outputs)
+        upstream, yardstick = upstream_class(patient), patient.yardstick
+        inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         patient.release()
         folder = models.weights_folder(patient.recipe.model)
         found, missing = _trace_of(upstream, folder, patient, inputs, paths)
         if missing:
             return not_checked(f"transformers' {upstream.__name__} does not find {missing} in {folder}.")
-        return _compared(patient, trace, found, f"The checkpoint, loaded by transformers' {upstream.__name__},")
+        return _compared(patient, yardstick, found, f"The checkpoint, loaded by transformers' {upstream.__name__},")
 
 
 ADVICE = (
@@ -115,16 +115,16 @@ def _trace_of(
     return traces.record_plain(model, inputs, paths), few(missing)
 
 
-def _compared(patient: Patient, ours: traces.Trace, plain: traces.Trace, told: str) -> Finding:
-    bar = calls.bar(patient.dtype)
-    found = traces.first_divergence(ours, plain, bar)
+def _compared(patient: Patient, ours: traces.Yardstick, plain: traces.Trace, told: str) -> Finding:
+    found = ours.first_divergence(plain)
+    share = calls.difference(plain.logits, ours.expected.logits)
     if found is None:
-        share = calls.difference(ours.logits, plain.logits)
-        return passed(f"{told} computes the same logits to {share:.0e} of their size.")
+        how = f"to {share:.0e} of their size" if share else "bit for bit"
+        return passed(f"{told} computes the same logits {how}.")
     rounded = found.share < BFLOAT16_ROUNDS and patient.dtype == torch.float32
     what = " (as much as bfloat16 rounds: something is computed in it there)" if rounded else ""
     return failed(
         f"{told} computes otherwise: {found.path} is the first, by {found.share:.1e} of its size{what}; the logits differ by "
-        f"{calls.difference(ours.logits, plain.logits):.1e}.",
+        f"{share:.1e}.",
         ADVICE,
     )

@@ -18,7 +18,7 @@ MEDIA = ("image", "video", "audio")
 
 
 class Tokenizer(Check):
-    """Its special tokens are those of the config, its tokens have embeddings, and it has tokens for the data."""
+    """Its special tokens are those of the config, and its tokens have embeddings."""
 
     name = "tokenizer"
 

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import sharding
+from patchgen.runtime.verify.conditioning import ROUNDING
 
 DEPTH = 2
+MOST = 0.3
+"""No rounding excuses more: what is wrong differs by about its own size."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,50 @@ def _keeper(path: str, outputs: dict[str, Tensor]) -> Callable:
     return keep
 
 
-def first_divergence(actual: Trace, expected: Trace, bar: float) -> Divergence | None:
-    """Where two traces first differ by more than `bar`; None: nowhere."""
-    for path, output in actual.outputs.items():
-        other = expected.outputs.get(path)
-        if other is None or other.numel() != output.numel():
-            continue
-        share = calls.difference(output.flatten(), other.flatten())
-        if not share <= bar:
-            return Divergence(path, share)
-    share = calls.difference(actual.logits, expected.logits)
-    return None if share <= bar else Divergence("the logits", share)
+def record_shaken(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
+    """As `record`, the embeddings of the tokens moved by their last bit: how far rounding alone carries."""
+    generator = torch.Generator().manual_seed(0)
+
+    def shake(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        noise = torch.rand(output.shape, generator=generator).to(output) * 2 - 1
+        return output * (1 + noise * torch.finfo(output.dtype).eps)
+
+    handle = model.get_input_embeddings().register_forward_hook(shake)
+    try:
+        return record(model, inputs, paths)
+    finally:
+        handle.remove()
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What one model computes eagerly, and what of it rounding moves.
+
+    In 16 bits a token near a tie goes to other experts, and the layers behind carry that on: a fixed bar would be too low
+    for deep models, or too high for shallow ones.
+    """
+
+    expected: Trace
+    shaken: Trace
+    bar: float
+
+    def first_divergence(self, actual: Trace) -> Divergence | None:
+        """Where another trace first differs from what is expected by more than rounding; None: nowhere."""
+        for path, output in self.expected.outputs.items():
+            other = actual.outputs.get(path)
+            if other is None or other.numel() != output.numel():
+                continue
+            share = calls.difference(other.flatten(), output.flatten())
+            moved = self.shaken.outputs[path]
+            if not share <= self._bound(calls.difference(moved.flatten(), output.flatten())):
+                return Divergence(path, share)
+        share = calls.difference(actual.logits, self.expected.logits)
+        return None if share <= self.of_logits else Divergence("the logits", share)
+
+    @property
+    def of_logits(self) -> float:
+        """What rounding may make of logits."""
+        return self._bound(calls.difference(self.shaken.logits, self.expected.logits))
+
+    def _bound(self, moved: float) -> float:
+        return min(MOST, max(self.bar, ROUNDING * moved))

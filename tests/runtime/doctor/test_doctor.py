@@ -105,6 +105,17 @@ def test_the_command_prints_json_and_exits_by_what_failed(toy, tmp_path, capsys)
     assert "FAILED  model.freeze = ['model.*'] leaves nothing to train" in capsys.readouterr().out
 
 
+def test_the_page_has_every_check_in_its_order_and_words():
+    page = (HERE.parents[2] / "docs" / "doctor.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert [[name.removeprefix("| "), asks] for name, asks in rows[1:]] == [
+        [check.name, check.__doc__] for check in CHECKS
+    ]
+    table = page.partition("```\n")[2].partition("\n\n")[0].splitlines()
+    shown = [line[:18].strip() for line in table if not line.startswith(" ")]
+    assert shown == [check.name for check in CHECKS]
+
+
 def test_findings_have_a_status_of_their_own():
     assert [one.status for one in (passed("a"), failed("a", "b"), not_checked("a"))] == [PASSED, FAILED, NOT_CHECKED]
 
