@@ -59,13 +59,13 @@ class FirstLoss(Check):
             )
         if too_high:
             return failed(f"{told}: no sound model is so far off.", f"{too_high}")
-        if patient.checkpoint is None:
+        if not patient.is_trained:
             if loss < TOO_GOOD * unknowing:
                 return failed(
                     f"{told}: random weights cannot know so much.",
                     "The model sees the tokens that it predicts: look at its mask.",
                 )
-            return passed(f"{told}, of random weights.")
+            return passed(f"{told}, of random weights{'' if patient.checkpoint is None else ' in parts'}.")
         if loss > (known if limit is None else limit):
             return failed(
                 f"{told}: these weights know nothing of these tokens.",
@@ -91,8 +91,8 @@ class Alternatives(Check):
     name = "alternatives"
 
     def run(self, patient: Patient) -> Finding:
-        if patient.checkpoint is None:
-            return not_checked("the weights are random: no way to take them is better than another.")
+        if not patient.is_trained:
+            return not_checked("weights are random: no way to take them is better than another.")
         loss, tried = patient.loss, []
         known = first_loss.KNOWN * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None

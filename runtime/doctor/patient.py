@@ -100,6 +100,11 @@ class Patient:
     def checkpoint(self) -> Path | str | None:
         return models.find_weights(self.recipe.model)
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether the whole model comes from a checkpoint, no new part of it random."""
+        return self.checkpoint is not None and not self.recipe.model.allow_missing
+
     @part("the config")
     def config(self) -> PreTrainedConfig:
         return models.read_config(self.recipe.model)
@@ -182,10 +187,11 @@ class Patient:
 
     def release(self) -> None:
         """Gives the model's memory back; what was made of it stays."""
-        for name in ("model", "gradients"):
-            self.made.pop(name, None)
-            self.failures[name] = "its memory was given to what came next"
-        gc.collect()
+        if "model" in self.made:
+            del self.made["model"]
+            self.made.pop("gradients", None)
+            gc.collect()
+        self.failures |= dict.fromkeys(("model", "gradients"), "its memory was given to what came next")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -94,7 +94,10 @@ def planted(toy: Toy, fault: str, place: Path) -> Recipe:
     folder = place / "checkpoint"
     shutil.copytree(toy.folder, folder)
     values = json.loads(json.dumps(toy.values))
-    values["model"]["source"] = str(folder)
+    values["model"] |= {
+        "source": str(folder),
+        "attention": "patchgen_sdpa",
+    }  # what the proof decides, and it is skipped
     spoiled = Spoiled(folder, values, place, toy.model, toy.text_prefix, toy.busiest)
     file = folder / "model.safetensors"
     spoiled.tensors = dict(load_file(file))
