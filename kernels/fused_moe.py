@@ -14,7 +14,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patchgen.kernels import choices
 from patchgen.kernels.moe_auto import choose_backend
 from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
 from patchgen.kernels.moe_reference import reference
@@ -32,7 +31,6 @@ def _auto(
     hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
 ) -> Tensor:
     backend = choose_backend(hidden_states, gate_up_proj, down_proj, options)
-    choices.note("fused_moe", backend, hidden_states)
     return BACKENDS[backend](
         hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options
     )

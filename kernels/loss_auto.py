@@ -19,7 +19,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patchgen.kernels import choices
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
 from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss, unsupported
 
@@ -29,7 +28,6 @@ def auto_causal_lm_loss(
 ) -> tuple[None, Tensor]:
     """`(None, loss)`: "linear" for the heads that it serves, "chunked" for all others; arguments as in either."""
     implementation = choose(head, hidden_states)
-    choices.note("causal_lm_loss", "linear" if implementation is linear_causal_lm_loss else "chunked", hidden_states)
     return implementation(head, hidden_states, labels, **arguments)
 
 

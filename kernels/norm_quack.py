@@ -18,7 +18,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from patchgen.kernels import choices
 from patchgen.kernels.elementwise import rms_norm_compiled
 from patchgen.kernels.packages import lacks_package
 from patchgen.kernels.unsupported import UnsupportedOptionError
@@ -53,9 +52,7 @@ def rms_norm_auto(
     hidden_states: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, in_fp32: bool = False
 ) -> Tensor:
     """By what was measured: quack where it can run, else the compiled formula."""
-    kernel = norm_for(hidden_states)
-    choices.note("rms_norm", "quack" if kernel is rms_norm_quack else "compiled", hidden_states)
-    return kernel(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
+    return norm_for(hidden_states)(hidden_states, weight, eps, offset=offset, in_fp32=in_fp32)
 
 
 def norm_for(hidden_states: Tensor) -> Callable[..., Tensor]:

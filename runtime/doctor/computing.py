@@ -14,7 +14,7 @@ from patchgen.runtime.doctor import calls, traces
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.recorded_experts import active_users
 from patchgen.runtime.doctor.samples import Sample
-from patchgen.runtime.parallel import sharding
+from patchgen.runtime.parallel import report, sharding
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
@@ -79,8 +79,9 @@ class Kernels(Check):
 
     def run(self, patient: Patient) -> Finding:
         chosen = patient.kernels
-        with choices.recorded() as taken:
-            counts, silent = active_users(patient.model, patient.row, chosen)
+        choices.forget()
+        counts, silent = active_users(patient.model, patient.row, chosen)
+        taken = report.chosen()
         for seam, paths in silent.items():
             if paths:
                 return failed(
@@ -89,7 +90,7 @@ class Kernels(Check):
                     "what the config sets (experts_implementation).",
                 )
         finding = self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
-        return replace(finding, shown="\n".join(choices.described(taken)))
+        return replace(finding, shown=taken)
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:

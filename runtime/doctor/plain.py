@@ -5,6 +5,7 @@ One model is in memory at a time: ours writes down what its layers compute and m
 
 from __future__ import annotations
 
+import copy
 import importlib
 import shutil
 import sys
@@ -22,7 +23,7 @@ from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.train import model as models
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from patchgen.runtime.doctor.patient import Patient
 
@@ -47,7 +48,9 @@ class Export(Check):
         inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         del model
         patient.release()
-        found, missing = _trace_of(upstream, folder, patient, inputs, paths)
+        # Its own config is part of what is exported; that of a whole around this model is no config of this class.
+        own = None if type(patient.config) is type(patient.blueprint.config) else patient.blueprint.config
+        found, missing = _trace_of(upstream, folder, patient, inputs, paths, own)
         shutil.rmtree(folder)
         if missing:
             return failed(f"transformers does not find {missing} in the export.", ADVICE)
@@ -66,7 +69,7 @@ class PlainTransformers(Check):
         inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         patient.release()
         folder = models.weights_folder(patient.recipe.model)
-        found, missing = _trace_of(upstream, folder, patient, inputs, paths)
+        found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"transformers' {upstream.__name__} does not find {missing} in {folder}.")
         return _compared(patient, yardstick, found, f"The checkpoint, loaded by transformers' {upstream.__name__},")
@@ -97,13 +100,21 @@ def plain_inputs(patient: Patient) -> dict[str, Any]:
 
 
 def _trace_of(
-    upstream: type[PreTrainedModel], folder: Path, patient: Patient, inputs: dict[str, Any], paths: Sequence[str]
+    upstream: type[PreTrainedModel],
+    folder: Path,
+    patient: Patient,
+    inputs: dict[str, Any],
+    paths: Sequence[str],
+    config: PreTrainedConfig | None,
 ) -> tuple[traces.Trace, str]:
-    """What upstream's class computes with the weights of a folder, and which of its parameters were not there."""
-    config = patient.blueprint.config if patient.checkpoint is None else None
+    """What upstream's class computes with the weights of a folder, and which of its parameters were not there.
+
+    Args:
+        config: instead of the folder's own.
+    """
     model, told = upstream.from_pretrained(
         folder,
-        config=config,
+        config=copy.deepcopy(config),
         dtype=patient.dtype,
         attn_implementation="eager",
         output_loading_info=True,

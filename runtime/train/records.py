@@ -95,9 +95,6 @@ class Listener:
     def on_start(self, start: RunStart) -> None:
         """Before the first step."""
 
-    def on_kernels(self, taken: list[str]) -> None:
-        """After the first forward and backward: the kernels that "auto" took, by shape, a line for each seam."""
-
     def on_step(self, record: StepRecord) -> None:
         """After each step."""
 

@@ -23,7 +23,7 @@ from patchgen.runtime.checkpoint.small_files import free_space
 from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 
-STEPS, SUMMARY, REPORT = "steps.jsonl", "summary.json", "report.txt"
+STEPS, SUMMARY = "steps.jsonl", "summary.json"
 
 
 class RunLog(Listener):
@@ -37,7 +37,7 @@ class RunLog(Listener):
     def on_start(self, start: RunStart) -> None:
         for name, text in (
             ("recipe.yaml", yaml.safe_dump(start.recipe, sort_keys=False)),
-            (REPORT, start.report + "\n"),
+            ("report.txt", start.report + "\n"),
         ):
             with writing(self.directory / name, self.on_failed) as path:
                 path.write_text(text)
@@ -50,10 +50,6 @@ class RunLog(Listener):
             replaced.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
             replaced.replace(path)
             self._file = path.open("a", buffering=1)  # a line is on disk when it is written
-
-    def on_kernels(self, taken: list[str]) -> None:
-        with writing(self.directory / REPORT, self.on_failed) as path, path.open("a") as file:
-            file.write("".join(f"{line}\n" for line in taken))
 
     def on_step(self, record: StepRecord) -> None:
         self._write({name: value for name, value in dataclasses.asdict(record).items() if value is not None})

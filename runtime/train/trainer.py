@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError, Loader
@@ -124,8 +123,9 @@ class Trainer:
             upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
-                is_first = self.step == self.first_step
-                share = self.first_forward_backward(batches) if is_first else self.forward_backward(batches)
+                share = self.forward_backward(batches)
+                if self.step == 0:
+                    self.require_first_loss(share)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()
@@ -159,24 +159,16 @@ class Trainer:
             lora.reduce_gradients(self.model)
         return share
 
-    def first_forward_backward(self, batches: StepBatches) -> Tensor:
-        """The same of the first step here: says which kernels were taken, and looks at the loss of a run that begins before
-        the optimizer has moved anything. Every rank calls it.
+    def require_first_loss(self, share: Tensor) -> None:
+        """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
 
         Raises:
             TrainingStopped: no sound model has such a loss.
         """
-        with choices.recorded() as taken:
-            share = self.forward_backward(batches)
-        for listener in self.listeners:
-            listener.on_kernels(choices.described(taken))
-        if self.step > 0:
-            return share
-        total = float(all_reduce(share.clone(), operation="add up the first loss"))
+        total = float(all_reduce(share, operation="add up the first loss"))
         size = self.model.config.get_text_config().vocab_size
         if refusal := first_loss.refusal(total, size, self.recipe.train.first_loss_limit):
             raise TrainingStopped(refusal)
-        return share
 
     def update(self) -> tuple[float, float]:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""

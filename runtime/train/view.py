@@ -50,10 +50,6 @@ class PlainView(Listener):
         self._clock = Clock(start.steps)
         print(headline(start) + "\n" + start.report, flush=True)
 
-    def on_kernels(self, taken: list[str]) -> None:
-        for line in taken:
-            print(line, flush=True)
-
     def on_step(self, record: StepRecord) -> None:
         left = self._clock.left(record)
         if record.step % self.every == 0 or record.skipped:
@@ -88,10 +84,6 @@ class LiveView(Listener):
         self._task = self._progress.add_task("", total=start.steps, completed=start.first_step)
         self._live = Live(console=self._console, auto_refresh=False)
         self._live.start()
-
-    def on_kernels(self, taken: list[str]) -> None:
-        for line in taken:
-            self._console.print(line, highlight=False, markup=False)
 
     def on_step(self, record: StepRecord) -> None:
         left = self._clock.left(record)

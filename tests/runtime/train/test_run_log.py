@@ -44,16 +44,6 @@ def test_a_continued_run_drops_the_lines_of_steps_that_are_taken_again(tmp_path)
     assert "steps: 4" in (tmp_path / "recipe.yaml").read_text()
 
 
-def test_the_kernels_that_auto_took_join_the_report(tmp_path, capsys):
-    log, plain = run_log.RunLog(tmp_path), view.PlainView()
-    for listener in (log, plain):
-        listener.on_start(START)
-        listener.on_kernels(["fused_moe auto: torch 2 x [64, 32]"])
-    log.close()
-    assert (tmp_path / "report.txt").read_text() == "Qwen3 <on> ranks\nfused_moe auto: torch 2 x [64, 32]\n"
-    assert capsys.readouterr().out.endswith("fused_moe auto: torch 2 x [64, 32]\n")
-
-
 def test_a_broken_line_inside_the_log_is_an_error(tmp_path):
     (tmp_path / "steps.jsonl").write_text('{"step": 1, "lo\n{"step": 2, "loss": 1.0}\n')
     with pytest.raises(json.JSONDecodeError):
