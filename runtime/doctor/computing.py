@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from patchgen.kernels import choices
 from patchgen.runtime.doctor import calls, traces
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.recorded_experts import active_users
 from patchgen.runtime.doctor.samples import Sample
-from patchgen.runtime.parallel import report, sharding
+from patchgen.runtime.parallel import sharding
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
@@ -79,9 +78,7 @@ class Kernels(Check):
 
     def run(self, patient: Patient) -> Finding:
         chosen = patient.kernels
-        choices.forget()
         counts, silent = active_users(patient.model, patient.row, chosen)
-        taken = report.chosen()
         for seam, paths in silent.items():
             if paths:
                 return failed(
@@ -89,8 +86,7 @@ class Kernels(Check):
                     "The branch with the seam was not taken: generate the modeling file again (`patchgen generate`), and look at "
                     "what the config sets (experts_implementation).",
                 )
-        finding = self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
-        return replace(finding, shown=taken)
+        return self._against_eager(patient, {seam: sum(found.values()) for seam, found in counts.items()})
 
     @staticmethod
     def _against_eager(patient: Patient, counts: dict[str, int]) -> Finding:
