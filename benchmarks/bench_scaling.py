@@ -63,8 +63,9 @@ class Part:
 def parts_of(gpus: int, tokens: tuple[int, ...], options: tuple[str, ...]) -> tuple[Part, Part]:
     """The table, and what may follow it: other divisions of the ranks."""
     whole, half = f"EP{gpus}", f"EP{gpus // 2}"
-    table = ("FSDP", f"{whole}, peer memory", THEIRS, f"{whole} x SP2, peer memory", whole, "FSDP, collectives")
-    more = (f"{half}, peer memory", "SP2", f"{half} x SP2, peer memory")
+    replayed = ("FSDP, graph", f"{half}, peer memory, graph", f"{whole}, peer memory, graph")
+    table = (*replayed, THEIRS, "FSDP", f"{half}, peer memory", f"{whole}, peer memory")
+    more = (f"{whole} x SP2, peer memory", "SP2", f"{half} x SP2, peer memory", whole, "FSDP, collectives")
     kept = sorted(tokens)[len(tokens) // 2]
     first, second = (
         Part(tuple(name for name in names if name in LAYOUTS), tokens, kept, options) for names in (table, more)

@@ -44,6 +44,7 @@ from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, 
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, objects, optimizers
+from patchgen.runtime.train.captured import CapturedStep
 
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
@@ -54,12 +55,15 @@ LAYOUTS: dict[str, dict] = {
     "FSDP": {},
     "FSDP, kept gathered": {"reshard_after_forward": False},
     "FSDP, collectives": {"shard_exchange": "collectives"},
+    "FSDP, graph": {"cuda_graph": True},
     THEIRS: {},
     "EP2": {"ep": 2},
     "EP4": {"ep": 4},
     "EP8": {"ep": 8},
     "EP2, peer memory": {"ep": 2, "expert_exchange": "peer_memory"},
+    "EP2, peer memory, graph": {"ep": 2, "expert_exchange": "peer_memory", "cuda_graph": True},
     "EP4, peer memory": {"ep": 4, "expert_exchange": "peer_memory"},
+    "EP4, peer memory, graph": {"ep": 4, "expert_exchange": "peer_memory", "cuda_graph": True},
     "SP2": {"sp": 2},
     "EP2 x SP2": {"ep": 2, "sp": 2},
     "EP4 x SP2": {"ep": 4, "sp": 2},
@@ -186,7 +190,9 @@ def packed_row(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
-def inputs_of(tokens: int, state: ParallelState, setting: Setting, step: int) -> tuple[dict, float]:
+def inputs_of(
+    tokens: int, state: ParallelState, setting: Setting, step: int, *, on_host: bool = False
+) -> tuple[dict, float]:
     """This rank's inputs, and the FLOPs of its own share of the global batch.
 
     The global batch is the same for every layout: `world` rows of `tokens`; SP ranks share theirs, one after the other.
@@ -198,8 +204,9 @@ def inputs_of(tokens: int, state: ParallelState, setting: Setting, step: int) ->
     mine = slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
     bounds = mine.get("cu_seq_lens_q")
     lengths = bounds.diff().tolist() if bounds is not None else [tokens * state.sp]
-    on_device = {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in mine.items()}
-    return on_device, setting.cost.flops(lengths) / state.sp
+    device = "cpu" if on_host else setting.device
+    inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in mine.items()}
+    return inputs, setting.cost.flops(lengths) / state.sp
 
 
 # -------------------------------------------------------------------------------------------------- a step
@@ -213,6 +220,27 @@ def our_step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, it
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return share.detach(), norm
+
+
+def replayed_step(model: nn.Module, setting: Setting, state: ParallelState) -> Callable:
+    """`our_step` with its forward and backward as one CUDA graph, as `train.cuda_graph` has it."""
+
+    def compute(inputs: dict, items: Tensor, tokens: Tensor) -> Tensor:
+        with parallel.using(state), loss.step(items, num_tokens=tokens):
+            share = model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            share.backward()
+        return share.detach()
+
+    captured = CapturedStep(model, state, torch.device(setting.device, torch.cuda.current_device()), compute)
+
+    def step(model: nn.Module, optimizer, inputs: dict, state: ParallelState, items: Tensor) -> tuple[Tensor, Tensor]:
+        share = captured(inputs, items, inputs["input_ids"].numel() * state.config.num_batches)
+        norm = gradients.clip(model, 1.0, optimizer=optimizer)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return share, norm
+
+    return step
 
 
 def their_step(
@@ -229,8 +257,13 @@ def their_step(
 def measure(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
     """Loss and norm of the first step, then the time of the following ones."""
     step: Callable = their_step if name == THEIRS else our_step
-    batches = [inputs_of(tokens, state, setting, index) for index in range(2)]
+    replays = LAYOUTS[name].get("cuda_graph", False)
+    if replays:
+        step = replayed_step(model, setting, state)
+    batches = [inputs_of(tokens, state, setting, index, on_host=replays) for index in range(2)]
     items = [loss.count_items([inputs], setting.device) for inputs, _ in batches]
+    if replays:
+        items = [int(number) for number in items]
     reset_peak(setting)
     share, norm = step(model, optimizer, batches[0][0], state, items[0])
     total = share.clone()
@@ -298,6 +331,7 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     for name in arguments.layouts:
         sizes = dict(LAYOUTS[name])
         options = {"expert_exchange": sizes.pop("expert_exchange", "all_to_all")}
+        sizes.pop("cuda_graph", None)
         sharded = {key: sizes.pop(key) for key in ("shard_exchange", "reshard_after_forward") if key in sizes}
         if world % sizes.get("sp", 1) or world % sizes.get("ep", 1):
             continue

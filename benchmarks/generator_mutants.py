@@ -17,7 +17,7 @@ from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import ExpressionOperator, Forms
 from patchgen.mutation.statements import StatementOperator, dropped
 
-FOR_PEOPLE = {"Unreadable", "Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
+FOR_PEOPLE = {"Missed", "PassMismatch", "EmissionError", "ConfigError", "difflib.get_close_matches"}
 SHOWN = ("__repr__", "__str__")
 OF_ONE_FORM = {"isinstance", "issubclass"}
 

@@ -42,6 +42,7 @@ def chunked_causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    read_losses: Callable[[Tensor], None] | None = None,
     **ignored_by_upstream: object,
 ) -> tuple[None, Tensor]:
     """`(None, loss)`, the loss of transformers' `ForCausalLMLoss` (loss/loss_utils.py) in fp32.
@@ -55,6 +56,7 @@ def chunked_causal_lm_loss(
         num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
         ignore_index: the label that does not count.
         shift_labels: `[B, S]`, already shifted.
+        read_losses: is handed the loss of each token `[T]`, not divided, 0 where no label counts.
         ignored_by_upstream: further keywords of the model's forward, which upstream's loss takes and ignores too.
 
     Raises:
@@ -68,17 +70,23 @@ def chunked_causal_lm_loss(
             vocab_size = head(hidden_TH[:1].unsqueeze(0)).shape[-1]
     size = limited(chunk_size(vocab_size))
     total = hidden_TH.new_zeros((), dtype=torch.float32)
+    rows = []
     for hidden_CH, target_C in zip(hidden_TH.split(size), target_T.split(size), strict=True):
-        total = total + checkpoint(
-            _loss_sum,
+        part, loss_C = checkpoint(
+            _losses,
             head,
             hidden_CH,
             target_C,
             vocab_size,
             ignore_index,
+            read_losses is not None,
             use_reentrant=False,
             preserve_rng_state=False,
         )
+        total = total + part
+        rows.append(loss_C)
+    if read_losses is not None:
+        read_losses(torch.cat(rows))
     return None, total / items(target_T, num_items_in_batch, ignore_index)
 
 
@@ -126,24 +134,48 @@ def items(target_T: Tensor, num_items_in_batch: Tensor | int | None, ignore_inde
     return num_items_in_batch
 
 
-def _loss_sum(
-    head: Callable[[Tensor], Tensor], hidden_CH: Tensor, target_C: Tensor, vocab_size: int, ignore_index: int
-) -> Tensor:
+def _losses(
+    head: Callable[[Tensor], Tensor],
+    hidden_CH: Tensor,
+    target_C: Tensor,
+    vocab_size: int,
+    ignore_index: int,
+    with_rows: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum, and of each token if asked: beside the sum, whose bits stay what they are without."""
     logits_1CV = head(hidden_CH.unsqueeze(0))
     if logits_1CV.shape != (1, hidden_CH.shape[0], vocab_size):
         raise ValueError(
             f"causal_lm_loss: the head must map [1, {hidden_CH.shape[0]}, {hidden_CH.shape[1]}] to logits of "
             f"vocab_size {vocab_size}, found {tuple(logits_1CV.shape)}."
         )
-    cross_entropy = _compiled_cross_entropy() if logits_1CV.is_cuda else _cross_entropy_sum
-    return cross_entropy(logits_1CV.squeeze(0), target_C, ignore_index)
+    logits_CV = logits_1CV.squeeze(0)
+    total = _on(logits_CV, _cross_entropy_sum)(logits_CV, target_C, ignore_index)
+    with torch.no_grad():
+        rows = _on(logits_CV, _cross_entropy_rows)(logits_CV, target_C, ignore_index) if with_rows else None
+    return total, rows
 
 
 def _cross_entropy_sum(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(logits_CV.float(), target_C, ignore_index=ignore_index, reduction="sum")
 
 
+@torch.no_grad()
+def losses_of_rows(logits: Tensor, shift_labels: Tensor, ignore_index: int = -100) -> Tensor:
+    """The loss of each token `[T]` in fp32 out of its logits `[B, S, V]`; 0 where no label `[B, S]` counts."""
+    logits_TV = logits.flatten(0, -2)
+    return _on(logits_TV, _cross_entropy_rows)(logits_TV, shift_labels.reshape(-1).to(logits.device), ignore_index)
+
+
+def _cross_entropy_rows(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
+    return F.cross_entropy(logits_CV.float(), target_C, ignore_index=ignore_index, reduction="none")
+
+
+def _on(logits_CV: Tensor, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The function where these logits are: on a GPU in one piece, in which the fp32 logits never exist in memory."""
+    return _compiled(function) if logits_CV.is_cuda else function
+
+
 @functools.cache
-def _compiled_cross_entropy() -> Callable[..., Tensor]:
-    """In one piece the fp32 logits and their gradient never exist in memory."""
-    return torch.compile(_cross_entropy_sum)
+def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(function)

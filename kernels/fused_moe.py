@@ -14,11 +14,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from patchgen.kernels.moe_adapters import NO_ADAPTERS, ExpertAdapters
 from patchgen.kernels.moe_auto import choose_backend
 from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
 from patchgen.kernels.moe_reference import reference
 from patchgen.kernels.moe_sonic import fused_moe_sonic
 from patchgen.kernels.moe_torch import fused_moe_torch
+from patchgen.kernels.unsupported import UnsupportedOptionError
 
 
 def _triton(*arguments) -> Tensor:
@@ -44,6 +46,9 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "sonic": fused_moe_sonic,
 }
 
+WITHOUT_ADAPTERS = frozenset({"sonic"})
+"""Backends that have no low-rank factors beside the weights."""
+
 
 def fused_moe(
     hidden_states: Tensor,
@@ -62,6 +67,7 @@ def fused_moe(
     is_interleaved: bool = False,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
     max_rows: int | None = None,
+    adapters: ExpertAdapters | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """The experts of one MoE layer; arguments and result as in `runtime.ops.fused_moe`.
@@ -69,6 +75,7 @@ def fused_moe(
     Args:
         max_rows: the most slots that are not left out, where the caller knows it. It bounds memory and changes nothing else;
             backends may ignore it. With more slots than that the result is undefined.
+        adapters: low-rank factors beside the weights (`moe_adapters.py`); None: as with empty ones.
         backend: a name of `BACKENDS`.
 
     Raises:
@@ -84,14 +91,17 @@ def fused_moe(
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
         max_rows=max_rows,
+        adapters=NO_ADAPTERS if adapters is None else adapters,
     )
     if backend not in BACKENDS:
         raise ValueError(f"fused_moe has no backend '{backend}'. Available: {', '.join(BACKENDS)}.")
+    if options.adapters.tensors and backend in WITHOUT_ADAPTERS:
+        raise UnsupportedOptionError(f"fused_moe, backend '{backend}': adapters of experts are not supported.")
     arguments = (hidden_states, top_k_index, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, options)
     check_shapes(*arguments)
     check_index(top_k_index, num_experts)
     if top_k_index.numel() == 0:
         # Nothing is routed. Every input stays in the graph, with a zero gradient.
-        inputs = (top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+        inputs = (top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *options.adapters.tensors)
         return hidden_states * 0 + sum(tensor.sum() * 0 for tensor in inputs if tensor is not None)
     return BACKENDS[backend](*arguments)

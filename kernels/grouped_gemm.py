@@ -14,12 +14,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Added, Plan, describe_tile
 from patchgen.kernels.moe_schedule import ROWS, multiply, num_programs
 
 
 def grouped_gemm(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, plan: Plan, k_is_last: bool, is_padded: bool
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    k_is_last: bool,
+    is_padded: bool,
+    added: Added | None = None,
 ) -> Tensor:
     """`[P, N]`, padded; the rows without a pair hold anything, unused tiles are not written.
 
@@ -27,6 +33,7 @@ def grouped_gemm(
         rows: `[R, K]`, or `[P, K]` if `is_padded` (see `moe_plan`).
         weight: `[E, N, K]` if `k_is_last`, else `[E, K, N]`.
         bias: `[E, N]` or None.
+        added: a thin product that is added, or None.
     """
     weight = weight.contiguous()
     inner = rows.shape[1]
@@ -38,6 +45,8 @@ def grouped_gemm(
         TensorDescriptor.from_tensor(weight, [1, blocks.n, blocks.k] if k_is_last else [1, blocks.k, blocks.n]),
         bias,
         TensorDescriptor.from_tensor(out, [BLOCK_M, blocks.n]),
+        None if added is None else added.rows_of_tile(BLOCK_M),
+        None if added is None else added.columns_of_tile(blocks.n),
         plan.tile_start,
         plan.tiles,
         plan.num_experts,
@@ -46,6 +55,9 @@ def grouped_gemm(
         N=out_size,
         K_IS_LAST=k_is_last,
         IS_PADDED=is_padded,
+        RANK=0 if added is None else added.rank,
+        STEP=1 if added is None else added.step,
+        R_IS_LAST=added is not None and added.r_is_last,
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
@@ -63,6 +75,8 @@ def _grouped_gemm(
     weight,
     bias,
     out,
+    added_rows,
+    added_weight,
     tile_start,
     tiles,
     num_experts,
@@ -71,6 +85,9 @@ def _grouped_gemm(
     N: tl.constexpr,
     K_IS_LAST: tl.constexpr,
     IS_PADDED: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
+    R_IS_LAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -90,6 +107,12 @@ def _grouped_gemm(
             else:
                 b = weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
                 acc = multiply(a, b, acc)
+        for r in tl.static_range(0, RANK, STEP):
+            thin = added_rows.load([m * BLOCK_M, r])
+            if R_IS_LAST:
+                acc = multiply(thin, added_weight.load([expert, n * BLOCK_N, r]).reshape(BLOCK_N, STEP).T, acc)
+            else:
+                acc = multiply(thin, added_weight.load([expert, r, n * BLOCK_N]).reshape(STEP, BLOCK_N), acc)
         if bias is not None:
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]

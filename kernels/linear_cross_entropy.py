@@ -51,6 +51,7 @@ def linear_causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    read_losses: Callable[[Tensor], None] | None = None,
     **ignored_by_upstream: object,
 ) -> tuple[None, Tensor]:
     """`(None, loss)`, the loss of transformers' `ForCausalLMLoss` (loss/loss_utils.py) in fp32 (fp64 for fp64 inputs).
@@ -64,6 +65,7 @@ def linear_causal_lm_loss(
         num_items_in_batch: the sum is divided by it; without it, by the number of labels that count.
         ignore_index: the label that does not count.
         shift_labels: `[B, S]`, already shifted.
+        read_losses: is handed the loss of each token `[T]`, not divided, 0 where no label counts.
         ignored_by_upstream: further keywords of the model's forward, which upstream's loss takes and ignores too.
 
     Raises:
@@ -87,7 +89,7 @@ def linear_causal_lm_loss(
     else:  # filled on the device: copying the number there would wait
         divisor = torch.full((), divisor, dtype=_fp32_or_more(weight), device=weight.device)
     keep = torch.is_grad_enabled()
-    loss, *_ = torch.ops.patchgen.linear_cross_entropy(
+    loss, *_, loss_T = torch.ops.patchgen.linear_cross_entropy(
         hidden_states.reshape(-1, head.in_features),
         weight,
         bias,
@@ -98,6 +100,8 @@ def linear_causal_lm_loss(
         keep and weight.requires_grad,
         keep and bias is not None and bias.requires_grad,
     )
+    if read_losses is not None:
+        read_losses(loss_T.detach())
     return None, loss
 
 
@@ -151,8 +155,9 @@ def _linear_cross_entropy(
     with_hidden: bool,
     with_weight: bool,
     with_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`(loss, d_hidden [T, H], d_weight [V, H], d_bias [V])`; gradients that are not asked for are empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`(loss, d_hidden [T, H], d_weight [V, H], d_bias [V], loss of each token [T])`; gradients that are not asked for
+    are empty."""
     num_tokens, vocab_size = hidden_TH.shape[0], weight_VH.shape[0]
     loss_T, d_hidden_TH, d_weight_VH, d_bias_V = _outputs(
         (num_tokens,), hidden_TH, weight_VH, with_hidden, with_weight, with_bias
@@ -179,12 +184,13 @@ def _linear_cross_entropy(
         if with_bias:
             part_V = logits_CV.sum(0, dtype=d_bias_V.dtype)
             d_bias_V.copy_(part_V) if start == 0 else d_bias_V.add_(part_V)
-    return loss_T.sum() / divisor, d_hidden_TH, d_weight_VH, d_bias_V
+    return loss_T.sum() / divisor, d_hidden_TH, d_weight_VH, d_bias_V, loss_T
 
 
 @_linear_cross_entropy.register_fake
 def _(hidden_TH, weight_VH, bias_V, target_T, divisor, ignore_index, with_hidden, with_weight, with_bias):
-    return _outputs((), hidden_TH, weight_VH, with_hidden, with_weight, with_bias)
+    loss, *gradients = _outputs((), hidden_TH, weight_VH, with_hidden, with_weight, with_bias)
+    return loss, *gradients, loss.new_empty(hidden_TH.shape[:1])
 
 
 def _outputs(
@@ -264,7 +270,7 @@ def cross_entropy_rows_in_torch(
 
 def _setup_context(ctx, inputs, output):
     hidden_TH, weight_VH, bias_V, *_, with_hidden, with_weight, with_bias = inputs
-    _, *gradients = output
+    _, *gradients, _ = output
     ctx.set_materialize_grads(False)  # or autograd fills gradients for the gradients among the outputs
     ctx.save_for_backward(*gradients)
     ctx.asked = (with_hidden, with_weight, with_bias)

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Added, Plan, describe_tile
 from patchgen.kernels.moe_schedule import GATE_BACKWARD, multiply, num_programs, rows_together
 from patchgen.kernels.triton_gate import activate_with_derivative, gate_backward, gate_constants
 
@@ -35,6 +35,7 @@ def gate_backward_gemm(
     activation: Activation,
     is_transposed: bool,
     is_interleaved: bool,
+    added: Added | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dh [P, W], s [P, I], dw [N, P])`; dw in fp32, to be summed over its N column tiles.
 
@@ -44,6 +45,7 @@ def gate_backward_gemm(
         down_proj: `[E, H, I]`, or `[E, I, H]` if `is_transposed`.
         kept: `[R, W]`, the first projection of the forward.
         top_k_weights: `[T, K]`.
+        added: a thin product that is added to `g`, its weight `[E, r, I]`; or None.
     """
     down_proj = down_proj.contiguous()
     hidden_size, inner, width = grad_out.shape[1], down_proj.shape[1 if is_transposed else 2], kept.shape[1]
@@ -65,6 +67,9 @@ def gate_backward_gemm(
         whole,
         half,
         TensorDescriptor.from_tensor(down_proj, block_shape),
+        None if added is None else added.rows_of_tile(BLOCK_M),
+        None if added is None else added.rows_of_tile(BLOCK_M // 2),
+        None if added is None else added.columns_of_tile(blocks.n),
         kept,
         top_k_weights,
         grad_kept,
@@ -83,6 +88,8 @@ def gate_backward_gemm(
         IS_GATED=activation.is_gated,
         IS_TRANSPOSED=is_transposed,
         IS_INTERLEAVED=is_interleaved,
+        RANK=0 if added is None else added.rank,
+        STEP=1 if added is None else added.step,
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
@@ -102,6 +109,9 @@ def _gate_backward_gemm(
     copied,
     copied_half,
     weight,
+    added_rows,
+    added_half,
+    added_weight,
     kept,
     top_k_weights,
     grad_kept,
@@ -120,6 +130,8 @@ def _gate_backward_gemm(
     IS_GATED: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -147,16 +159,16 @@ def _gate_backward_gemm(
         next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
         if end - first > HALF:
             _gate_backward_tile(
-                grad_out, copied, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                grad_out, copied, weight, added_rows, added_weight, kept, top_k_weights, grad_kept, weighted, partial,
                 slot, num_padded, m * BLOCK_M, n, expert, first, end,
-                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K, PIECES,
+                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, RANK, STEP, BLOCK_M, BLOCK_N, BLOCK_K, PIECES,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
         else:  # what it leaves unwritten nobody reads: the weight gradients take rows in blocks of HALF
             _gate_backward_tile(
-                grad_out, copied_half, weight, kept, top_k_weights, grad_kept, weighted, partial,
+                grad_out, copied_half, weight, added_half, added_weight, kept, top_k_weights, grad_kept, weighted, partial,
                 slot_of_half, num_padded, m * BLOCK_M, n, expert, first, end,
-                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, HALF, BLOCK_N, BLOCK_K, PIECES,
+                H, INNER, WIDTH, TOP_K, IS_GATED, IS_TRANSPOSED, IS_INTERLEAVED, RANK, STEP, HALF, BLOCK_N, BLOCK_K, PIECES,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
         m, n, expert, first, end = next_m, next_n, next_expert, next_first, next_end
@@ -168,6 +180,8 @@ def _gate_backward_tile(
     grad_out,
     copied,
     weight,
+    added_rows,
+    added_weight,
     kept,
     top_k_weights,
     grad_kept,
@@ -187,6 +201,8 @@ def _gate_backward_tile(
     IS_GATED: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -213,6 +229,9 @@ def _gate_backward_tile(
             acc = multiply(rows, weight.load([expert, n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T, acc)
         else:
             acc = multiply(rows, weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N), acc)
+    for r in tl.static_range(0, RANK, STEP):
+        thin = added_weight.load([expert, r, n * BLOCK_N]).reshape(STEP, BLOCK_N)
+        acc = multiply(added_rows.load([first_padded, r]), thin, acc)
 
     valid = row < end
     # A weight of zero makes the padding rows zero in everything that is stored.

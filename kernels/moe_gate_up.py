@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from patchgen.kernels.activations import Activation
-from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Plan, describe_tile
+from patchgen.kernels.moe_plan import BLOCK_M, VARYING, Added, Plan, describe_tile
 from patchgen.kernels.moe_schedule import (
     GATE_UP,
     GATE_UP_SPECIALIZED,
@@ -42,6 +42,7 @@ def gate_up(
     is_interleaved: bool,
     max_rows: int,
     keep: bool,
+    added: Added | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(h, a)`: `[R, W]` (empty unless `keep`) and `[R, I]`, compact; rows that are left out are not written.
 
@@ -50,6 +51,7 @@ def gate_up(
         hidden_states: `[T, H]`.
         gate_up_proj: `[E, W, H]`, or `[E, H, W]` if `is_transposed`.
         bias: `[E, W]` or None.
+        added: a thin product that is added to `h`, its weight `[E, W, r]`; or None.
     """
     hidden_size = hidden_states.shape[1]
     width = gate_up_proj.shape[2 if is_transposed else 1]
@@ -59,7 +61,11 @@ def gate_up(
     gated = torch.empty(max_rows, inner, **new)
     # In the concatenated layout the columns of a tile are two ranges of the weight, `I` apart.
     halves = 2 if activation.is_gated and not is_interleaved else 1
-    if is_specialized_here(hidden_states) and _is_specialized_for(hidden_size, is_transposed, halves):
+    if (
+        added is None
+        and is_specialized_here(hidden_states)
+        and _is_specialized_for(hidden_size, is_transposed, halves)
+    ):
         from patchgen.kernels.moe_gate_up_specialized import specialized_gate_up  # needs Gluon
 
         specialized_gate_up(
@@ -73,6 +79,9 @@ def gate_up(
         bias,
         kept,
         gated,
+        None if added is None else added.rows_of_tile(BLOCK_M),
+        None if added is None else added.rows_of_tile(BLOCK_M // 2),
+        None if added is None else _weight_descriptor(added.weight, halves, False, blocks.n, added.step),
         plan.slot_of_padded,
         plan.tile_start,
         plan.tiles,
@@ -85,6 +94,8 @@ def gate_up(
         IS_GATED=activation.is_gated,
         IS_TRANSPOSED=is_transposed,
         KEEP=keep,
+        RANK=0 if added is None else added.rank,
+        STEP=1 if added is None else added.step,
         BLOCK_M=BLOCK_M,
         BLOCK_N=blocks.n,
         BLOCK_K=blocks.k,
@@ -123,6 +134,9 @@ def _gate_up(
     bias,
     kept,
     gated,
+    added_rows,
+    added_half,
+    added_weight,
     slot_of_padded,
     tile_start,
     tiles,
@@ -135,6 +149,8 @@ def _gate_up(
     IS_GATED: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     KEEP: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -161,14 +177,14 @@ def _gate_up(
         next_slot_of_half = tl.load(slot_of_padded + next_m * BLOCK_M + tl.arange(0, HALF))
         if end - first > HALF:
             _gate_up_tile(
-                x, weight, bias, kept, gated, slot, n, expert, first, end,
-                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, BLOCK_M, BLOCK_N, BLOCK_K,
+                x, weight, bias, kept, gated, added_rows, added_weight, slot, m * BLOCK_M, n, expert, first, end,
+                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, RANK, STEP, BLOCK_M, BLOCK_N, BLOCK_K,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
         else:
             _gate_up_tile(
-                x, weight, bias, kept, gated, slot_of_half, n, expert, first, end,
-                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, HALF, BLOCK_N, BLOCK_K,
+                x, weight, bias, kept, gated, added_half, added_weight, slot_of_half, m * BLOCK_M, n, expert, first, end,
+                H, WIDTH, TOP_K, HALVES, IS_GATED, IS_TRANSPOSED, KEEP, RANK, STEP, HALF, BLOCK_N, BLOCK_K,
                 GATE_KIND, GATE_ALPHA, GATE_LIMIT, GATE_SHIFT, GATE_LIMIT_AFTER,
             )  # fmt: skip
         m, n, expert, first, end = next_m, next_n, next_expert, next_first, next_end
@@ -182,7 +198,10 @@ def _gate_up_tile(
     bias,
     kept,
     gated,
+    added_rows,
+    added_weight,
     slot,
+    first_padded,
     n,
     expert,
     first,
@@ -194,6 +213,8 @@ def _gate_up_tile(
     IS_GATED: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     KEEP: tl.constexpr,
+    RANK: tl.constexpr,
+    STEP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -220,6 +241,9 @@ def _gate_up_tile(
         else:
             columns = weight.load([expert * HALVES, n * SPAN, k]).reshape(BLOCK_N, BLOCK_K)
             acc = multiply(rows, columns.T, acc)
+    for r in tl.static_range(0, RANK, STEP):
+        thin = added_weight.load([expert * HALVES, n * SPAN, r]).reshape(BLOCK_N, STEP)
+        acc = multiply(added_rows.load([first_padded, r]), thin.T, acc)
 
     valid = (row < end)[:, None]
     wide_row = row.to(tl.int64)[:, None]

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from patchgen.kernels import activations
+from patchgen.kernels.moe_adapters import NO_ADAPTERS, ExpertAdapters
 
 
 @dataclass(frozen=True)
 class MoeOptions:
-    """The options of `runtime.ops.fused_moe`, which documents them, and `max_rows` of `kernels.fused_moe`."""
+    """The options of `runtime.ops.fused_moe`, which documents them, `max_rows` and `adapters` of `kernels.fused_moe`."""
 
     num_experts: int
     activation: Callable[[Tensor], Tensor] | None = None
@@ -26,6 +27,7 @@ class MoeOptions:
     is_interleaved: bool = False
     post_expert_norm: Callable[[Tensor], Tensor] | None = None
     max_rows: int | None = None
+    adapters: ExpertAdapters = NO_ADAPTERS
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """The model's own gate, as it wrote it: `[R, 2I]` to `[R, I]`."""
@@ -83,6 +85,11 @@ def check_shapes(
                 f"fused_moe: {name} is {tensor.dtype} but hidden_states is {hidden_states.dtype}: cast one of them. "
                 f"Under autocast, cast the input of the experts to the dtype of their weights."
             )
+    for name, weight, added in zip(
+        ("gate_up_proj", "down_proj"), (gate_up_proj, down_proj), options.adapters, strict=True
+    ):
+        if added is not None:
+            added.check(name, weight)
 
 
 def _stacked(num_experts: int, rows: int, columns: int, is_transposed: bool) -> tuple[int, int, int]:

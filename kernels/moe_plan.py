@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 BLOCK_M = 128
 """Rows per tile in every kernel: one tile table serves all of them."""
@@ -195,6 +196,35 @@ def _plan_rows(
     tl.store(tiles + tile, low, mask=first)
     tl.store(tiles + num_tiles + tile, row, mask=first)
     tl.store(tiles + 2 * num_tiles + tile, end, mask=first)
+
+
+class Added(NamedTuple):
+    """A thin product that a kernel adds to its tiles before its epilogue: as further steps of their depth.
+
+    Attributes:
+        rows: `[P, r]`, padded.
+        weight: `[E, N, r]` if `r_is_last`, else `[E, r, N]`.
+    """
+
+    rows: Tensor
+    weight: Tensor
+    r_is_last: bool
+
+    @property
+    def rank(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def step(self) -> int:
+        """The depth of a step: the rank, filled up to what products of tiles take, if that is no more than a tile's."""
+        return min(64, max(16, triton.next_power_of_2(self.rank)))
+
+    def rows_of_tile(self, num_rows: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(self.rows, [num_rows, self.step])
+
+    def columns_of_tile(self, num_columns: int) -> TensorDescriptor:
+        box = [1, num_columns, self.step] if self.r_is_last else [1, self.step, num_columns]
+        return TensorDescriptor.from_tensor(self.weight.contiguous(), box)
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from patchgen.kernels.moe_adapters import LowRank
 from patchgen.kernels.moe_options import MoeOptions
 
 
@@ -29,8 +30,9 @@ def reference(
     out_TH = torch.zeros_like(hidden_states)
     for expert in range(options.num_experts):
         token_R, slot_R = torch.where(top_k_index == expert)
-        gate_up_R2I = _linear(hidden_states[token_R], gate_up_proj[expert], gate_up_bias, expert, options)
-        rows_RH = _linear(options.gate(gate_up_R2I), down_proj[expert], down_bias, expert, options)
+        first, second = options.adapters
+        gate_up_R2I = _linear(hidden_states[token_R], gate_up_proj[expert], gate_up_bias, first, expert, options)
+        rows_RH = _linear(options.gate(gate_up_R2I), down_proj[expert], down_bias, second, expert, options)
         if options.post_expert_norm is not None:
             rows_RH = options.post_expert_norm(rows_RH)
         weighted_RH = rows_RH * top_k_weights[token_R, slot_R, None]
@@ -38,6 +40,11 @@ def reference(
     return out_TH
 
 
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None, expert: int, options: MoeOptions) -> Tensor:
+def _linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, added: LowRank | None, expert: int, options: MoeOptions
+) -> Tensor:
     product = rows @ (weight if options.is_transposed else weight.T)
+    if added is not None:
+        a_ErK, b_ENr = added.factors(options.is_transposed)
+        product = product + added.scale * (rows @ a_ErK[expert].T) @ b_ENr[expert].T
     return product if bias is None else product + bias[expert]

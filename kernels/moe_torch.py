@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from patchgen.kernels import activations, packages
 from patchgen.kernels.activations import Activation
 from patchgen.kernels.grouped_product import grouped_product, sum_per_expert
+from patchgen.kernels.moe_adapters import add_low_rank
 from patchgen.kernels.moe_options import MoeOptions
 
 
@@ -62,10 +63,12 @@ def fused_moe_torch(
         top_k_weights.reshape(-1, 1), slot_of_row_R, row_of_slot_TK.reshape(-1, 1), left_out_TK.reshape(-1, 1)
     )
     gate_up_R2I = _linear(rows_RH, gate_up_proj, gate_up_bias, ends_E, expert_R, options.is_transposed)
+    gate_up_R2I = add_low_rank(gate_up_R2I, rows_RH, options.adapters.gate_up, ends_E, options.is_transposed)
     # The routing weight commutes with the down projection, unless something is added or normalised after it.
     weight_before = down_bias is None and options.post_expert_norm is None
     gated_RI = _gate(gate_up_R2I, weight_R1 if weight_before else None, options)
     out_RH = _linear(gated_RI, down_proj, down_bias, ends_E, expert_R, options.is_transposed)
+    out_RH = add_low_rank(out_RH, gated_RI, options.adapters.down, ends_E, options.is_transposed)
     if options.post_expert_norm is not None:
         out_RH = options.post_expert_norm(out_RH)
     if not weight_before:

@@ -29,6 +29,7 @@ from patchgen.kernels.moe_gate_up import gate_up
 from patchgen.kernels.moe_options import MoeOptions
 from patchgen.kernels.moe_plan import BLOCK_M, Plan, make_plan, max_tiles
 from patchgen.kernels.moe_schedule import copy_repays
+from patchgen.kernels.moe_triton_adapters import factors_of
 from patchgen.kernels.pad_rows import pad_rows
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
@@ -57,9 +58,13 @@ def fused_moe_triton(
         )
     activation = options.recognised()
     tensors = (hidden_states, top_k_weights, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    tensors += options.adapters.tensors
     slots = top_k_index.numel()
     keep = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return torch.ops.patchgen.moe_forward(
+    operator, factors = torch.ops.patchgen.moe_forward, ()
+    if options.adapters.tensors:
+        operator, factors = torch.ops.patchgen.moe_adapted_forward, factors_of(options.adapters, options.is_transposed)
+    return operator(
         hidden_states.contiguous(),
         top_k_index.contiguous(),
         top_k_weights.contiguous(),
@@ -67,6 +72,7 @@ def fused_moe_triton(
         down_proj,
         None if gate_up_bias is None else gate_up_bias.contiguous(),
         None if down_bias is None else down_bias.contiguous(),
+        *factors,
         options.is_transposed,
         options.is_interleaved,
         *_as_arguments(activation),
@@ -81,6 +87,9 @@ _INTERPRETED = triton.knobs.runtime.interpret
 
 def unsupported(hidden_states: Tensor, gate_up_proj: Tensor, down_proj: Tensor, options: MoeOptions) -> str | None:
     """Why the kernels cannot serve this call, in one sentence that names the option; None if they can."""
+    trained = gate_up_proj.requires_grad or down_proj.requires_grad
+    if options.adapters.tensors and torch.is_grad_enabled() and trained:
+        return "with adapters the weights are frozen: the kernels have no gradient of theirs."
     if options.post_expert_norm is not None:
         return "post_expert_norm is not supported: the kernels do not hold a whole output row at once."
     if hidden_states.is_cuda:

@@ -245,6 +245,23 @@ def doctor(
     raise typer.Exit(commands.doctor.doctor(recipe, assignments or [], skip=skip or [], as_json=as_json))
 
 
+@app.command()
+def data(
+    recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
+    rows: Annotated[int, Option(min=1, help="packed rows to show")] = 1,
+    html: Annotated[Path | None, Option(help="write a page instead of text")] = None,
+    evaluation: Annotated[bool, Option("--eval", help="of eval_data")] = False,
+    assignments: Annotated[
+        list[str] | None, Option("--set", help="a value of the recipe, such as data.kind=chat")
+    ] = None,
+) -> None:
+    """Show what a recipe learns: the packed rows of its run with the learned tokens marked, counts, lengths.
+
+    Example: patchgen data recipes/qwen3_moe_toy.yaml --rows 2 --html data.html
+    """
+    commands.data.show(recipe, assignments or [], rows=rows, html=html, evaluation=evaluation)
+
+
 Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
 Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
 GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]

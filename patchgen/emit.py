@@ -129,14 +129,9 @@ def lines_beside_banner(text: str) -> list[int]:
 
 def summary(outcome: Outcome) -> str:
     """One phrase for the header and the table: hits, what upstream does already, notes."""
-    parts = []
-    if outcome.hits:
-        parts.append(f"{len(outcome.hits)} hit{'s' if len(outcome.hits) != 1 else ''}")
-    if outcome.upstream:
-        parts.append(f"upstream {len(outcome.upstream)}")
-    if outcome.notes:
-        parts.append(f"{len(outcome.notes)} note{'s' if len(outcome.notes) != 1 else ''}")
-    return ", ".join(parts) or "-"
+    parts = ((outcome.hits, "{} hit{}"), (outcome.upstream, "upstream {}"), (outcome.notes, "{} note{}"))
+    told = [text.format(len(found), "" if len(found) == 1 else "s") for found, text in parts if found]
+    return ", ".join(told) or "-"
 
 
 def diff(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+
 
 class PatchgenError(Exception):
     """Base of the errors that the command line prints without a traceback."""
@@ -25,6 +27,18 @@ class EmissionError(PatchgenError):
 
 class ConfigError(PatchgenError):
     """A model config asks for something that does not exist or contradicts itself."""
+
+
+class Missed(Exception):
+    """Code has another form than the one that its reader, or a pass, knows; a pass makes a `PassMismatch` of it."""
+
+    def __init__(self, expected: str, found: ast.AST | str = "") -> None:
+        super().__init__(expected)
+        self.expected, self.found = expected, found if isinstance(found, str) else ast.unparse(found)
+
+
+class LeftAlone(Exception):
+    """Code that a pass knows and does not serve: it is listed as a note. The text says why."""
 
 
 class StaleFile(PatchgenError):

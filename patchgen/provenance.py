@@ -47,7 +47,7 @@ def record(
         files: file name -> text of what was generated, the modeling file first, and of what is copied along.
     """
     anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
-    models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+    models = anatomy.models_in(module)
     heads = [name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles]
     heads = heads or list(roots)
     nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions

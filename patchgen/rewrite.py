@@ -5,19 +5,20 @@ Inserted code is formatted with black at the depth where it lands; what was ther
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import libcst as cst
 import libcst.matchers as m
 
+from patchgen.anatomy.classes import reads_name
+from patchgen.anatomy.names import local_names
 from patchgen.source import Block, Module
 
 LINE_LENGTH = 119
 INDENT = "    "
 
-Marked = TypeVar("Marked", cst.SimpleStatementLine, cst.If, cst.BaseStatement)
 FunctionEdit = Callable[[cst.FunctionDef], cst.FunctionDef]
 
 
@@ -69,6 +70,11 @@ def _with_members(block: Block, change: Callable[[list[cst.BaseStatement]], list
 def transform(block: Block, transformer: cst.CSTTransformer) -> Block:
     """The block after a libcst transformer."""
     return block.with_text(block.cst.visit(transformer).code)
+
+
+def replace(block: Block, pattern: m.BaseMatcherNode, change: Callable[[cst.CSTNode], cst.CSTNode]) -> Block:
+    """The block with every node that matches changed."""
+    return block.with_text(m.replace(block.cst, pattern, lambda node, _: change(node)).code)
 
 
 def function_body(function: cst.FunctionDef) -> list[cst.BaseStatement]:
@@ -150,26 +156,11 @@ def _assigns(node: cst.BaseStatement, name: str) -> bool:
 
 def uses_name(node: cst.CSTNode, name: str) -> bool:
     """Whether the name is read or written anywhere in the node (attributes and keywords of that name do not count)."""
-    found = False
-
-    class Finder(cst.CSTVisitor):
-        def visit_Attribute(self, attribute: cst.Attribute) -> bool:
-            attribute.value.visit(self)
-            return False
-
-        def visit_Arg(self, arg: cst.Arg) -> bool:
-            arg.value.visit(self)
-            return False
-
-        def visit_Name(self, candidate: cst.Name) -> None:
-            nonlocal found
-            found = found or candidate.value == name
-
-    node.visit(Finder())
-    return found
+    code = code_of(node)
+    return name in code and (reads_name(tree := ast.parse(code), name) or name in local_names(tree))
 
 
-def marked(node: Marked, mark: str) -> Marked:
+def marked(node: cst.BaseStatement, mark: str) -> cst.BaseStatement:
     """The statement below the comment of a pass."""
     comment = cst.EmptyLine(comment=cst.Comment(f"# {mark}"))
     return node.with_changes(leading_lines=[*node.leading_lines, comment])

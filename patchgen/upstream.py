@@ -344,9 +344,8 @@ def _sub_configs(table: ast.expr | None) -> dict[str, SubConfig]:
             continue
         stated = {"config_class": value}
         if isinstance(value, ast.Call):
-            stated = dict(zip(("config_class",), value.args, strict=False)) | {
-                one.arg: one.value for one in value.keywords
-            }
+            given = {keyword.arg: keyword.value for keyword in value.keywords}
+            stated = dict(zip(("config_class",), value.args, strict=False)) | given
         config_class, kind = stated.get("config_class"), stated.get("model_type")
         found[key.value] = SubConfig(
             "AutoConfig" if config_class is None else ast.unparse(config_class),
@@ -366,13 +365,9 @@ def _tables(text: str) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def _pairs(table: ast.expr) -> dict[str, str]:
-    if isinstance(table, ast.Dict):
-        items = zip(table.keys, table.values, strict=True)
-    else:
-        items = (
-            item.elts for item in getattr(table, "elts", ()) if isinstance(item, ast.Tuple) and len(item.elts) == 2
-        )
     pairs = {}
+    listed = [item.elts for item in getattr(table, "elts", ()) if isinstance(item, ast.Tuple) and len(item.elts) == 2]
+    items = zip(table.keys, table.values, strict=True) if isinstance(table, ast.Dict) else listed
     for key, value in items:
         first = value.elts[0] if isinstance(value, ast.Tuple | ast.List) and value.elts else value
         if isinstance(key, ast.Constant) and isinstance(first, ast.Constant) and isinstance(first.value, str):

@@ -103,7 +103,7 @@ class Backend:
         unavailable: says why it cannot run here, or returns None.
         gpu_features: what it can do on a GPU besides.
         takes_blocks: overlays reach it as a BlockMask, not as a tensor.
-        has_cpu_backward: whether it trains where there is no GPU.
+        has_cpu_backward: whether it trains on a CPU, in a machine with a GPU too.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Attention], Tensor]
@@ -111,7 +111,7 @@ class Backend:
     unavailable: Callable[[], str | None]
     gpu_features: frozenset[str] = frozenset()
     takes_blocks: bool = False
-    has_cpu_backward: bool = True
+    has_cpu_backward: bool = False
 
     def features_on(self, device_type: str) -> frozenset[str]:
         """What it can do on a kind of device beyond causal and full attention over documents."""
@@ -426,9 +426,12 @@ def _needs(module: str, package: str) -> Callable[[], str | None]:
 _FLASH = frozenset({"sliding window"})
 
 BACKENDS: dict[str, Backend] = {
-    "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None),
+    "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None, has_cpu_backward=True),
     "patchgen_sdpa": Backend(
-        sdpa, frozenset({"sliding window", "dropout", "padding", "overlays", "two sequences"}), lambda: None
+        sdpa,
+        frozenset({"sliding window", "dropout", "padding", "overlays", "two sequences"}),
+        lambda: None,
+        has_cpu_backward=True,
     ),
     "patchgen_flex_attention": Backend(
         flex,
@@ -436,7 +439,6 @@ BACKENDS: dict[str, Backend] = {
         lambda: None,
         gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
         takes_blocks=True,
-        has_cpu_backward=False,
     ),
     "patchgen_flash_varlen": Backend(torch_varlen, _FLASH, _needs("torch.nn.attention.varlen", "torch")),
     "patchgen_flash_attention_2": Backend(

@@ -9,7 +9,8 @@
     seams.configure(fused_moe="torch")                # every model of the process that names no other
 
 transformers writes "grouped_mm" where nothing was asked for and keeps no record of it, so the two are one case. With
-expert parallelism the seam serves in every case: transformers' implementations want all experts on one rank.
+expert parallelism, and for experts with adapters, the seam serves in every case: transformers' implementations want all
+experts on one rank, and know no adapters.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import expert_adapters, parallel, seams
 
 SEAM = "fused_moe"
 LEFT_TO_SEAM = (None, "eager", "grouped_mm")
@@ -30,7 +31,7 @@ class SeamExpertsInterface:
     def get_interface(self, experts_implementation: str | None, default: Callable) -> Callable:
         """The forward that serves now; `default` is the generated one, which holds the seam and upstream's loop."""
         left_to_seam = experts_implementation in LEFT_TO_SEAM and seams.selected()[SEAM] != seams.EAGER
-        if left_to_seam or divided_over_ranks():
+        if left_to_seam or needs_seam():
             return default
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # here, for it loads Triton
 
@@ -44,6 +45,21 @@ def divided_over_ranks() -> bool:
     """Whether expert parallelism is live: this rank holds a part of the experts."""
     state = parallel.current()
     return state is not None and state.ep > 1
+
+
+def needs_seam() -> bool:
+    """Whether nothing but the seam can serve the experts that run now, an eager one included: only some of them are on
+    this rank, or they have adapters."""
+    return divided_over_ranks() or expert_adapters.are_adding()
+
+
+def experts_kernel() -> Callable:
+    """The selected kernel of the experts; where the seam is eager and needed nonetheless, the one of torch."""
+    if seams.selected()[SEAM] == seams.EAGER and needs_seam():
+        from patchgen.kernels.fused_moe import fused_moe as torch_experts
+
+        return torch_experts
+    return seams.implementation(SEAM)
 
 
 def named_instead_of_seam(module: nn.Module) -> str | None:

@@ -15,14 +15,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
     register_stacked_experts,
 )
 from patchgen.runtime.compatibility import require_transformers
-from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface
+from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
 from patchgen.runtime.media_ops import (
     absent_tower,
     attend_only,
@@ -87,8 +87,8 @@ __all__ = [
 
 def serves(seam: str) -> bool:
     """Whether a kernel serves `seam` now; if not, the generated code runs the upstream code below the call."""
-    if seam == "fused_moe" and divided_over_ranks():
-        return True  # upstream's loop over the experts cannot run where only some of them are
+    if seam == "fused_moe" and needs_seam():
+        return True
     return seams.selected()[seam] != seams.EAGER
 
 
@@ -132,7 +132,10 @@ def fused_moe(
 
         implementation = functools.partial(over_ranks, parallel.current())
     else:
-        implementation = seams.implementation("fused_moe")
+        implementation = experts_kernel()
+    adapters = expert_adapters.taken_by(gate_up_proj, down_proj)
+    # Only then: an implementation that a user registered need not know them.
+    more = {} if adapters is None else {"adapters": adapters}
     return implementation(
         hidden_states,
         top_k_index,
@@ -148,6 +151,7 @@ def fused_moe(
         is_transposed=is_transposed,
         is_interleaved=is_interleaved,
         post_expert_norm=post_expert_norm,
+        **more,
     )
 
 
@@ -201,7 +205,8 @@ def causal_lm_loss(
         `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits that it
         never materialised; it serves in training, and where the loss is all that is read (`parallel.loss.step`, in
         which the trainer evaluates too). Elsewhere both are returned, as upstream does. On many ranks the loss is this
-        rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch.
+        rank's share: the shares of all ranks and micro-batches add up to the mean over the global batch. A step with an
+        objective of its own has that one's share instead.
 
     Raises:
         ValueError: another loss than transformers' ForCausalLMLoss while a parallel state is live; `local_terms` in a
@@ -209,21 +214,34 @@ def causal_lm_loss(
     """
     if labels is None:
         return head(hidden_states), None
-    state = parallel.current()
+    state, read_losses = parallel.current(), None
     needs_logits = not training
     if state is not None:
         from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
-        from patchgen.runtime.parallel.loss import global_labels, in_step, require_shares
+        from patchgen.runtime.parallel.loss import current_step, global_labels, in_step, require_shares
 
-        require_causal_lm_loss(loss_function, "parallel")
         require_shares(local_terms, state)
+        if (objective := current_step().objective) is not None:
+            return None, objective(head, hidden_states)
+        require_causal_lm_loss(loss_function, "parallel")
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
+        read_losses = current_step().read_losses
         needs_logits = needs_logits and not in_step()
     if serves("causal_lm_loss") and not needs_logits:
         return seams.implementation("causal_lm_loss")(
-            head, hidden_states, labels, loss_function=loss_function, vocab_size=vocab_size, **kwargs
+            head,
+            hidden_states,
+            labels,
+            loss_function=loss_function,
+            vocab_size=vocab_size,
+            **({"read_losses": read_losses} if read_losses is not None else {}),
+            **kwargs,
         )
     logits = head(hidden_states)
+    if read_losses is not None:
+        from patchgen.kernels.causal_lm_loss import losses_of_rows
+
+        read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
 

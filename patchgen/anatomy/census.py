@@ -94,21 +94,22 @@ class _Walk:
         for build in (*self._anatomy.builds(owner), *self._anatomy.auto_builds(owner)):
             if build.attribute == attribute and (target := self._anatomy.target_of(build)):
                 self.enter(target) if target in self._anatomy.classes else self.outside.setdefault(target)
-        value, init = self._anatomy.attribute(owner, attribute), self._anatomy.method(owner, "__init__")
-        if value is None or init is None:
-            return
-        local = local_names(init[1])
-        for node in ast.walk(value):
+        nodes, local = self._assigned(owner, attribute)
+        for node in nodes:
             if isinstance(node, ast.Call | ast.Subscript):
                 self._meant(node.func if isinstance(node, ast.Call) else node.value, local)
 
+    def _assigned(self, owner: str, attribute: str) -> tuple[list[ast.AST], set[str]]:
+        """What __init__ assigns to an attribute, its parts too, and the names of that scope; the first is the whole."""
+        value, init = self._anatomy.attribute(owner, attribute), self._anatomy.method(owner, "__init__")
+        return (list(ast.walk(value)), local_names(init[1])) if value is not None and init is not None else ([], set())
+
     def _require_known(self, owner: str, attribute: str) -> None:
         """An attribute that is called and that no name tells anything of."""
-        value, init = self._anatomy.attribute(owner, attribute), self._anatomy.method(owner, "__init__")
-        if self._anatomy.method(owner, attribute) is None and value is not None and init is not None:
-            local = local_names(init[1])
-            if not any(self._anatomy.names.resolve(node, local) for node in ast.walk(value)):
-                self.unread[f"{owner}.{attribute}"] = f"{UNREAD}: {ast.unparse(value)}"
+        nodes, local = self._assigned(owner, attribute)
+        is_known = any(self._anatomy.names.resolve(node, local) for node in nodes)
+        if nodes and not is_known and self._anatomy.method(owner, attribute) is None:
+            self.unread[f"{owner}.{attribute}"] = f"{UNREAD}: {ast.unparse(nodes[0])}"
 
     def _meant(self, node: ast.AST, local: Container[str]) -> None:
         """What an expression stands for that is called, or looked up in: a class, a function, a table of them."""

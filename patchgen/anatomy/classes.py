@@ -137,6 +137,11 @@ def own_attribute(node: ast.AST) -> str | None:
     return None
 
 
+def uses(node: ast.AST, attribute: str) -> int:
+    """How often code names `self.<attribute>`."""
+    return sum(own_attribute(child) == attribute for child in ast.walk(node))
+
+
 def stored(node: ast.AST) -> list[str]:
     """The names that code binds or deletes."""
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]

@@ -9,11 +9,12 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored, uses
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.interpreter import Interpreter, Term, Unreadable
+from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.roles import LIST, is_gated_mlp, stack_shapes
 from patchgen.anatomy.tokenwise import loaded_names, mixing_member, stored_names
+from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 
@@ -67,38 +68,31 @@ class ExpertLoop:
     superseded: tuple[int, ...]  # positions of the statements that only the loop needed
 
 
-@dataclass(frozen=True)
-class Unread:
-    """Why the code could not be read, with the part that was in the way."""
-
-    expected: str
-    found: str
-
-
 # ------------------------------------------------------------------------------------------------- stacks of weights
 
 
-def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula | Unread:
-    """Reads the forward of a stacked experts module: it must compute the sum over the experts, and nothing else."""
+def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
+    """Reads the forward of a stacked experts module.
+
+    Raises:
+        Missed: it computes something else than the sum over the experts, or more.
+    """
     forward = anatomy.classes[owner].methods["forward"]
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
     if loop is None:
-        return Unread("a loop over the experts that were hit", ast.unparse(forward)[:400])
+        raise Missed("a loop over the experts that were hit", ast.unparse(forward)[:400])
     values = {name: ("value", name) for name in parameter_names(forward)}
     counts = frozenset(c for shape in _stacks(anatomy, owner).values() for c in _counts(anatomy, owner, shape[0]))
     interpreter = Interpreter(anatomy, owner, forward, values, counts)
     position = forward.body.index(loop)
-    try:
-        if interpreter.run(forward.body[:position]) is not None:
-            raise Unreadable("a loop over the experts that were hit", forward.body[position - 1])
-        accumulator, added = interpreter.loop(loop)
-        interpreter.values[accumulator], interpreter.sum = ("sum",), None
-        result = interpreter.run(forward.body[position + 1 :])
-        if result not in (("sum",), ("cast", ("sum",))):
-            raise Unreadable("the sum over the experts returned as it is, below the loop", forward.body[-1])
-        return _formula(anatomy, owner, added, sorted(counts))
-    except Unreadable as error:
-        return Unread(error.expected, error.found)
+    if interpreter.run(forward.body[:position]) is not None:
+        raise Missed("a loop over the experts that were hit", forward.body[position - 1])
+    accumulator, added = interpreter.loop(loop)
+    interpreter.values[accumulator], interpreter.sum = ("sum",), None
+    result = interpreter.run(forward.body[position + 1 :])
+    if result not in (("sum",), ("cast", ("sum",))):
+        raise Missed("the sum over the experts returned as it is, below the loop", forward.body[-1])
+    return _formula(anatomy, owner, added, sorted(counts))
 
 
 def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
@@ -106,7 +100,7 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
         case ("mul", output, ("routing", ("value", weights), ("value", index))):
             pass
         case _:
-            raise Unreadable("the expert output times its routing weight", _told(added))
+            raise Missed("the expert output times its routing weight", _told(added))
     norm = None
     if output[0] == "call":
         _, norm, output = output
@@ -115,26 +109,26 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
         case ("linear", inner, down, down_bias, transposed):
             pass
         case _:
-            raise Unreadable("a projection of the gated values", _told(output))
+            raise Missed("a projection of the gated values", _told(output))
     match inner:
         case ("mul", ("call", function, ("half", first, 0)), ("half", other, 1)) if first == other:
             is_gated, is_own = True, False
         case ("call", function, first):
             is_gated = is_own = _is_halved(anatomy, owner, first, down, transposed)
         case _:
-            raise Unreadable("activation(gate) * up, or a gate of the whole projection", _told(inner))
+            raise Missed("activation(gate) * up, or a gate of the whole projection", _told(inner))
     match first:
         case ("linear", ("rows", ("value", hidden), _), up, up_bias, layout) if layout == transposed:
             pass
         case _:
-            raise Unreadable("a projection of the tokens, in the same layout as the second one", _told(first))
+            raise Missed("a projection of the tokens, in the same layout as the second one", _told(first))
     fixed_rows = "an activation or a gate of each row by itself, without learned values"
     _check_rows(anatomy, owner, function, fixed_rows, fixed=True)
     for name in filter(None, (up, down, up_bias, down_bias)):
         _built(anatomy, owner, name, "nn.Parameter")
     own_counts = [count for count in counts if not count.startswith("self.config.")]
     if not own_counts:
-        raise Unreadable("the number of experts set in __init__, for example self.num_experts", owner)
+        raise Missed("the number of experts set in __init__, for example self.num_experts", owner)
     return ExpertsFormula(
         hidden_states=hidden,
         top_k_index=index,
@@ -158,7 +152,7 @@ def _built(anatomy: Anatomy, owner: str, attribute: str, kind: str) -> ast.Call:
     if len(held) == 1 and isinstance(held[0], ast.Call) and anatomy.names.resolve(held[0].func) == f"torch.{kind}":
         return held[0]
     found = " or ".join(map(ast.unparse, held)) or f"no self.{attribute}"
-    raise Unreadable(f"{owner}.{attribute} = {kind}(...)", found)
+    raise Missed(f"{owner}.{attribute} = {kind}(...)", found)
 
 
 def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed: bool) -> bool:
@@ -166,19 +160,19 @@ def _is_halved(anatomy: Anatomy, owner: str, first: Term, down: str, transposed:
     shapes = _stacks(anatomy, owner)
     up = first[2] if first[0] == "linear" else ""
     if up not in shapes or down not in shapes:
-        raise Unreadable("two stacks of weights", _told(first))
+        raise Missed("two stacks of weights", _told(first))
     wide, narrow = shapes[up][2 if transposed else 1], shapes[down][1 if transposed else 2]
     if wide == narrow:
         return False
     if wide in (f"2 * {narrow}", f"{narrow} * 2"):
         return True
-    raise Unreadable("a gate that makes one value of two", f"{up}: {wide}, {down}: {narrow}")
+    raise Missed("a gate that makes one value of two", f"{up}: {wide}, {down}: {narrow}")
 
 
 def _check_rows(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, fixed: bool) -> None:
     mixed = mixing_member(anatomy, owner, attribute, fixed=fixed)
     if mixed is not None:
-        raise Unreadable(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
+        raise Missed(expected, f"self.{attribute}: {mixed if isinstance(mixed, str) else ast.unparse(mixed)}")
 
 
 def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
@@ -211,25 +205,26 @@ def _told(term: Term) -> str:
 # ------------------------------------------------------------------------------------------------- lists of modules
 
 
-def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, ExpertLoop] | Unread:
-    """Reads the list of experts that a class builds, and the loop of its method that runs them."""
-    try:
-        experts = _read_list(anatomy, info)
-        return experts, _read_loop(anatomy, info, experts)
-    except Unreadable as error:
-        return Unread(error.expected, error.found)
+def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, ExpertLoop]:
+    """Reads the list of experts that a class builds, and the loop of its method that runs them.
+
+    Raises:
+        Missed: either has another form.
+    """
+    experts = _read_list(anatomy, info)
+    return experts, _read_loop(anatomy, info, experts)
 
 
 def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
     init = info.methods["__init__"]
     lists = {b.attribute for b in info.builds if b.in_list and b.attribute and is_gated_mlp(anatomy, b.target)}
     if len(lists) != 1:
-        raise Unreadable("one list of experts in the class", f"lists {sorted(lists)}")
+        raise Missed("one list of experts in the class", f"lists {sorted(lists)}")
     attribute = lists.pop()
     assigned = [s for s in ast.walk(init) if isinstance(s, ast.Assign) and own_attribute(s.targets[0]) == attribute]
     if len(assigned) != 1 or assigned[0] not in init.body:
         found = "\n".join(map(ast.unparse, assigned))
-        raise Unreadable(f"one assignment to self.{attribute}, outside of any condition", found)
+        raise Missed(f"one assignment to self.{attribute}, outside of any condition", found)
     statement = assigned[0]
     match getattr(statement.value, "args", None):
         case [ast.ListComp(ast.Call() as built, [loop]) | ast.GeneratorExp(ast.Call() as built, [loop])]:
@@ -240,9 +235,9 @@ def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
         case ast.comprehension(ast.Name(number), ast.Call(ast.Name("range"), [count]), []) if is_list:
             pass
         case _:
-            raise Unreadable(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
+            raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
     if reads_name(built, number):
-        raise Unreadable("experts that are built alike, whatever their number", statement)
+        raise Missed("experts that are built alike, whatever their number", statement)
     expert_class = (anatomy.names.resolve(built.func) or "").removeprefix(".")
     gate, up, down, activation = _read_expert(anatomy, expert_class)
     return ExpertList(
@@ -264,7 +259,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
     found = anatomy.method(name, "forward")
     form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
     if found is None or len(parameter_names(found[1])) != 1:
-        raise Unreadable(form, name)
+        raise Missed(form, name)
     x = ("value", parameter_names(found[1])[0])
     match Interpreter(anatomy, name, found[1], {x[1]: x}).run(found[1].body):
         case ("call", down, ("mul", ("call", act, ("call", gate, one)), ("call", up, two))) if one == two == x:
@@ -272,7 +267,7 @@ def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
         case ("call", down, ("mul", ("call", up, one), ("call", act, ("call", gate, two)))) if one == two == x:
             pass
         case _:
-            raise Unreadable(form, found[1])
+            raise Missed(form, found[1])
     _check_rows(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
     return gate, up, down, act
 
@@ -286,21 +281,21 @@ def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
         constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
         found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
     if len(found) > 1:
-        raise Unreadable("a bias in all three projections of an expert or in none", f"{name}: {sorted(found)}")
+        raise Missed("a bias in all three projections of an expert or in none", f"{name}: {sorted(found)}")
     return found.pop()
 
 
 def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> ExpertLoop:
     """The one loop of the class over its list of experts."""
     attribute = experts.attribute
-    users = [m for m in info.methods.values() if m.name != "__init__" and _uses(m, attribute)]
+    users = [m for m in info.methods.values() if m.name != "__init__" and uses(m, attribute)]
     if len(users) != 1:
-        raise Unreadable(f"one method that runs self.{attribute}", f"methods {[user.name for user in users]}")
+        raise Missed(f"one method that runs self.{attribute}", f"methods {[user.name for user in users]}")
     method = users[0]
-    loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and _uses(s, attribute)]
+    loops = [i for i, s in enumerate(method.body) if isinstance(s, ast.For) and uses(s, attribute)]
     if len(loops) != 1:
         where = f"{info.name}.{method.name}"
-        raise Unreadable(f"one loop over self.{attribute} in {where}, outside of any condition", method)
+        raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition", method)
     position, loop = loops[0], method.body[loops[0]]
     counts = frozenset(_counts(anatomy, info.name, experts.num_experts, attribute))
     values = {name: ("value", name, -1) for name in parameter_names(method)}
@@ -312,7 +307,7 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList) -> Expert
         case ("mul", ("expert", ("rows", hidden, _)), ("routing", weights, selection)):
             pass
         case _:
-            raise Unreadable("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", _told(added))
+            raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", _told(added))
     names = [_name_of(term, above, loop) for term in (hidden, selection, weights)]
     born = max(i for i, made_names in made.items() if accumulator in made_names)
     _check_around(method, position, born, accumulator)
@@ -333,7 +328,7 @@ def _run_above(interpreter: Interpreter, body: Sequence[ast.stmt]) -> dict[int, 
         before, stored = dict(interpreter.values), stored_names(statement)
         try:
             interpreter.statement(statement)
-        except Unreadable:
+        except Missed:
             interpreter.values = before | {name: ("value", name, position) for name in stored}
         interpreter.sum = None
         if stored and all(interpreter.values[n][0] in ("mask", "hits", "count_of", "hit", "zeros") for n in stored):
@@ -346,7 +341,7 @@ def _name_of(term: Term, values: dict[str, Term], loop: ast.For) -> str:
     names = [name for name, value in values.items() if value == term]
     used = loaded_names(loop)
     if not names:
-        raise Unreadable(f"no new value of {term[1]} between its use above the loop and the loop", loop)
+        raise Missed(f"no new value of {term[1]} between its use above the loop and the loop", loop)
     return next((name for name in names if name in used), names[0])
 
 
@@ -354,12 +349,12 @@ def _check_around(method: FunctionNode, position: int, born: int, accumulator: s
     """The sum is read below the loop alone, and the loop's own names are not."""
     for statement in method.body[born + 1 : position]:
         if reads_name(statement, accumulator):
-            raise Unreadable(f"no use of {accumulator} before the loop", statement)
+            raise Missed(f"no use of {accumulator} before the loop", statement)
     written = set(stored(method.body[position])) - {accumulator}
     for statement in method.body[position + 1 :]:
         later = loaded_names(statement) & written
         if later:
-            raise Unreadable(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
+            raise Missed(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
 
 
 def _dtype(zeros: ast.Call, hidden: str) -> str | None:
@@ -383,7 +378,3 @@ def _superseded(body: Sequence[ast.stmt], replaced: tuple[int, int], made: dict[
         if not needed:
             return tuple(sorted({*gone, replaced[1]}))
         gone = {i: names for i, names in gone.items() if i not in needed}
-
-
-def _uses(node: ast.AST, attribute: str) -> bool:
-    return any(own_attribute(child) == attribute for child in ast.walk(node))

@@ -40,11 +40,18 @@ class Anatomy:
     tables: dict[str, ast.expr] = field(default_factory=dict)  # what the module assigns to names: classes by a key, ..
     names: Names = field(default_factory=lambda: Names([]))
 
+    def still_in(self, module: Module) -> list[ClassInfo]:
+        """The classes that no pass has dropped, in upstream order."""
+        return [info for info in self.classes.values() if module.has(info.name)]
+
+    def models_in(self, module: Module) -> list[str]:
+        """The PreTrainedModels among them."""
+        return [info.name for info in self.still_in(module) if self.is_model(info.name)]
+
     def with_role(self, role: str, among: Module | None = None) -> list[ClassInfo]:
         """The classes that have a role, in upstream order; only those that are still in `among`, if given."""
-        return [
-            info for info in self.classes.values() if role in info.roles and (among is None or among.has(info.name))
-        ]
+        infos = self.classes.values() if among is None else self.still_in(among)
+        return [info for info in infos if role in info.roles]
 
     def lineage(self, name: str) -> Iterator[ClassInfo]:
         """The class and its ancestors in this file, in the order in which Python looks members up (near enough)."""

@@ -7,9 +7,9 @@ import copy
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, plain_assignments
-from patchgen.anatomy.experts import Unread
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
+from patchgen.errors import Missed
 from patchgen.source import Module
 
 METHOD = "_init_weights"
@@ -29,9 +29,8 @@ class LinearInit:
 def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     """The model classes whose `_init_weights` must know new modules: the roots, and overrides that leave super out."""
     found = []
-    for name, info in anatomy.classes.items():
-        if not module.has(name) or not anatomy.is_model(name):
-            continue
+    for name in anatomy.models_in(module):
+        info = anatomy.classes[name]
         is_root = not any(base in anatomy.classes and anatomy.is_model(base) for base in info.bases)
         method = info.methods.get(METHOD)
         if is_root or (method is not None and not _asks_super(method)):
@@ -39,8 +38,12 @@ def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     return found
 
 
-def read_linear_init(info: ClassInfo) -> LinearInit | Unread:
-    """The rule of the class for linear layers: its own, or the one it inherits from transformers."""
+def read_linear_init(info: ClassInfo) -> LinearInit:
+    """The rule of the class for linear layers: its own, or the one it inherits from transformers.
+
+    Raises:
+        Missed: it has another form.
+    """
     method = info.methods.get(METHOD)
     if method is None:
         return LinearInit("normal_", INHERITED)
@@ -49,10 +52,10 @@ def read_linear_init(info: ClassInfo) -> LinearInit | Unread:
             return _rule(method, node)
     if _asks_super(method):
         return LinearInit("normal_", INHERITED)
-    return Unread(f"a branch of {info.name}.{METHOD} for nn.Linear", ast.unparse(method))
+    raise Missed(f"a branch of {info.name}.{METHOD} for nn.Linear", method)
 
 
-def _rule(method: FunctionNode, branch: ast.If) -> LinearInit | Unread:
+def _rule(method: FunctionNode, branch: ast.If) -> LinearInit:
     """From `module.weight.data.normal_(mean=0.0, std=std)` or `nn.init.normal_(module.weight, std=std)`."""
     known = plain_assignments(method.body)
     for call in (call for statement in branch.body for call in calls(statement)):
@@ -68,9 +71,7 @@ def _rule(method: FunctionNode, branch: ast.If) -> LinearInit | Unread:
         free = {name for argument in resolved for name in loaded(argument)} - {"self"}
         if not free & local_names(method):
             return LinearInit(writer, ", ".join(map(ast.unparse, resolved)))
-    return Unread(
-        f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", ast.unparse(branch)
-    )
+    raise Missed(f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", branch)
 
 
 class _Resolve(ast.NodeTransformer):

@@ -1,6 +1,6 @@
 """Runs straight-line tensor code on symbols: what a name holds, as a term of a small set of operations.
 
-A term is a tuple of the operation and its operands. Code that is not understood raises `Unreadable`: half an
+A term is a tuple of the operation and its operands. Code that is not understood raises `Missed`: half an
 understanding would be a wrong model. Names are resolved (`names`), arguments are bound as Python binds them, functions
 and methods of the file are run in place.
 
@@ -24,16 +24,9 @@ from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_name
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.operations import FUNCTIONS, METHODS, Operations, Term
+from patchgen.errors import Missed
 
 MAX_DEPTH = 4  # of functions run in place
-
-
-class Unreadable(Exception):
-    """What was expected, and the code that stands there."""
-
-    def __init__(self, expected: str, node: ast.AST | str) -> None:
-        super().__init__(expected)
-        self.expected, self.found = expected, node if isinstance(node, str) else ast.unparse(node)
 
 
 class Interpreter:
@@ -69,21 +62,21 @@ class Interpreter:
         for position, statement in enumerate(body):
             if isinstance(statement, ast.Return) and statement.value is not None:
                 if position < len(body) - 1:
-                    raise Unreadable("no code below a return", statement)
+                    raise Missed("no code below a return", statement)
                 return self.value(statement.value)
             self.statement(statement, is_last=position == len(body) - 1)
         return None
 
     def statement(self, statement: ast.stmt, *, is_last: bool = False) -> None:
         if self.sum is not None:
-            raise Unreadable("nothing below the sum in the loop over experts", statement)
+            raise Missed("nothing below the sum in the loop over experts", statement)
         if isinstance(statement, ast.With):
             self._without_gradient(statement)
         elif isinstance(statement, ast.If):
             self._guard(statement, is_last)
         elif isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Add):
             if not isinstance(statement.target, ast.Subscript):
-                raise Unreadable("no change of a value in place", statement)
+                raise Missed("no change of a value in place", statement)
             self._add(statement.target.value, self.value(statement.target.slice), statement.value, statement)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
             self._assign(statement.targets[0], statement.value)
@@ -91,9 +84,9 @@ class Interpreter:
             self._assign(statement.target, statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
             if not self._is_sum(statement.value):
-                raise Unreadable("plain assignments from one value to the next, then one index_add_", statement)
+                raise Missed("plain assignments from one value to the next, then one index_add_", statement)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
-            raise Unreadable("plain assignments from one value to the next", statement)
+            raise Missed("plain assignments from one value to the next", statement)
 
     def _without_gradient(self, statement: ast.With) -> None:
         """`with torch.no_grad():` around indices and masks, which have no gradient."""
@@ -101,13 +94,13 @@ class Interpreter:
         function = manager.func if isinstance(manager, ast.Call) and not manager.args else manager
         before = dict(self.values)
         if len(statement.items) > 1 or self._resolve(function) != "torch.no_grad":
-            raise Unreadable("no context but torch.no_grad()", statement)
+            raise Missed("no context but torch.no_grad()", statement)
         for inner in statement.body:
             self.statement(inner)
         changed = [term for name, term in self.values.items() if before.get(name) != term]
         indices = ("mask", "hits", "count_of", "hit", "chosen", "tokens", "slots")
         if self.sum or any(term[0] not in indices for term in changed):
-            raise Unreadable("nothing that has a gradient under torch.no_grad()", statement)
+            raise Missed("nothing that has a gradient under torch.no_grad()", statement)
 
     def _guard(self, statement: ast.If, is_last: bool) -> None:
         """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
@@ -115,7 +108,7 @@ class Interpreter:
         skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
         is_known = test in (("nobody",), ("empty",)) if skips else is_last and test == ("occupied",)
         if statement.orelse or not is_known:
-            raise Unreadable("a condition that only leaves out experts without tokens", statement)
+            raise Missed("a condition that only leaves out experts without tokens", statement)
         for inner in statement.body if not skips else ():
             self.statement(inner)
 
@@ -126,7 +119,7 @@ class Interpreter:
         names = target.elts if isinstance(target, ast.Tuple) else [target]
         terms = term[1] if isinstance(target, ast.Tuple) and term[0] == "tuple" else (term,)
         if len(names) != len(terms) or not all(isinstance(name, ast.Name) and name.id != "self" for name in names):
-            raise Unreadable("a value on the way, by a name of its own", target)
+            raise Missed("a value on the way, by a name of its own", target)
         self.values |= {name.id: part for name, part in zip(names, terms, strict=True)}
 
     def _is_sum(self, call: ast.Call, target: str = "") -> bool:
@@ -139,7 +132,7 @@ class Interpreter:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         dim, index, source = _bound(lambda dim, index, source: (dim, index, source), call.args, given, call)
         if self.value(dim) != ("const", 0):
-            raise Unreadable("<zeros>.index_add_(0, <rows>, <weighted output>)", call)
+            raise Missed("<zeros>.index_add_(0, <rows>, <weighted output>)", call)
         self._add(function.value, self.value(index), source, call)
         return True
 
@@ -149,14 +142,14 @@ class Interpreter:
         if added[0] == "cast":  # to the dtype of the sum, which index_add_ demands anyway
             added = added[1]
         if zeros[0] != "zeros" or index[0] != "tokens" or not isinstance(accumulator, ast.Name):
-            raise Unreadable("<zeros>.index_add_(0, <rows>, <weighted output>)", node)
+            raise Missed("<zeros>.index_add_(0, <rows>, <weighted output>)", node)
         self.sum = (accumulator.id, added)
         self._selection(index[1], node)
 
     def _selection(self, selection: Term, node: ast.AST) -> None:
         """All of a loop is about one selection."""
         if self._seen_from not in (None, selection):
-            raise Unreadable("one selection of experts in a loop", node)
+            raise Missed("one selection of experts in a loop", node)
         self._seen_from = selection
 
     def loop(self, loop: ast.For) -> tuple[str, Term]:
@@ -169,7 +162,7 @@ class Interpreter:
         else:
             experts = self.value(loop.iter)
         if loop.orelse or not isinstance(target, ast.Name) or experts[0] not in ("hits", "range", "number"):
-            raise Unreadable("a loop over the experts that were hit, or over all of them", header)
+            raise Missed("a loop over the experts that were hit, or over all of them", header)
         if experts[0] == "hits":
             self._selection(experts[1], loop)
         inside = {name for statement in loop.body for name in stored(statement)}
@@ -177,9 +170,9 @@ class Interpreter:
         self.values[target.id] = ("number",)
         self.run(loop.body)
         if self.sum is None:
-            raise Unreadable("an index_add_ of the weighted expert output", loop)
+            raise Missed("an index_add_ of the weighted expert output", loop)
         if carried - {self.sum[0]}:
-            raise Unreadable(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
+            raise Missed(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
         return self.sum
 
     def _is_enumerated(self, node: ast.expr) -> bool:
@@ -199,7 +192,7 @@ class Interpreter:
         """What an expression computes.
 
         Raises:
-            Unreadable: it is none of the operations above.
+            Missed: it is none of the operations above.
         """
         if ast.unparse(node) in self._counts:
             return ("experts",)
@@ -216,7 +209,7 @@ class Interpreter:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None
         if term is None:
-            raise Unreadable("a statement of the usual loop over experts", node)
+            raise Missed("a statement of the usual loop over experts", node)
         return term
 
     def _unaryop(self, node: ast.UnaryOp) -> Term | None:
@@ -325,5 +318,5 @@ def _bound(function: Callable, operands: Sequence, named: dict, node: ast.AST):
     try:
         bound = inspect.signature(function).bind(*operands, **named)
     except TypeError:
-        raise Unreadable("arguments that the operation is known to take", node) from None
+        raise Missed("arguments that the operation is known to take", node) from None
     return function(*bound.args, **bound.kwargs)

@@ -39,14 +39,14 @@ class Operations:
 
     def permute(input: Term, *dims: Term) -> Term | None:
         dims = dims[0][1] if len(dims) == 1 and dims[0][0] == "tuple" else dims
-        order = [d[1] for d in dims if d[0] == "const" and isinstance(d[1], int)]
+        order = _integers(dims)
         if input[0] != "mask" or sorted(d % 3 for d in order) != [0, 1, 2]:
             return None
         return ("mask", input[1], "".join(input[2][d] for d in order))
 
     def sum_over(input: Term, dim: Term) -> Term | None:
         """Over all dimensions but the experts'."""
-        dims = {d[1] % 3 for d in dim[1]} if dim[0] == "tuple" and all(type(d[1]) is int for d in dim[1]) else set()
+        dims = {d % 3 for d in _integers(dim[1])} if dim[0] == "tuple" else set()
         is_count = input[0] == "mask" and {input[2][d] for d in dims} == {"t", "k"}
         return ("count_of", input[1]) if is_count else None
 
@@ -54,7 +54,9 @@ class Operations:
         return ("hit", input[1]) if input[0] == "count_of" and other == ("const", 0) else None
 
     def nonzero(input: Term, as_tuple: Term = ("const", False)) -> Term | None:
-        if as_tuple == ("const", True):
+        if as_tuple[0] != "const" or type(as_tuple[1]) is not bool:
+            return None
+        if as_tuple[1]:
             return Operations.where(input)
         return ("hits", input[1]) if input[0] in ("count_of", "hit") else None
 
@@ -111,6 +113,12 @@ class Operations:
 
     def zeros(*size: Term, dtype: Term | None = None, device: Term | None = None) -> Term:
         return ("zeros", dtype)
+
+
+def _integers(terms: tuple[Term, ...]) -> list[int]:
+    """The numbers that the terms are; none if one of them is no number of the source."""
+    known = all(term[0] == "const" and type(term[1]) is int for term in terms)
+    return [term[1] for term in terms] if known else []
 
 
 METHODS = {name: getattr(Operations, name) for name in vars(Operations) if not name.startswith("_")}

@@ -13,17 +13,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import (
-    ClassInfo,
-    calls,
-    dotted,
-    loaded,
-    own_attribute,
-    parameter_names,
-    stored,
-)
+from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
+from patchgen.errors import LeftAlone
 
 PER_ROW = ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity")  # modules that treat each row by itself
 LENGTHS_TEST = "is_flash_attention_requested"
@@ -59,7 +52,7 @@ class ChunkedConvolution:
 
     Attributes:
         start, end: places of the first statement that convolves, and of the one that selects.
-        chunks: names of tensors with a row per chunk above `start`, the one that is convolved first.
+        chunks: names of tensors with a row per chunk above `start`, those that are convolved last.
         result: the name of the convolved chunks above `end`.
     """
 
@@ -69,15 +62,11 @@ class ChunkedConvolution:
     result: str
 
 
-class Unread(Exception):
-    """The tower has another form; the text says what was not understood."""
-
-
 def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | None = None) -> LayerLoop:
     """Reads the forward of a tower: upstream's, or `forward`, as earlier passes left it.
 
     Raises:
-        Unread: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
+        LeftAlone: its layers do not attend by lengths, or read something that has no known meaning on a slice of rows.
     """
     forward = forward or info.methods["forward"]
     place, loop, layers = _loop(forward)
@@ -99,9 +88,9 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
         elif _is_collected(name, loop):
             collected.append(name)
         elif name not in inside or _read_first(name, loop):
-            raise Unread(f"its layers read {name}, which has no known meaning on a slice of the rows")
+            raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
-        raise Unread("its layers are handed no cumulative lengths")
+        raise LeftAlone("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
     must_gather = functools.partial(_is_mixed, anatomy, info) if group == "1" else lambda statement: False
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
@@ -112,21 +101,22 @@ def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedCon
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": dotted(call.func) for name, call in info.built.items()}
-    convolving = [place for place, name, _ in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
+    convolving = [(place, call) for place, name, call in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
-    if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0]:
+    if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
         return None
-    start, (end, select) = convolving[0], selecting[0]
+    (start, convolution), (end, select) = convolving[0], selecting[0]
     source = next(iter(_read(select.args[0])), "")
     above = {name for statement in forward.body[:start] for name in stored(statement)}
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
-    read = dict.fromkeys(name for statement in forward.body[start:end] for name in _read(statement))
-    read = [name for name in read if name in above and not _is_empty_list(name, forward)]
-    chunks = [name for name in read if name.startswith("padded_") and name not in inside]
+    read = {name for statement in forward.body[start:end] for name in _read(statement)}
+    read = {name for name in read if name in above and not _is_empty_list(name, forward)}
+    chunks = {name for name in read if name.startswith("padded_") and name not in inside}
     if not chunks or chunks != read or source not in inside:
         return None
-    return ChunkedConvolution(start, end, tuple(chunks), source)
+    convolved = _read(convolution)
+    return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
 
 
 def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:
@@ -141,7 +131,7 @@ def is_divided(anatomy: Anatomy, info: ClassInfo) -> bool:
         return False
     try:
         layer_loop(anatomy, info)
-    except Unread:
+    except LeftAlone:
         return False
     return True
 
@@ -151,7 +141,7 @@ def _loop(forward: ast.FunctionDef) -> tuple[int, ast.For, str]:
     loops = [(place, node) for place, node in enumerate(forward.body) if isinstance(node, ast.For)]
     found = [(place, loop, layers) for place, loop in loops if (layers := _layers(loop))]
     if len(found) != 1:
-        raise Unread(f"its forward has {len(found)} loops over layers at its top level")
+        raise LeftAlone(f"its forward has {len(found)} loops over layers at its top level")
     return found[0]
 
 
@@ -170,7 +160,7 @@ def _carried(loop: ast.For) -> str:
         given = [*call.args, *(k.value for k in call.keywords if k.arg == "hidden_states")]
         if given and isinstance(given[0], ast.Name) and given[0].id in inside:
             return given[0].id
-    raise Unread("its loop carries no hidden states from layer to layer")
+    raise LeftAlone("its loop carries no hidden states from layer to layer")
 
 
 def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ...]:
@@ -180,9 +170,9 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
     for one in found:
         method = anatomy.method(one.name, "forward")
         if method is None or not any(dotted(call.func) == LENGTHS_TEST for call in calls(method[1])):
-            raise Unread(f"{one.name} does not choose between lengths and one call per input")
+            raise LeftAlone(f"{one.name} does not choose between lengths and one call per input")
     if not found:
-        raise Unread(f"self.{layers} holds no attention of this file")
+        raise LeftAlone(f"self.{layers} holds no attention of this file")
     return tuple(one.name for one in found)
 
 
@@ -213,7 +203,7 @@ def _gathers(
         local = [name for name in local if name not in used and name not in stored(statement)]
         whole |= {*used, *stored(statement)}
     if not found:
-        raise Unread("what its layers leave is never returned")
+        raise LeftAlone("what its layers leave is never returned")
     return tuple(found)
 
 

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
-from patchgen.commands import records, sweeping
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed, named
+from patchgen.commands import sweeping
 from patchgen.commands.console import console, print_diff
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
+from patchgen.runtime.verify import records
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
 CURRENT, STALE, UNCHECKED = "current", "stale", "unchecked"
 PLUMBING = ("prune", "absolute_imports")
@@ -44,11 +45,10 @@ def generate(
         changed = [] if dry_run else provenance.write(generated, root / name, force=force)
         seconds = time.perf_counter() - start
         if several:
-            lines, state = (
-                emit.changed_lines(generated.diff),
-                "dry run" if dry_run else f"{len(changed)} files changed",
+            lines, state = emit.changed_lines(generated.diff), f"{len(changed)} files changed"
+            console.print(
+                f"{name}: {lines} lines against upstream, {'dry run' if dry_run else state}, {seconds:.1f} s"
             )
-            console.print(f"{name}: {lines} lines against upstream, {state}, {seconds:.1f} s")
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
 

@@ -113,11 +113,9 @@ def inspect(subject: str, version: str | None) -> None:
     for step in steps:
         console.print(f"  {step.name:20}{emit.summary(step.outcome)}")
     console.rule("draft config", align="left")
-    console.print(Syntax(_draft(origin.model, roots), "python", background_color="default"))
-
-
-def _draft(model: str, roots: tuple[str, ...]) -> str:
-    return render("model_config.jinja", model=model, roots=roots)
+    console.print(
+        Syntax(render("model_config.jinja", model=origin.model, roots=roots), "python", background_color="default")
+    )
 
 
 def new(model: str, version: str | None, path: Path | None, *, force: bool) -> None:
@@ -131,5 +129,5 @@ def new(model: str, version: str | None, path: Path | None, *, force: bool) -> N
     heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
     original = source.parse(generated.upstream.text, generated.upstream.path)
     roots = default_roots(original, generated.anatomy)
-    target.write_text(_draft(model, roots), encoding="utf-8")
+    target.write_text(render("model_config.jinja", model=model, roots=roots), encoding="utf-8")
     console.print(f"wrote patchgen/model_configs/{model}.py. Heads of the file: {', '.join(heads)}.")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from patchgen.commands import source_keys
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, committed, docs
+from patchgen.runtime.verify import source_keys
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, docs
 from patchgen.templates import render
 
 MEDIA_CASES = ("images", "video", "audio", "sound", "mixed", "packed media", "handed in")

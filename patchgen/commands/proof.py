@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from patchgen import provenance
-from patchgen.commands import models_page, records, support_matrix
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, named
+from patchgen.commands import models_page, support_matrix
 from patchgen.errors import ConfigError, UpstreamNotFound
+from patchgen.runtime.verify import records
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, named
 from patchgen.runtime.verify.layout import Layout
 
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from patchgen.commands import records
-from patchgen.commands.committed_models import Committed, committed, docs
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
-from patchgen.commands.records import LAYOUTS
 from patchgen.errors import PatchgenError
+from patchgen.runtime.verify import records
+from patchgen.runtime.verify.committed_models import Committed, committed, docs
+from patchgen.runtime.verify.records import LAYOUTS
 from patchgen.templates import render
 
 NOT_MEASURED = "not measured"

@@ -14,7 +14,7 @@ from rich.progress import track
 from patchgen import source, upstream
 from patchgen.anatomy import Anatomy, Role, media, study
 from patchgen.anatomy.roles import AUDIO_INPUTS
-from patchgen.commands import records, source_keys, support_matrix
+from patchgen.commands import support_matrix
 from patchgen.commands.console import console
 from patchgen.commands.examination import (
     CAUSAL_MAP,
@@ -29,6 +29,7 @@ from patchgen.commands.examination import (
     row,
 )
 from patchgen.errors import ConfigError
+from patchgen.runtime.verify import records, source_keys
 
 VISION, AUDIO, OMNI = "vision", "audio", "omni"
 MEDIA = (VISION, AUDIO, OMNI)

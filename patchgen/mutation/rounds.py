@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patchgen import upstream
-from patchgen.commands import source_keys
 from patchgen.mutation.configuration import Configuration
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import source_closure, source_keys
 
 if TYPE_CHECKING:
     from patchgen.runtime.verify.ranks import RankPool

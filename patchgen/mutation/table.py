@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from patchgen.commands import source_keys
 from patchgen.mutation.draw import NAMES
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG
+from patchgen.runtime.verify import source_keys
 from patchgen.templates import render
 
 

@@ -6,12 +6,13 @@ import ast
 from collections.abc import Callable
 
 import libcst as cst
+import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
-from patchgen.rewrite import LINE_LENGTH, format_code, transform
+from patchgen.rewrite import LINE_LENGTH, code_of, format_code, replace
 from patchgen.source import Module
 
 
@@ -61,7 +62,7 @@ class AbsoluteImports(Pass):
                 )
             if not relative:
                 continue
-            rewritten = transform(block, _MakeAbsolute(base_of, neighbours))
+            rewritten = replace(block, m.ImportFrom(), lambda node: _absolute(node, base_of, neighbours))
             if block.is_import:
                 rewritten = rewritten.with_text(_wrap_long_import(rewritten.text))
             module = module.swap(block, rewritten)
@@ -80,22 +81,12 @@ def _is_dynamic(call: ast.Call) -> bool:
     return dotted(call.func).endswith("import_module") and isinstance(name, str) and name.startswith(".")
 
 
-class _MakeAbsolute(cst.CSTTransformer):
-    def __init__(self, base_of: Callable[[int], list[str]], neighbours: set[str]) -> None:
-        self._base_of, self._neighbours = base_of, neighbours
-
-    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
-        level = len(updated_node.relative)
-        if not level:
-            return updated_node
-        if _is_neighbour(ast.parse(cst.Module([]).code_for_node(original_node)).body[0], self._neighbours):
-            return updated_node
-        tail = cst.Module([]).code_for_node(updated_node.module).split(".") if updated_node.module else []
-        return updated_node.with_changes(
-            relative=(),
-            module=cst.parse_expression(".".join([*self._base_of(level), *tail])),
-            whitespace_after_from=cst.SimpleWhitespace(" "),
-        )
+def _absolute(node: cst.ImportFrom, base_of: Callable[[int], list[str]], neighbours: set[str]) -> cst.ImportFrom:
+    if not node.relative or _is_neighbour(ast.parse(code_of(node)).body[0], neighbours):
+        return node
+    tail = [code_of(node.module)] if node.module else []
+    module = cst.parse_expression(".".join([*base_of(len(node.relative)), *tail]))
+    return node.with_changes(relative=(), module=module, whitespace_after_from=cst.SimpleWhitespace(" "))
 
 
 def _wrap_long_import(text: str) -> str:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import dotted
+from patchgen.anatomy.classes import ClassInfo, dotted, loaded, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
-from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream, method_site
+from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, marked, with_body
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 FILTER = "accepts_precomputed_kwargs"
 FILTER_FILE = "utils/generic.py"
@@ -42,32 +41,34 @@ class AttentionKwargs(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"calls {', '.join(callees)} on its media")
-            for info in anatomy.classes.values()
-            if module.has(info.name) and (callees := _callees(anatomy, info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        callees = _callees(anatomy, info.name)
+        return f"calls {', '.join(callees)} on its media" if callees else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         callees = _callees(anatomy, site.block)
         open_callees = [name for name in callees if not _filters(anatomy, site.block, name)]
         if not open_callees:
             return Upstream(f"@{FILTER} drops them from {', '.join(callees)}")
-        withhold = _Withhold(open_callees)
+        served: list[str] = []
+
+        def withhold(call: cst.Call) -> cst.Call:
+            """`**kwargs` becomes `**ops.tower_kwargs(kwargs)`."""
+            given = [arg for arg in call.args if arg.star == "**" and isinstance(arg.value, cst.Name)]
+            served.extend(call.func.attr.value for _ in given)
+            for arg in given:
+                call = call.with_deep_changes(arg, value=cst.parse_expression(f"ops.tower_kwargs({arg.value.value})"))
+            return call
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
+            pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*map(m.Name, open_callees))))
             body = []
             for node in function_body(forward):
-                withhold.found.clear()
-                changed = node.visit(withhold)
-                if withhold.found:
-                    changed = marked(changed, self.mark)
-                    served.extend(withhold.found)
-                body.append(changed)
+                before = len(served)
+                changed = m.replace(node, pattern, lambda call, _: withhold(call))
+                body.append(marked(changed, self.mark) if len(served) > before else node)
             return with_body(forward, body)
 
-        served: list[str] = []
         block = edit_function(block, "forward", edit)
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
@@ -94,38 +95,6 @@ def _names_packing(tree: ast.Module) -> bool:
     decorator = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER), None)
     if decorator is None:
         return False
-    read = {node.id for node in ast.walk(decorator) if isinstance(node, ast.Name)}
-    constants = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.Assign) and read & {dotted(target) for target in node.targets}
-    ]
-    documentation = ast.get_docstring(decorator, clean=False)
-    return any(
-        isinstance(node, ast.Constant) and isinstance(node.value, str) and PACKING in node.value
-        for part in (decorator, *constants)
-        for node in ast.walk(part)
-        if getattr(node, "value", None) != documentation
-    )
-
-
-class _Withhold(cst.CSTTransformer):
-    """`**kwargs` of calls of these attributes of self becomes `**ops.tower_kwargs(kwargs)`."""
-
-    def __init__(self, callees: Sequence[str]) -> None:
-        self._call = m.Call(
-            func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*(m.Name(callee) for callee in callees)))
-        )
-        self.found: list[str] = []
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        if not m.matches(original_node, self._call):
-            return updated_node
-        arguments = []
-        for argument in updated_node.args:
-            if argument.star == "**" and isinstance(argument.value, cst.Name):
-                value = cst.parse_expression(f"ops.tower_kwargs({argument.value.value})")
-                argument = argument.with_changes(value=value)
-                self.found.append(original_node.func.attr.value)
-            arguments.append(argument)
-        return updated_node.with_changes(args=arguments)
+    code = decorator.body[ast.get_docstring(decorator) is not None :]
+    read = [value for name, value in plain_assignments(tree.body).items() if name in loaded(decorator)]
+    return any(PACKING in ast.unparse(part) for part in (*code, *read))

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from patchgen.anatomy import Anatomy, ClassInfo
-from patchgen.errors import PassMismatch
+from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.anatomy.roles import unread_heads
+from patchgen.errors import LeftAlone, Missed, PassMismatch
 from patchgen.source import Block, Module
 
 
@@ -50,21 +51,6 @@ class Upstream:
     """The outcome of `rewrite` where upstream already does the pass's work."""
 
     what: str
-
-
-@dataclass(eq=False)
-class LeftAlone(Exception):
-    """Raised by `rewrite` for a site that the pass knows and does not serve; it is listed as a note."""
-
-    why: str
-
-
-@dataclass(eq=False)
-class Missed(Exception):
-    """Raised by `rewrite` where the site does not have the form that the pass knows."""
-
-    looked_for: str
-    closest: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,14 +117,17 @@ class Pass(abc.ABC):
 class SitePass(Pass):
     """A pass that rewrites sites one by one."""
 
-    role: ClassVar[str]  # of the classes whose forwards are the sites; without one, the pass has `sites` of its own
+    role: ClassVar[str] = ""  # of the classes that are sites; without one, the pass has `why` or `sites` of its own
+    member: ClassVar[str] = "forward"  # the method that is the site; empty: the class
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         """Every place that must be rewritten. A role decides, not the form that `rewrite` knows."""
-        return [
-            method_site(anatomy, info.name, "forward", f"{self.role}: {info.roles[self.role]}")
-            for info in anatomy.with_role(self.role, module)
-        ]
+        found = [(info, self.why(info, anatomy)) for info in anatomy.still_in(module)]
+        return [site_of(info, why, self.member) for info, why in found if why]
+
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        """Why a class is a site; empty where it is none."""
+        return f"{self.role}: {info.roles[self.role]}" if self.role in info.roles else ""
 
     @abc.abstractmethod
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
@@ -150,7 +139,7 @@ class SitePass(Pass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Signs of sites that `sites` did not find, told independently of it. Any is an error."""
-        return ()
+        return unread_heads(module, anatomy) if self.role == Role.HEAD else ()
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         sites = list(self.sites(module, anatomy))
@@ -169,7 +158,7 @@ class SitePass(Pass):
                 misses.append((site, miss))
                 continue
             except LeftAlone as left:
-                notes.append(left.why)
+                notes.append(str(left))
                 continue
             if isinstance(result, Upstream):
                 upstream.append(Hit(site.name, site.line, result.what))
@@ -205,33 +194,22 @@ class SitePass(Pass):
         parts = [f"The pass '{self.name}' missed {len(misses)} site(s). It expects {self.expects}."]
         for site, miss in misses:
             parts.append(f"  site     {site.name} (upstream line {site.line}): {site.why}")
-            parts.append(f"  expected {miss.looked_for}")
-            if miss.closest:
-                closest = "\n           ".join(miss.closest.strip().splitlines()[:8])
+            parts.append(f"  expected {miss.expected}")
+            if miss.found:
+                closest = "\n           ".join(miss.found.strip().splitlines()[:8])
                 parts.append(f"  closest  {closest}")
         return "\n".join([*parts, self._way_out()])
 
     def _no_site_message(self, signs: Sequence[str]) -> str:
-        listed = "\n".join(f"  sign     {sign}" for sign in signs[:5])
-        return (
-            f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}.\n"
-            f"{listed}\n{self._way_out()}"
-        )
+        told = f"The pass '{self.name}' found no site where the file should have one. It expects {self.expects}."
+        return "\n".join([told, *(f"  sign     {sign}" for sign in signs[:5]), self._way_out()])
 
     def _way_out(self) -> str:
-        module = self.__class__.__module__.replace(".", "/")
-        return (
-            f"  ways out mend the pass ({module}.py), or state in the model's config "
-            f'`expect={{"{self.name}": Expect(0, reason="...")}}`.'
-        )
+        config = f'`expect={{"{self.name}": Expect(0, reason="...")}}`'
+        return f"  ways out mend the pass ({type(self).__module__.replace('.', '/')}.py), or state in the model's config {config}."
 
 
-def method_site(anatomy: Anatomy, owner: str, method: str, why: str) -> Site:
-    """The site of a method."""
-    node = anatomy.classes[owner].methods[method]
-    return Site(f"{owner}.{method}", owner, node.lineno, why)
-
-
-def class_site(info: ClassInfo, why: str) -> Site:
-    """The site that is a whole class."""
-    return Site(info.name, info.name, info.node.lineno, why)
+def site_of(info: ClassInfo, why: str, member: str = "") -> Site:
+    """The site that is a class, or a method of it."""
+    name, node = (f"{info.name}.{member}", info.methods[member]) if member else (info.name, info.node)
+    return Site(name, info.name, node.lineno, why)

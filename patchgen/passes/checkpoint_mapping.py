@@ -37,7 +37,7 @@ class CheckpointMapping(Pass):
         if "ops.register_stacked_experts(" in module.text:
             what = "the names in the file are those on disk, but for the stacks, which stacked_experts registers"
             return Outcome(module, upstream=(Hit("module", 0, what),))
-        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        models = anatomy.models_in(module)
         unknown = [head for head in anatomy.upstream.heads if module.has(head) and head not in models]
         if unknown:
             raise PassMismatch(

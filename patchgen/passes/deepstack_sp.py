@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
 
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.anatomy import Anatomy, Role
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import code_of, statements, transform
-from patchgen.source import Block, Module
+from patchgen.anatomy import Anatomy, ClassInfo, Role
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.rewrite import code_of, replace, statements
+from patchgen.source import Block
 
 FEATURES = "deepstack_features"
 _SCATTER = m.Call(func=m.Attribute(attr=m.Name("masked_scatter")))
@@ -38,48 +38,25 @@ class DeepstackSP(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"fusion model that reads .{FEATURES}")
-            for info in anatomy.with_role(Role.FUSION, module)
-            if _reads_features(module.block(info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        reads = Role.FUSION in info.roles and any(map(_is_read, ast.walk(info.methods["forward"])))
+        return f"fusion model that reads .{FEATURES}" if reads else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        rewriter = _OwnLevels(self.mark)
-        edited = transform(block, rewriter)
+        served: list[str] = []
+        edited = replace(block, m.IndentedBlock(), lambda body: self._with_own_levels(body, served))
         reads = list(m.findall(block.cst, _READ))
-        if rewriter.found != len(reads) or not reads:
+        if len(served) != len(reads) or not reads:
             raise Missed(
                 f"`name = ....{FEATURES}` in the block that scatters the features of the same mask",
                 code_of(reads[0]) if reads else "",
             )
-        return Rewritten(edited, f"{rewriter.found} kinds of features")
+        return Rewritten(edited, f"{len(served)} kinds of features")
 
-
-_READ = m.SimpleStatementLine(
-    body=[m.Assign(targets=[m.AssignTarget(target=m.Name())], value=m.Attribute(attr=m.Name(FEATURES)))]
-)
-
-
-def _reads_features(block: Block) -> bool:
-    if f".{FEATURES}" not in block.text:  # spares parsing
-        return False
-    forward = m.findall(block.cst, m.FunctionDef(name=m.Name("forward")))
-    return any(m.findall(one, _READ) for one in forward)
-
-
-class _OwnLevels(cst.CSTTransformer):
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self.found = 0
-
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.IndentedBlock:
+    def _with_own_levels(self, block: cst.IndentedBlock, served: list[str]) -> cst.IndentedBlock:
         names: list[str] = []
         body: list[cst.BaseStatement] = []
-        for statement in updated_node.body:
+        for statement in block.body:
             body.append(statement)
             if m.matches(statement, _READ):
                 names.append(statement.body[0].targets[0].target.value)
@@ -87,8 +64,18 @@ class _OwnLevels(cst.CSTTransformer):
             if scatters and names:
                 mask = code_of(scatters[0].args[0].value)
                 for name in names:
-                    code = f"{name} = ops.own_levels({name}, {mask})"
-                    body += statements(code, depth=3, comment=self._mark)
-                self.found += len(names)
+                    body += statements(f"{name} = ops.own_levels({name}, {mask})", depth=3, comment=self.mark)
+                served += names
                 names = []
-        return updated_node.with_changes(body=body)
+        return block.with_changes(body=body)
+
+
+_READ = m.SimpleStatementLine(
+    body=[m.Assign(targets=[m.AssignTarget(target=m.Name())], value=m.Attribute(attr=m.Name(FEATURES)))]
+)
+
+
+def _is_read(node: ast.AST) -> bool:
+    """The same of `ast`, which spares parsing every class with libcst."""
+    is_plain = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
+    return is_plain and isinstance(node.value, ast.Attribute) and node.value.attr == FEATURES

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -48,20 +47,16 @@ class DummyForward(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"hands {', '.join(names)} to a tower")
-            for info in anatomy.classes.values()
-            if module.has(info.name) and (names := _optional(anatomy, info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        media = _optional(anatomy, info.name)
+        return f"hands {', '.join(media)} to a tower" if media else ""
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that run a tower in another way: nothing stands in for their input."""
         return [
             f"{info.name}: {media} goes to {', '.join(callees)}, not to a get_<modality>_features, or is required: "
             "every rank must hold it"
-            for info in anatomy.classes.values()
-            if module.has(info.name)
+            for info in anatomy.still_in(module)
             for media, callees in takes_media(anatomy, info.name).items()
             if callees and media not in _optional(anatomy, info.name)
         ]
@@ -74,18 +69,21 @@ class DummyForward(SitePass):
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             found = [call for call in feature_calls(body) if call.media in optional]
-            joint = _joint(found, body, site.block, anatomy)
+            image, video = _joint(found, body, site.block, anatomy) or (None, None)
             for call in reversed(found):
                 embeddings = embeddings_above(forward, body[: call.position])
                 if embeddings is None:
                     above.append(call.media)
                     continue
-                if joint is not None and call is joint.video:
+                if call is video:
                     served.append("one pass over images and videos")
                     continue
                 code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
-                if joint is not None and call is joint.image:
-                    code = joint.code(embeddings)
+                if call is image:
+                    code = (
+                        f"{ENCODED}, {embeddings} = ops.joint_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
+                        f"({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
+                    )
                 else:
                     served.append(call.media)
                 body = insert_before(body, call.position, statements(code, depth=2, comment=self.mark))
@@ -105,26 +103,10 @@ def _optional(anatomy: Anatomy, name: str) -> list[str]:
     return [media for media in fused_media(anatomy, name) if not requires(anatomy, name, media)]
 
 
-@dataclass(frozen=True)
-class _Joint:
-    """Images and videos that go through the tower one after the other and could go together."""
-
-    image: FeatureCall
-    video: FeatureCall
-    kwargs: str
-
-    def code(self, embeddings: str) -> str:
-        return (
-            f"{ENCODED}, {embeddings} = ops.joint_vision(self.{self.image.method}, {ENCODED}, {embeddings}, "
-            f"images=({self.image.media}, {self.image.grid}), videos=({self.video.media}, {self.video.grid}), "
-            f"{self.kwargs})"
-        )
-
-
 def _joint(
     found: Sequence[FeatureCall], body: Sequence[cst.BaseStatement], owner: str, anatomy: Anatomy
-) -> _Joint | None:
-    """Images and then videos, with nothing but these guards between, served by the same code."""
+) -> tuple[FeatureCall, FeatureCall] | None:
+    """Images and then videos, with nothing but these guards between, served by the same code: they could go together."""
     image = next((call for call in found if call.modality == "image"), None)
     video = next((call for call in found if call.modality == "video"), None)
     if image is None or video is None or image.grid is None or video.grid is None or image.kwargs is None:
@@ -135,4 +117,4 @@ def _joint(
         isinstance(node := body[call.position], cst.If) and ENCODED in code_of(node.test) for call in (image, video)
     )
     before = any(m.findall(node, m.AssignTarget(target=m.Name(ENCODED))) for node in body[: image.position])
-    return _Joint(image, video, image.kwargs) if guards and before else None
+    return (image, video) if guards and before else None

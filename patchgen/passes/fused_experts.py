@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import libcst as cst
+import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
+from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, statements, transform
+from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, replace, statements
 from patchgen.source import Block, Module
 
 REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's argument, and its value
@@ -81,12 +82,9 @@ class FusedExperts(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        formula = read_experts(anatomy, site.block)
-        if isinstance(formula, Unread):
-            raise Missed(formula.expected, formula.found)
-        seam = statements(fused_call(formula), depth=2, comment=self.mark)
+        seam = statements(fused_call(read_experts(anatomy, site.block)), depth=2, comment=self.mark)
         block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
-        return Rewritten(transform(block, _UseOurRegister()), "fused_moe seam")
+        return Rewritten(replace(block, _DISPATCHER, _with_our_register), "fused_moe seam")
 
 
 def fused_call(formula: ExpertsFormula) -> str:
@@ -112,20 +110,15 @@ def fused_call(formula: ExpertsFormula) -> str:
     return f'if ops.serves("fused_moe"):\n    return ops.fused_moe({", ".join(arguments)})\n'
 
 
-class _UseOurRegister(cst.CSTTransformer):
-    """The dispatching decorator, if there is one, gets our register of implementations."""
+_DISPATCHER = m.Decorator(decorator=m.Name(DISPATCHER) | m.Call(func=m.Name(DISPATCHER)))
 
-    def leave_Decorator(self, original_node: cst.Decorator, updated_node: cst.Decorator) -> cst.Decorator:
-        node = updated_node.decorator
-        call = node if isinstance(node, cst.Call) else cst.Call(func=node)
-        if not isinstance(call.func, cst.Name) or call.func.value != DISPATCHER:
-            return updated_node
-        given = {argument.keyword.value: code_of(argument.value) for argument in call.args if argument.keyword}
-        if given.get(REGISTER, OUR_REGISTER) != OUR_REGISTER:
-            raise Missed(f"@{DISPATCHER} with transformers' own register", code_of(original_node))
-        if REGISTER in given:
-            return updated_node
-        arguments = ", ".join([f"{REGISTER}={OUR_REGISTER}", *(f"{name}={value}" for name, value in given.items())])
-        return updated_node.with_changes(
-            decorator=cst.parse_expression(format_code(f"{DISPATCHER}({arguments})").strip())
-        )
+
+def _with_our_register(node: cst.Decorator) -> cst.Decorator:
+    """The dispatching decorator gets our register of implementations."""
+    arguments = node.decorator.args if isinstance(node.decorator, cst.Call) else ()
+    given = {argument.keyword.value: code_of(argument.value) for argument in arguments if argument.keyword}
+    if given.setdefault(REGISTER, OUR_REGISTER) != OUR_REGISTER:
+        raise Missed(f"@{DISPATCHER} with transformers' own register", code_of(node))
+    order = dict.fromkeys([REGISTER, *given])
+    code = f"{DISPATCHER}({', '.join(f'{name}={given[name]}' for name in order)})"
+    return node.with_changes(decorator=cst.parse_expression(format_code(code).strip()))

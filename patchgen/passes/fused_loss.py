@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, dotted, own_attribute
+from patchgen.anatomy.classes import FunctionNode, dotted, loaded, own_attribute
 from patchgen.anatomy.loss_terms import LossTerms, is_output
-from patchgen.anatomy.roles import unread_heads
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -109,10 +109,6 @@ class FusedLoss(SitePass):
         """),
     )
 
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """The heads that upstream's auto maps name, where nothing shows that they compute a loss."""
-        return unread_heads(module, anatomy)
-
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """What heads add to the loss that is a number of one rank."""
         return [
@@ -165,7 +161,8 @@ class _Region:
     start: int
     end: int
     first: cst.BaseStatement  # `logits = self.lm_head(hidden_states)`
-    between: list[cst.BaseStatement]  # what follows, `loss = None` left out
+    inside: list[cst.BaseStatement]  # what follows and goes into the head's function
+    outside: list[cst.BaseStatement]  # what follows and goes above the seam, `loss = None` left out
     logits: str
     loss: str
     labels: str
@@ -176,34 +173,23 @@ class _Region:
     local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
 
     @property
-    def outside(self) -> list[cst.BaseStatement]:
-        """The statements that go above the seam."""
-        return [node for node in self.between if not self.belongs_to_head(node)]
-
-    @property
-    def inside(self) -> list[cst.BaseStatement]:
-        """The statements that go into the head's function."""
-        return [node for node in self.between if self.belongs_to_head(node)]
-
-    @property
     def parameter(self) -> str:
         """Of the head's function."""
         return self.hidden_states.value if isinstance(self.hidden_states, cst.Name) else "hidden_states"
 
-    def belongs_to_head(self, node: cst.BaseStatement) -> bool:
-        """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
-        if uses_name(node, self.logits):
-            return True
-        targets = [t.target.value for t in m.findall(node, m.AssignTarget(target=m.Name()))]
-        later = self.between[self.between.index(node) + 1 :]
-        return any(uses_name(other, name) and uses_name(other, self.logits) for other in later for name in targets)
+
+def _makes(node: cst.BaseStatement, logits: str, later: Sequence[cst.BaseStatement]) -> bool:
+    """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
+    if uses_name(node, logits):
+        return True
+    targets = [t.target.value for t in m.findall(node, m.AssignTarget(target=m.Name()))]
+    return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in targets)
 
 
 def _find_region(forward: cst.FunctionDef) -> _Region:
     body = function_body(forward)
-    end, loss_line = next(
-        ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node)), (None, None)
-    )
+    found = ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node))
+    end, loss_line = next(found, (None, None))
     if end is None:
         closest = next((code_of(node) for node in body if "loss" in code_of(node)), "")
         raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
@@ -222,19 +208,22 @@ def _find_region(forward: cst.FunctionDef) -> _Region:
         raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
     loss = loss_line.body[0].targets[0].target.value
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
+    inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
+    outside = [node for node in between if node not in inside]
     for node in body[:start]:
         if loss in stored_names(_as_ast(node)) and not _is_unset(node, loss):
             raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
         if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
-            raise Missed("no return in training above the loss", ast.unparse(early))
+            raise Missed("no return in training above the loss", early)
     below = _as_ast(*body[end + 1 :])
     for node in body[end + 1 :]:
         if not _hands_on(_as_ast(node), logits, below):
             raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
     terms = LossTerms(below.body, loss)
     if terms.lost is not None:
-        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", ast.unparse(terms.lost))
-    return _Region(start, end, body[start], between, logits, loss, labels, projected, *found, rest, terms.local)
+        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", terms.lost)
+    made = (body[start], inside, outside, logits, loss, labels, projected)
+    return _Region(start, end, *made, *found, rest, terms.local)
 
 
 def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | None:
@@ -338,24 +327,15 @@ def _hands_on(node: ast.AST, logits: str, below: ast.Module) -> bool:
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
     only return statements read.
     """
-    returned = [n for n in ast.walk(below) if isinstance(n, ast.Return)]
-    in_returns = {id(n) for statement in returned for n in ast.walk(statement)}
-    read_else = {
-        n.id
-        for n in ast.walk(below)
-        if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and id(n) not in in_returns
-    }
-    handed = 0
+    returned = (n for n in ast.walk(below) if isinstance(n, ast.Return))
+    read_else = Counter(loaded(below)) - Counter(name for statement in returned for name in loaded(statement))
+    results = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
     for statement in ast.walk(node):
-        is_result = isinstance(statement, ast.Return) or (
-            isinstance(statement, ast.Assign)
-            and len(statement.targets) == 1
-            and isinstance(statement.targets[0], ast.Name)
-            and statement.targets[0].id not in read_else
-        )
-        if is_result and statement.value:
-            handed += _handed_on(statement.value, logits)
-    return handed == sum(isinstance(n, ast.Name) and n.id == logits for n in ast.walk(node))
+        match statement:
+            case ast.Assign([ast.Name(name)], value) if name not in read_else:
+                results.append(value)
+    named = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == logits]
+    return sum(_handed_on(value, logits) for value in results) == len(named)
 
 
 def _handed_on(value: ast.expr, logits: str) -> int:
@@ -397,9 +377,8 @@ def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy:
             raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
     for node in region.inside:
         if _has_return(node) or region.loss in stored_names(_as_ast(node)):
-            raise Missed(
-                "statements that make the logits, and nothing else, between the head and the loss", code_of(node)
-            )
+            what = "statements that make the logits, and nothing else, between the head and the loss"
+            raise Missed(what, code_of(node))
     moved = {id(node) for node in (region.first, *region.inside)}
     others = _as_ast(*(node for node in function_body(forward) if id(node) not in moved))
     outer = {*loaded_names(others), *stored_names(others), *_all_parameters(forward)}
@@ -411,17 +390,12 @@ def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy:
     foreign &= outer | {region.parameter}
     foreign -= {region.hidden_states.value} if isinstance(region.hidden_states, cst.Name) else set()
     if foreign:
-        raise Missed(
-            f"logits made from {code_of(region.hidden_states)} and the module alone, not from "
-            f"{', '.join(sorted(foreign))}",
-            _code([region.first, *region.inside]),
-        )
+        what = f"logits made from {code_of(region.hidden_states)} and the module alone, not from {', '.join(sorted(foreign))}"
+        raise Missed(what, _code([region.first, *region.inside]))
     body = _as_ast(_with_parameter(region), *region.inside).body
     mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
     if mixed is not None:
-        raise Missed(
-            "a head that treats every token by itself, for the loss runs over chunks of tokens", ast.unparse(mixed)
-        )
+        raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
 
 
 def _code(nodes: Sequence[cst.BaseStatement]) -> str:

@@ -15,7 +15,7 @@ from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, par
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.tokenwise import mixing_member
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import code_of, edit_function, function_body, insert_at_start, marked, statements, with_body
 from patchgen.source import Block, Module
 
@@ -65,6 +65,7 @@ HALF_ROTATION_FORM = form_of("""
         return torch.cat((-x2, x1), dim=-1)
 """)
 PARAMETER = "torch.nn.Parameter"
+COMPLEX = {"torch.view_as_complex", "torch.view_as_real"}
 
 
 class FusedOps(SitePass):
@@ -107,13 +108,11 @@ class FusedOps(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         sites = []
-        for info in anatomy.classes.values():
-            if not module.has(info.name) or "forward" not in info.methods:
-                continue
-            if Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None:
-                sites.append(method_site(anatomy, info.name, "forward", f"norm: {info.roles[Role.NORM]}"))
-            elif Role.MLP in info.roles:
-                sites.append(method_site(anatomy, info.name, "forward", f"MLP: {info.roles[Role.MLP]}"))
+        for info in (info for info in anatomy.still_in(module) if "forward" in info.methods):
+            is_norm = Role.NORM in info.roles and _norm_call(anatomy, info.name) is not None
+            role = Role.NORM if is_norm else Role.MLP
+            if role in info.roles:
+                sites.append(site_of(info, f"{role}: {info.roles[role]}", "forward"))
         for name, node in anatomy.functions.items():
             if module.has(name) and _is_half_rotation(anatomy, node):
                 sites.append(Site(name, name, node.lineno, "rotary embedding of the half-rotation form"))
@@ -129,14 +128,13 @@ class FusedOps(SitePass):
         return self._swiglu(block, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        own = [info for info in anatomy.classes.values() if module.has(info.name)]
+        own = anatomy.still_in(module)
         norms = [info.name for info in own if Role.NORM in info.roles and "forward" in info.methods]
         wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
-        rotations = [
-            name for name, node in anatomy.functions.items() if module.has(name) and _is_rotation(anatomy, node)
-        ]
+        functions = {name: node for name, node in anatomy.functions.items() if module.has(name)}
+        rotations = {name: node for name, node in functions.items() if _is_rotation(anatomy, node)}
         gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(info)]
-        unknown = [name for name in rotations if not _is_half_rotation(anatomy, anatomy.functions[name])]
+        unknown = [name for name, node in rotations.items() if not _is_half_rotation(anatomy, node)]
         return [
             *(f"{n}: a norm of another formula, left as it is" for n in norms if _norm_call(anatomy, n) is None),
             *(f"{name}: a gate around a norm, left as it is; only the norm is a seam" for name in wrapped),
@@ -168,9 +166,7 @@ class FusedOps(SitePass):
         activation = product.left.func
         mixed = mixing_member(anatomy, owner, activation.attr.value, fixed=False)
         if mixed is not None:
-            raise Missed(
-                "an activation of each row by itself", mixed if isinstance(mixed, str) else ast.unparse(mixed)
-            )
+            raise Missed("an activation of each row by itself", mixed)
         gate, up = code_of(product.left.args[0].value), code_of(product.right)
         return cst.parse_expression(f"ops.swiglu({gate}, {up}, {code_of(activation)})")
 
@@ -209,10 +205,7 @@ def _is_like_mlp(info: ClassInfo) -> bool:
 
 def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     form = normal_form(function).text
-    helpers = [
-        node.func.id for node in ast.walk(function) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    ]
-    for helper in dict.fromkeys(helpers):
+    for helper in dict.fromkeys(call.func.id for call in calls(function) if isinstance(call.func, ast.Name)):
         known = anatomy.functions.get(helper)
         if known is not None and form == ROTARY_FORM.replace("rotate_half", helper):
             return normal_form(known).text == HALF_ROTATION_FORM and _means_torch(anatomy, function, known)
@@ -228,10 +221,7 @@ def _means_torch(anatomy: Anatomy, *functions: ast.FunctionDef) -> bool:
 def _is_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     """Takes cos and sin, or turns pairs into complex numbers and back."""
     resolved = {anatomy.names.resolve(call.func, local_names(function)) for call in calls(function)}
-    return {"cos", "sin"} <= set(parameter_names(function)) or {
-        "torch.view_as_complex",
-        "torch.view_as_real",
-    } <= resolved
+    return {"cos", "sin"} <= set(parameter_names(function)) or resolved >= COMPLEX
 
 
 def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
@@ -239,9 +229,7 @@ def _is_gated_norm(anatomy: Anatomy, info: ClassInfo) -> bool:
     forward = info.methods.get("forward")
     targets = [anatomy.classes.get(build.target or "") for build in info.builds]
     is_norm = any(target is not None and Role.NORM in target.roles for target in targets)
-    own = [
-        v for v in info.attributes.values() if isinstance(v, ast.Call) and anatomy.names.resolve(v.func) == PARAMETER
-    ]
+    own = [call for call in info.built.values() if anatomy.names.resolve(call.func) == PARAMETER]
     if forward is None or not is_norm or own or len(parameter_names(forward)) != 1:
         return False
     products = [n for n in ast.walk(forward) if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult)]

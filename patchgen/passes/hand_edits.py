@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import libcst as cst
+import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode
@@ -104,9 +105,8 @@ class HandEdits(Pass):
             module = self._apply(edit, module)
             owner = anatomy.classes.get(edit.target.split(".")[0])
             site = "; ".join(edit.target.split("\n"))  # an import may have several lines, the header's record has one
-            hits.append(
-                Hit(site, owner.node.lineno if owner else 0, f"{_verb(edit)}: {' '.join(edit.reason.split())}")
-            )
+            what = f"{_verb(edit)}: {' '.join(edit.reason.split())}"
+            hits.append(Hit(site, owner.node.lineno if owner else 0, what))
         return Outcome(module, tuple(hits))
 
     def _apply(self, edit: Edit, module: Module) -> Module:
@@ -180,44 +180,32 @@ class HandEdits(Pass):
         pattern = ast.parse(edit.match.strip()).body
         if len(pattern) != 1:
             raise ConfigError(f"edit_method of {edit.target}: `match` must be one statement.")
-        editor = _StatementEditor(pattern[0], statements(edit.code, depth=2, comment=self.mark), edit.where)
-        edited = function.visit(editor)
-        if editor.hits != 1:
+        new, hits = statements(edit.code, depth=2, comment=self.mark), []
+
+        def edited(node: cst.BaseStatement) -> cst.BaseStatement | cst.FlattenSentinel:
+            parsed = ast.parse(code_of(node)).body
+            if len(parsed) != 1 or not same_structure(pattern[0], parsed[0]):
+                return node
+            hits.append(node)
+            places = {"before": [*new, node], "after": [node, *new], "instead": replace_statement(node, new)}
+            return cst.FlattenSentinel(places[edit.where])
+
+        statement = m.SimpleStatementLine() | m.If() | m.For()
+        result = m.replace(function, statement, lambda node, _: edited(node))
+        if len(hits) != 1:
             lines = [code_of(s).splitlines()[0] for s in function.body.body]
             nearest = difflib.get_close_matches(edit.match.strip(), lines, n=2, cutoff=0.1)
             raise PassMismatch(
                 f"edit_method of {edit.target}: `{edit.match.strip()}` should stand there once and was found "
-                f"{editor.hits} times. Nearest: {' | '.join(nearest) or 'none'}."
+                f"{len(hits)} times. Nearest: {' | '.join(nearest) or 'none'}."
             )
-        return edited
-
-
-class _StatementEditor(cst.CSTTransformer):
-    def __init__(self, pattern: ast.stmt, new: tuple[cst.BaseStatement, ...], where: str) -> None:
-        self._pattern, self._new, self._where = pattern, new, where
-        self.hits = 0
-
-    def _edit(self, original: cst.BaseStatement, updated: cst.BaseStatement):
-        parsed = ast.parse(code_of(original)).body
-        if len(parsed) != 1 or not same_structure(self._pattern, parsed[0]):
-            return updated
-        self.hits += 1
-        if self._where == "instead":
-            return cst.FlattenSentinel(replace_statement(updated, self._new))
-        if self._where == "after":
-            return cst.FlattenSentinel([updated, *self._new])
-        return cst.FlattenSentinel([*self._new, updated])
-
-    leave_SimpleStatementLine = leave_If = leave_For = _edit
+        return result
 
 
 def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     """The targets of edits that later passes took out of the module again."""
-    return [
-        edit.target
-        for edit in edits
-        if not isinstance(edit, Drop | AddImport) and not module.has(edit.target.split(".")[0])
-    ]
+    stay = [edit.target for edit in edits if not isinstance(edit, Drop | AddImport)]
+    return [target for target in stay if not module.has(target.split(".")[0])]
 
 
 def same_structure(pattern: object, node: object) -> bool:

@@ -10,7 +10,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -50,9 +50,8 @@ class HostValues(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         return [
-            Site(f"{info.name}.{name}", info.name, method.lineno, "encodes media, and reads sizes off the device")
-            for info in anatomy.classes.values()
-            if module.has(info.name)
+            site_of(info, "encodes media, and reads sizes off the device", name)
+            for info in anatomy.still_in(module)
             for name, method in info.methods.items()
             if FEATURES.match(name) and (_listed(method) or _is_served(method))
         ]
@@ -110,13 +109,11 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
         is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
         if other == name or not FEATURES.match(other) or is_prefixed or method.args.kwarg is None:
             continue
-        if any(own_attribute(call.func) == name and _hands_on(call, method.args.kwarg.arg) for call in calls(method)):
+        called = [call for call in calls(method) if own_attribute(call.func) == name]
+        starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
+        if method.args.kwarg.arg in starred:
             found[other] = FEATURES.match(other)[1]
     return found
-
-
-def _hands_on(call: ast.Call, kwargs: str) -> bool:
-    return any(k.arg is None and isinstance(k.value, ast.Name) and k.value.id == kwargs for k in call.keywords)
 
 
 def _listed(method: FunctionNode) -> list[str]:
@@ -126,10 +123,10 @@ def _listed(method: FunctionNode) -> list[str]:
 
 def _listed_name(node: ast.stmt) -> str | None:
     """`sizes` of `sizes = (...).tolist()`."""
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1 or not isinstance(node.targets[0], ast.Name):
-        return None
-    is_list = isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute)
-    return node.targets[0].id if is_list and node.value.func.attr == "tolist" else None
+    match node:
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr="tolist"))):
+            return name
+    return None
 
 
 def _is_served(method: FunctionNode) -> bool:

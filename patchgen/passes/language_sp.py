@@ -9,7 +9,8 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.anatomy.roles import TOKENS
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -32,6 +33,7 @@ class LanguageSP(SitePass):
     name = "language_sp"
     purpose = "Position ids are those of this rank's slice of the sequence, set before the model first reads them."
     expects = "one hit per decoder that takes position ids"
+    role = Role.DECODER
     EXAMPLES = (
         Example("""above the default that upstream fills in
         class ExampleModel(ExamplePreTrainedModel):
@@ -55,24 +57,20 @@ class LanguageSP(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"decoder: {info.roles[Role.DECODER]}")
-            for info in anatomy.with_role(Role.DECODER, module)
-            if POSITIONS in parameter_names(info.methods["forward"]) or _knows_positions(anatomy, info)
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        if Role.DECODER not in info.roles:
+            return ""
+        takes = POSITIONS in parameter_names(info.methods["forward"])
+        return super().why(info, anatomy) if takes or _knows_positions(anatomy, info) else ""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that take tokens and build a rotary embedding, and are no decoder."""
-        signs = []
-        for info in anatomy.classes.values():
-            forward = info.methods.get("forward")
-            if not module.has(info.name) or forward is None or Role.DECODER in info.roles:
-                continue
-            takes_tokens = {"input_ids", "inputs_embeds"} & set(parameter_names(forward))
-            if anatomy.is_model(info.name) and takes_tokens and _rotary_attributes(anatomy, info):
-                signs.append(f"{info.name} takes tokens and builds a rotary embedding, and is no decoder")
-        return signs
+        return [
+            f"{name} takes tokens and builds a rotary embedding, and is no decoder"
+            for name in anatomy.models_in(module)
+            if "forward" in (info := anatomy.classes[name]).methods and Role.DECODER not in info.roles
+            if TOKENS & set(parameter_names(info.methods["forward"])) and _rotary_attributes(anatomy, info)
+        ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""

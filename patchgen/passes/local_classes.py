@@ -10,7 +10,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Build
 from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import MarkStatements, code_of, transform
 from patchgen.source import Block, Module
 
@@ -40,13 +40,12 @@ class LocalClasses(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        sites = []
-        for info in anatomy.classes.values():
-            builds = _local_builds(anatomy, info.name) if module.has(info.name) else []
-            if builds:
-                what = ", ".join(build.code for build in builds)
-                sites.append(method_site(anatomy, info.name, builds[0].method, f"builds by {what}"))
-        return sites
+        found = [(info, _local_builds(anatomy, info.name)) for info in anatomy.still_in(module)]
+        return [
+            site_of(info, f"builds by {', '.join(build.code for build in builds)}", builds[0].method)
+            for info, builds in found
+            if builds
+        ]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
@@ -78,15 +77,15 @@ class LocalClasses(SitePass):
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
         if rewriter.found != set(wanted):
-            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), ast.unparse(block.node))
+            raise Missed(" and ".join(sorted(set(wanted) - rewriter.found)), block.node)
         return Rewritten(rewritten, f"builds {', '.join(wanted.values())}")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         return [
             f"{info.name}.{build.attribute or build.method}: {build.auto_class}.from_config({build.config}) builds "
             f"{_elsewhere(anatomy.target_of(build))}"
-            for info in anatomy.classes.values()
-            for build in (info.auto_builds if module.has(info.name) else ())
+            for info in anatomy.still_in(module)
+            for build in info.auto_builds
             if _is_elsewhere(anatomy, build)
         ]
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, method_site
-from patchgen.rewrite import edit_function, marked
-from patchgen.source import Block, Module
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
+from patchgen.rewrite import code_of, edit_function, marked
+from patchgen.source import Block
 
 HELPERS = ("get_max_seqlen", "get_vision_attention_seqlens")
 BOUNDS = ("cu_seqlens", "cu_window_seqlens", "cu_seq_lens")
@@ -35,19 +34,12 @@ class MaxSeqlen(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        sites = []
-        for info in anatomy.classes.values():
-            forward = info.methods.get("forward")
-            if forward is None or not module.has(info.name):
-                continue
-            if _longest(info):
-                sites.append(
-                    method_site(anatomy, info.name, "forward", "computes the longest sequence from its bounds")
-                )
-            elif called_names(forward) & set(HELPERS):
-                sites.append(method_site(anatomy, info.name, "forward", "asks for the longest packed sequence"))
-        return sites
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        if "forward" not in info.methods:
+            return ""
+        asks = called_names(info.methods["forward"]) & set(HELPERS)
+        computes = "computes the longest sequence from its bounds" if _longest(info) else ""
+        return computes or ("asks for the longest packed sequence" if asks else "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
@@ -55,12 +47,22 @@ class MaxSeqlen(SitePass):
         if not _longest(info):
             inside = [node for loop in ast.walk(forward) if isinstance(loop, ast.For) for node in calls(loop)]
             if any(dotted(call.func).rpartition(".")[2] in HELPERS for call in inside):
-                raise Missed("the longest sequence above the layers", ast.unparse(forward))
+                raise Missed("the longest sequence above the layers", forward)
             names = sorted(called_names(forward) & set(HELPERS))
             return Upstream(f"{' and '.join(names)} outside of loops, with the value that is handed in")
-        once = _Once(self.mark, forward.args.kwarg.arg if forward.args.kwarg else None)
-        block = edit_function(block, "forward", lambda node: node.visit(once))
-        if once.count != len(_longest(info)):
+        kwargs = f", {forward.args.kwarg.arg}" if forward.args.kwarg else ""
+        changed: list[str] = []
+
+        def once(line: cst.SimpleStatementLine) -> cst.SimpleStatementLine:
+            """`x = (b[1:] - b[:-1]).max()`, with or without `.item()`, becomes `x = ops.max_seqlen(b, kwargs)`."""
+            code = code_of(line.body[0].value).replace(" ", "").removesuffix(".item()")
+            bounds = [name for name in BOUNDS if code == f"({name}[1:]-{name}[:-1]).max()"]
+            changed.extend(bounds)
+            value = cst.parse_expression(f"ops.max_seqlen({bounds[0]}{kwargs})") if bounds else None
+            return marked(line.with_deep_changes(line.body[0], value=value), self.mark) if bounds else line
+
+        block = edit_function(block, "forward", lambda node: m.replace(node, _ASSIGNMENT, lambda one, _: once(one)))
+        if len(changed) != len(_longest(info)):
             raise Missed("max_seqlen = (cu_seqlens[1:] - cu_seqlens[:-1]).max()", _longest(info)[0])
         return Rewritten(block, "once per forward")
 
@@ -77,25 +79,4 @@ def _longest(info: ClassInfo) -> list[str]:
     ]
 
 
-class _Once(cst.CSTTransformer):
-    """`x = (b[1:] - b[:-1]).max()`, with or without `.item()`, becomes `x = ops.max_seqlen(b, kwargs)`."""
-
-    def __init__(self, mark: str, kwargs: str | None) -> None:
-        self._mark, self._kwargs = mark, kwargs
-        self.count = 0
-
-    def leave_SimpleStatementLine(
-        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
-    ) -> cst.SimpleStatementLine:
-        assign = original_node.body[0]
-        if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
-            return updated_node
-        code = cst.Module([]).code_for_node(assign.value).replace(" ", "").removesuffix(".item()")
-        bounds = next((name for name in BOUNDS if code == f"({name}[1:]-{name}[:-1]).max()"), None)
-        if bounds is None or not m.matches(assign.targets[0].target, m.Name()):
-            return updated_node
-        self.count += 1
-        arguments = f"{bounds}, {self._kwargs}" if self._kwargs else bounds
-        value = cst.parse_expression(f"ops.max_seqlen({arguments})")
-        body = [assign.with_changes(value=value), *updated_node.body[1:]]
-        return marked(updated_node.with_changes(body=body), self._mark)
+_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())]), m.ZeroOrMore()])

@@ -6,10 +6,20 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, calls, dotted, parameter_names, reads_name
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    called_names,
+    calls,
+    dotted,
+    loaded,
+    parameter_names,
+    reads_name,
+    stored,
+)
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import HAND_WRITTEN, INTERFACE, TORCH_ATTENTION, depthwise_convolutions
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, class_site
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
@@ -48,12 +58,10 @@ class MixerSP(SitePass):
         operations = set(sequence_operations(anatomy))
         language = _of_the_language_model(anatomy)
         return [
-            class_site(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
-            for info in anatomy.classes.values()
-            if module.has(info.name)
-            and info.name in language
-            and "forward" in info.methods
-            and (Role.MIXER in info.roles or called_names(info.node) & operations)
+            site_of(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
+            for info in anatomy.still_in(module)
+            if info.name in language and "forward" in info.methods
+            if Role.MIXER in info.roles or called_names(info.node) & operations
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -61,8 +69,8 @@ class MixerSP(SitePass):
         known = {site.block for site in self.sites(module, anatomy)}
         language = _of_the_language_model(anatomy)
         remarks: list[str] = []
-        for info in anatomy.classes.values():
-            if not module.has(info.name) or info.name not in language or info.name in known:
+        for info in anatomy.still_in(module):
+            if info.name not in language or info.name in known:
                 continue
             own = _own_attention(info, anatomy)
             if own:
@@ -71,15 +79,12 @@ class MixerSP(SitePass):
                 continue  # a cache; a model steps through its layers
             if {Role.EXPERTS, Role.EXPERT_LIST, Role.MOE_BLOCK} & set(info.roles):
                 continue  # these step through stacks
-            for method in info.methods.values():
-                loop = _sequence_loop(method) if method.name != "__init__" else None
-                if loop is not None:
-                    remarks.append(_not_parallel(f"{info.name}.{method.name}", loop))
-                remarks += [
-                    _not_parallel(f"{info.name}.{method.name}: {name}", loop)
-                    for name in _functions_below(anatomy, method)
-                    if (loop := _sequence_loop(anatomy.functions[name])) is not None
-                ]
+            for name, method in info.methods.items():
+                place = f"{info.name}.{name}"
+                code = {place: method} if name != "__init__" else {}
+                code |= {f"{place}: {below}": anatomy.functions[below] for below in _functions_below(anatomy, method)}
+                loops = {where: _sequence_loop(function) for where, function in code.items()}
+                remarks += [_not_parallel(where, loop) for where, loop in loops.items() if loop is not None]
         return list(dict.fromkeys(remarks))
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
@@ -92,12 +97,12 @@ class MixerSP(SitePass):
         needed = [CONVOLUTION] if depthwise_convolutions(info) else []
         functions = [function for name, function in anatomy.functions.items() if name in called]
         needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
-        rewriter = WrapCalls({name: kind for name, kind in operations.items() if name in called}, self.mark)
+        rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
-            raise Missed(f"a call of {wanted}", ast.unparse(info.methods["forward"]))
+            raise Missed(f"a call of {wanted}", info.methods["forward"])
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
 
 
@@ -119,18 +124,13 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
     found = {}
     for name, function in anatomy.functions.items():
         parameters = parameter_names(function)
-        if _is_convolution(function, parameters):
-            found[name] = CONVOLUTION
+        if parameters[1:3] == ["weight", "bias"] and "conv1d" in called_names(function):
+            found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
         elif {"A", "B", "C"} <= set(parameters):
             found[name] = SCAN
     return found
-
-
-def _is_convolution(function: FunctionNode, parameters: list[str]) -> bool:
-    """`(x, weight, bias, ...)` over a whole sequence; the update of a single token takes a state second."""
-    return parameters[1:3] == ["weight", "bias"] and "conv1d" in called_names(function)
 
 
 def _steps(node: ast.AST) -> bool:
@@ -142,8 +142,7 @@ def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
     found: list[str] = []
     pending = [node]
     while pending:
-        read = {n.id for n in ast.walk(pending.pop()) if isinstance(n, ast.Name)}
-        new = sorted(name for name in read & set(anatomy.functions) if name not in found)
+        new = sorted(set(loaded(pending.pop())) & set(anatomy.functions) - set(found))
         found += new
         pending += [anatomy.functions[name] for name in new]
     return found
@@ -169,10 +168,8 @@ def _sequence_loop(function: FunctionNode) -> ast.For | None:
         if not _steps(loop):
             continue
         counts = " ".join(ast.unparse(arg) for arg in loop.iter.args)
-        body = ast.Module(loop.body, [])
-        stored = {n.id for n in ast.walk(body) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-        targets = {n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)}
-        carried = _read_before_stored(loop.body) & stored - targets
+        changed = set(stored(ast.Module(loop.body, []))) - set(stored(loop.target))
+        carried = _read_before_stored(loop.body) & changed
         over_parts = any(word in counts for word in ("self.", "config", "expert"))
         if carried and not over_parts and not isinstance(loop.iter.args[-1], ast.Constant):
             return loop
@@ -182,14 +179,12 @@ def _sequence_loop(function: FunctionNode) -> ast.For | None:
 def _read_before_stored(body: Sequence[ast.stmt]) -> set[str]:
     """The names that a step reads as the step before left them."""
     read: set[str] = set()
-    stored: set[str] = set()
+    written: set[str] = set()
     for statement in body:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        read |= {n.id for n in names if isinstance(n.ctx, ast.Load)} - stored
-        if isinstance(statement, ast.AugAssign):
-            read |= {n.id for n in ast.walk(statement.target) if isinstance(n, ast.Name)} - stored
+        added_to = stored(statement.target) if isinstance(statement, ast.AugAssign) else []
+        read |= {*loaded(statement), *added_to} - written
         if not isinstance(statement, ast.If | ast.For | ast.While | ast.With):
-            stored |= {n.id for n in names if isinstance(n.ctx, ast.Store)}
+            written |= set(stored(statement))
     return read
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import Unread, read_experts
-from patchgen.anatomy.roles import unread_heads
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
+from patchgen.anatomy.experts import read_experts
+from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 
 class ParallelPlan(SitePass):
@@ -18,6 +15,8 @@ class ParallelPlan(SitePass):
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
     expects = "one hit per causal head"
+    role = Role.HEAD
+    member = ""
     EXAMPLES = (
         Example("""a head without experts below it
         class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
@@ -30,14 +29,6 @@ class ParallelPlan(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            class_site(info, f"causal head: {info.roles[Role.HEAD]}") for info in anatomy.with_role(Role.HEAD, module)
-        ]
-
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return unread_heads(module, anatomy)
-
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         below = anatomy.reached_from([site.block])
         experts = {}
@@ -45,8 +36,6 @@ class ParallelPlan(SitePass):
             if info.name not in below:
                 continue
             formula = read_experts(anatomy, info.name)
-            if isinstance(formula, Unread):
-                raise Missed(formula.expected, formula.found)
             names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
             experts[info.name] = tuple(name for name in names if name)
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"

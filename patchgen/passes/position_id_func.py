@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import own_attribute
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, class_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
 
@@ -40,11 +40,11 @@ class PositionIdFunc(SitePass):
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         own = [
             Site(info.name, info.name, info.methods[SOURCE].lineno, f"computes multimodal positions in {SOURCE}")
-            for info in anatomy.classes.values()
-            if module.has(info.name) and SOURCE in info.methods
+            for info in anatomy.still_in(module)
+            if SOURCE in info.methods
         ]
         heads = [
-            class_site(info, f"head of a model with {SOURCE}, its self.{below}")
+            site_of(info, f"head of a model with {SOURCE}, its self.{below}")
             for info in anatomy.with_role(Role.HEAD, module)
             if not anatomy.method(info.name, SOURCE) and (below := _model_below(anatomy, info.name))
         ]

@@ -10,7 +10,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
 from patchgen.anatomy.roles import PIXELS
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
 from patchgen.source import Block, Module
 
@@ -42,12 +42,11 @@ class PositionIds(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            method_site(anatomy, info.name, "forward", f"fusion model with get_rope_index: {info.roles[Role.FUSION]}")
-            for info in anatomy.with_role(Role.FUSION, module)
-            if anatomy.method(info.name, "get_rope_index") and POSITIONS in parameter_names(info.methods["forward"])
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        if Role.FUSION not in info.roles or not anatomy.method(info.name, "get_rope_index"):
+            return ""
+        takes = POSITIONS in parameter_names(info.methods["forward"])
+        return f"fusion model with get_rope_index: {info.roles[Role.FUSION]}" if takes else ""
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """A class that takes pixels above a rotary embedding with three rows of positions, and no fusion model."""
@@ -56,8 +55,8 @@ class PositionIds(SitePass):
         rows = [info.name for info in anatomy.with_role(Role.ROTARY, module) if _is_multimodal(info)]
         return [
             f"{info.name} takes {', '.join(sorted(pixels))}, and {rows[0]} turns three rows of positions"
-            for info in anatomy.classes.values()
-            if rows and module.has(info.name) and anatomy.is_model(info.name) and "forward" in info.methods
+            for info in anatomy.still_in(module)
+            if rows and anatomy.is_model(info.name) and "forward" in info.methods
             if (pixels := set(PIXELS) & set(parameter_names(info.methods["forward"])))
         ]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import libcst as cst
 import libcst.matchers as m
 
-from patchgen.anatomy import Anatomy
+from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.graph import references
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
@@ -82,8 +82,6 @@ class Prune(Pass):
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
     """The heads that upstream's auto maps name for the model; else every head; else what the file exports."""
-    from patchgen.anatomy import Role
-
     heads = anatomy.upstream.heads or tuple(info.name for info in anatomy.with_role(Role.HEAD))
     if heads:
         return heads

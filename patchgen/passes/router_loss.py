@@ -10,7 +10,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, called_names, parameter_names
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, method_site
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, edit_function, function_body, insert_before, statements, with_body
 from patchgen.source import Block, Module
 
@@ -58,9 +58,8 @@ class RouterLoss(SitePass):
         losses = {name: node for name, node in _losses(anatomy).items() if module.has(name)}
         why = "a function of router logits and an attention mask that the heads add to the loss"
         callers = [
-            method_site(anatomy, info.name, method, "it calls a load-balancing loss")
-            for info in anatomy.classes.values()
-            if module.has(info.name)
+            site_of(info, "it calls a load-balancing loss", method)
+            for info in anatomy.still_in(module)
             for method, node in info.methods.items()
             if called_names(node) & set(losses)
         ]
@@ -74,13 +73,11 @@ class RouterLoss(SitePass):
         """
         functions = {name for name in _losses(anatomy) if module.has(name)}
         signs = []
-        for info in anatomy.classes.values():
-            forward = info.methods.get("forward")
-            if forward is None or not module.has(info.name) or called_names(info.node) & functions:
-                continue
-            for node in ast.walk(forward):
-                if isinstance(node, ast.Attribute) and node.attr == "router_aux_loss_coef":
-                    signs.append(f"{info.name} reads router_aux_loss_coef (line {node.lineno})")
+        for info in anatomy.still_in(module):
+            if "forward" in info.methods and not called_names(info.node) & functions:
+                nodes = (node for node in ast.walk(info.methods["forward"]) if isinstance(node, ast.Attribute))
+                lines = [node.lineno for node in nodes if node.attr == "router_aux_loss_coef"]
+                signs += [f"{info.name} reads router_aux_loss_coef (line {line})" for line in lines]
         for name, function in anatomy.functions.items():
             called = called_names(function)
             balances = {"softmax", "topk"} <= called and called & COUNTS and called & {"sum", "mean"}
@@ -111,7 +108,7 @@ class RouterLoss(SitePass):
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
-            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", ast.unparse(method.args))
+            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", method.args)
         tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
         more = [
             cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))

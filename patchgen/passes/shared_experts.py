@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import libcst as cst
@@ -23,7 +22,7 @@ from patchgen.rewrite import (
     uses_name,
     with_body,
 )
-from patchgen.source import Block, Module
+from patchgen.source import Block
 
 HANDLE = "shared_beside"
 RESHAPES = ("view", "reshape")
@@ -99,19 +98,9 @@ class SharedExperts(SitePass):
         """),
     )
 
-    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            Site(
-                f"{info.name}.forward",
-                info.name,
-                info.methods["forward"].lineno,
-                f"builds self.{parts[1][0]} beside it",
-            )
-            for info in anatomy.classes.values()
-            if module.has(info.name)
-            and "forward" in info.methods
-            and all(parts := _routed_and_shared(anatomy, info.name))
-        ]
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        routed, shared = _routed_and_shared(anatomy, info.name)
+        return f"builds self.{shared[0]} beside it" if routed and shared and "forward" in info.methods else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Sequence
 from dataclasses import replace
 
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
-from patchgen.anatomy.classes import own_attribute
-from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, Unread, read_expert_list, read_experts
+from patchgen.anatomy.classes import uses
+from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_list, read_experts
 from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.expert_stacks import initialised, stacked_name, with_torch
-from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, class_site
+from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
     at_end,
     edit_function,
@@ -123,27 +122,19 @@ class StackedExperts(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        lists = [
-            class_site(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}")
-            for info in anatomy.with_role(Role.EXPERT_LIST, module)
-        ]
-        return [*super().sites(module, anatomy), *lists]
+        lists = anatomy.with_role(Role.EXPERT_LIST, module)
+        found = [site_of(info, f"{Role.EXPERT_LIST}: {info.roles[Role.EXPERT_LIST]}") for info in lists]
+        return [*super().sites(module, anatomy), *found]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         info = anatomy.classes[site.block]
         if Role.EXPERTS in info.roles:
-            formula = read_experts(anatomy, info.name)
-            if isinstance(formula, Unread):
-                raise Missed(formula.expected, formula.found)
-            if formula.is_transposed:
+            if read_experts(anatomy, info.name).is_transposed:
                 return Upstream(
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
                 )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
-        found = read_expert_list(anatomy, info)
-        if isinstance(found, Unread):
-            raise Missed(found.expected, found.found)
-        experts, loop = found
+        experts, loop = read_expert_list(anatomy, info)
         others = _other_users(anatomy, info, experts.attribute)
         if others:
             raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
@@ -152,7 +143,7 @@ class StackedExperts(SitePass):
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
         block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
         block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
-        if _uses(block.node, experts.attribute) != 2:  # built once, called once
+        if uses(block.node, experts.attribute) != 2:  # built once, called once
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
@@ -195,10 +186,11 @@ class StackedExperts(SitePass):
         hits = []
         has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
-            rule = read_linear_init(info)
-            if isinstance(rule, Unread):
+            try:
+                rule = read_linear_init(info)
+            except Missed as miss:
                 site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
-                raise PassMismatch(self._miss_message([(site, Missed(rule.expected, rule.found))]))
+                raise PassMismatch(self._miss_message([(site, miss)])) from miss
             block = module.block(info.name)
             module = module.swap(block, initialised(block, info, rule, has_bias, self.mark))
             hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
@@ -206,7 +198,7 @@ class StackedExperts(SitePass):
 
     def _with_conversion(self, module: Module, anatomy: Anatomy, lists: Sequence[ExpertList]) -> Module:
         """One call that tells transformers how the experts lie on disk."""
-        models = [name for name in anatomy.classes if module.has(name) and anatomy.is_model(name)]
+        models = anatomy.models_in(module)
         if not models:
             return module  # nothing in the file loads or saves a checkpoint
         projections: dict[str, tuple[str, str, str]] = {}
@@ -235,14 +227,5 @@ def _dtype_inside(loop: ExpertLoop) -> str | None:
 
 def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
     """The subclasses that use the list themselves."""
-    return [
-        other.name
-        for other in anatomy.classes.values()
-        if other is not info
-        and any(parent is info for parent in anatomy.lineage(other.name))
-        and _uses(other.node, attribute)
-    ]
-
-
-def _uses(node: ast.AST, attribute: str) -> int:
-    return sum(own_attribute(child) == attribute for child in ast.walk(node))
+    users = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
+    return [other.name for other in users if info in anatomy.lineage(other.name)]

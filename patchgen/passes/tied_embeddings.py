@@ -10,7 +10,6 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
-from patchgen.anatomy.roles import unread_heads
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import edit_function, function_body, statements, with_body
 from patchgen.source import Block, Module, bound_names
@@ -22,6 +21,7 @@ class TiedEmbeddings(SitePass):
     name = "tied_embeddings"
     purpose = "A head without output embeddings does not claim tied ones."
     expects = "one hit per head without an output projection; heads that have one are upstream's"
+    role = Role.HEAD
     EXAMPLES = (
         Example("""a head that delegates to a model with a head of its own
         class ExampleForConditionalGeneration(ExamplePreTrainedModel, GenerationMixin):
@@ -37,13 +37,8 @@ class TiedEmbeddings(SitePass):
     )
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        return [
-            Site(f"{info.name}.__init__", info.name, info.node.lineno, f"causal head: {info.roles[Role.HEAD]}")
-            for info in anatomy.with_role(Role.HEAD, module)
-        ]
-
-    def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        return unread_heads(module, anatomy)
+        heads = anatomy.with_role(Role.HEAD, module)
+        return [Site(f"{i.name}.__init__", i.name, i.node.lineno, self.why(i, anatomy)) for i in heads]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         projection = _output_projection(anatomy, site.block)
@@ -56,7 +51,7 @@ class TiedEmbeddings(SitePass):
             body = function_body(init)
             after = next((i for i, node in enumerate(body, start=1) if m.findall(node, _SUPER)), None)
             if after is None:
-                raise Missed("super().__init__(config)", ast.unparse(anatomy.classes[site.block].methods["__init__"]))
+                raise Missed("super().__init__(config)", anatomy.classes[site.block].methods["__init__"])
             new = statements("self.config.tie_word_embeddings = False", depth=2, comment=self.mark)
             return with_body(init, [*body[:after], *new, *body[after:]])
 

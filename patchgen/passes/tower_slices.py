@@ -9,16 +9,9 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.towers import (
-    LENGTHS_TEST,
-    ChunkedConvolution,
-    LayerLoop,
-    Unread,
-    chunked_convolution,
-    layer_loop,
-)
-from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, method_site
-from patchgen.rewrite import edit_function, function_body, insert_before, marked, statements, transform, with_body
+from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
+from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
+from patchgen.rewrite import edit_function, function_body, insert_before, marked, replace, statements, with_body
 from patchgen.source import Block, Module
 
 DIVIDER = "ops.tower_rows"
@@ -37,13 +30,13 @@ class TowerSlices(SitePass):
         for info in anatomy.with_role(self.role, module):
             if "forward" not in info.methods:
                 continue
-            found.append(method_site(anatomy, info.name, "forward", info.roles[self.role]))
+            found.append(site_of(info, info.roles[self.role], "forward"))
             try:
                 loop = layer_loop(anatomy, info)
-            except Unread:
+            except LeftAlone:
                 continue
             found += [
-                method_site(anatomy, name, "forward", f"attention of the layers of {info.name}")
+                site_of(anatomy.classes[name], f"attention of the layers of {info.name}", "forward")
                 for name in loop.attentions
                 if "forward" in anatomy.classes[name].methods and name not in {site.block for site in found}
             ]
@@ -52,11 +45,10 @@ class TowerSlices(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         if self.role not in info.roles:
-            rewriter = _ChooseByLengths(self.mark)
-            return Rewritten(transform(block, rewriter), "takes lengths under every name of ours")
+            return Rewritten(replace(block, _TEST, self._by_lengths), "takes lengths under every name of ours")
         try:
             loop = layer_loop(anatomy, info, _forward(block))
-        except Unread as reason:
+        except LeftAlone as reason:
             why = f"{site.block} is computed whole on every rank that shares a sequence: {reason}"
             raise LeftAlone(why) from reason
         chunks = chunked_convolution(info, _forward(block))
@@ -65,23 +57,25 @@ class TowerSlices(SitePass):
         convolved = "; convolutions on a slice of the chunks" if chunks is not None else ""
         return Rewritten(edited, f"self.{loop.layers} on a slice of the rows; {names} gathered{convolved}")
 
+    def _by_lengths(self, node: cst.If) -> cst.If:
+        """`if is_flash_attention_requested(self.config):` becomes `if ops.attends_by_lengths(self.config):`."""
+        test = node.test.with_changes(func=cst.parse_expression(CHOICE))
+        return marked(node.with_changes(test=test), self.mark)
+
     def _divide(self, forward: cst.FunctionDef, loop: LayerLoop, chunks: ChunkedConvolution | None) -> cst.FunctionDef:
-        body = function_body(forward)
-        for place, names in sorted(loop.gathers, reverse=True):
-            code = "\n".join(f"{name} = rows.all({name})" for name in names)
-            body = insert_before(body, place, statements(code, depth=2, comment=self.mark))
+        new = {place: [f"{name} = rows.all({name})" for name in names] for place, names in loop.gathers}
         group = f", group={loop.group}" if loop.group != "1" else ""
-        lines = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
-        lines += [f"{name} = rows.lengths({name})" for name in loop.bounds]
-        lines += [f"{name} = rows.longest({name})" for name in loop.longest]
-        lines += [f"{name} = rows.own({name})" for name in loop.rows]
-        body = insert_before(body, loop.place, statements("\n".join(lines), depth=2, comment=self.mark))
+        new[loop.place] = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
+        new[loop.place] += [f"{name} = rows.lengths({name})" for name in loop.bounds]
+        new[loop.place] += [f"{name} = rows.longest({name})" for name in loop.longest]
+        new[loop.place] += [f"{name} = rows.own({name})" for name in loop.rows]
         if chunks is not None:
-            code = f"{chunks.result} = chunks.all({chunks.result})"
-            body = insert_before(body, chunks.end, statements(code, depth=2, comment=self.mark))
-            lines = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
-            lines += [f"{name} = chunks.own({name})" for name in chunks.chunks]
-            body = insert_before(body, chunks.start, statements("\n".join(lines), depth=2, comment=self.mark))
+            new[chunks.end] = [f"{chunks.result} = chunks.all({chunks.result})"]
+            new[chunks.start] = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
+            new[chunks.start] += [f"{name} = chunks.own({name})" for name in chunks.chunks]
+        body = function_body(forward)
+        for place, lines in sorted(new.items(), reverse=True):
+            body = insert_before(body, place, statements("\n".join(lines), depth=2, comment=self.mark))
         return with_body(forward, body)
 
 
@@ -89,14 +83,4 @@ def _forward(block: Block) -> ast.FunctionDef:
     return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
-class _ChooseByLengths(cst.CSTTransformer):
-    """`if is_flash_attention_requested(self.config):` becomes `if ops.attends_by_lengths(self.config):`."""
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
-        if not m.matches(updated_node.test, m.Call(func=m.Name(LENGTHS_TEST))):
-            return updated_node
-        test = updated_node.test.with_changes(func=cst.parse_expression(CHOICE))
-        return marked(updated_node.with_changes(test=test), self._mark)
+_TEST = m.If(test=m.Call(func=m.Name(LENGTHS_TEST)))

@@ -3,6 +3,7 @@
 load.py                 weights from any Hugging Face layout into a sharded model
 train_state.py          save and resume a run: whole or not at all, on any layout
 export.py               weights out of a sharded model, in the layout of the original
+stream.py               the same without files, for an engine that generates
 offline.py              from disk to disk: other layouts, a run's weights, fingerprints
 
 moves.py                how tensors are made of other tensors, without having them
@@ -16,6 +17,7 @@ from patchgen.runtime.checkpoint.export import export_pretrained
 from patchgen.runtime.checkpoint.layout import LAYOUTS
 from patchgen.runtime.checkpoint.load import LoadReport, load_pretrained
 from patchgen.runtime.checkpoint.offline import convert, export_run, fingerprint
+from patchgen.runtime.checkpoint.stream import stream_weights
 from patchgen.runtime.checkpoint.train_state import Checkpointer
 
 __all__ = [
@@ -28,4 +30,5 @@ __all__ = [
     "export_run",
     "fingerprint",
     "load_pretrained",
+    "stream_weights",
 ]

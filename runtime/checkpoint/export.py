@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -71,9 +72,7 @@ def export_pretrained(
 
     def prepare() -> tuple[dict[str, str | Path], list[PlannedFile], _Gatherer]:
         others = config_files(model, dtype) | (side_files(Path(source)) if source is not None else {})
-        leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
-        written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
-        return others, plan(outputs(model, written, dtype), max_file=max_file), _Gatherer(tensors)
+        return others, plan(planned_outputs(model, tensors, layout, dtype), max_file=max_file), _Gatherer(tensors)
 
     others, files, gatherer = together(
         prepare, f"{directory} could not be written; what was there before is as it was:"
@@ -116,6 +115,32 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
         kept = next((name for name in group if name not in targets), group[0])
         dropped |= set(group) - {kept}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in dropped}
+
+
+def planned_outputs(
+    model: PreTrainedModel, tensors: dict[str, Tensor], layout: str | None, dtype: torch.dtype | None
+) -> list[Output]:
+    """How each tensor to write is made of `tensors`; arguments as in `export_pretrained`.
+
+    Raises:
+        CheckpointError: no such layout, or adapters in the model.
+    """
+    require_no_adapters(model)
+    leaves = {name: leaf(name, tensor.shape, tensor.dtype, name) for name, tensor in tensors.items()}
+    written = disassemble(model, leaves, layout=layout, origin=getattr(model, "checkpoint_origin", None))
+    return outputs(model, written, dtype)
+
+
+def require_no_adapters(model: nn.Module) -> None:
+    """Refuses a model with PEFT's adapters in it: its weights go by other names, and lack what the adapters add."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")  # without it nobody made one
+    layers = (name for name, module in model.named_modules() if tuners and isinstance(module, tuners.BaseTunerLayer))
+    first = next(layers, None)
+    if first is not None:
+        raise CheckpointError(
+            f"The model has adapters ({first}): upstream has no names for its weights. Merge them first (`lora.merge` of "
+            "runtime/train/lora.py), or write the adapters alone (`lora.save`)."
+        )
 
 
 def outputs(model: nn.Module, written: dict[str, Moved], dtype: torch.dtype | None) -> list[Output]:
@@ -196,11 +221,8 @@ class _Gatherer:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._rank, self._world = world()
         self._local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
-        self._holders = {name: _holders(tensor, self._world) for name, tensor in tensors.items()}
-        meshes = [tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor)]
-        self._device = torch.device(meshes[0].device_type if meshes else "cpu")
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._holders = {name: holders_of(tensor, self._world) for name, tensor in tensors.items()}
+        self._device = device_of(tensors.values(), otherwise=torch.device("cpu"))
 
     def is_any(self, flag: bool) -> bool:
         """Whether it is so on any rank. Every rank calls it."""
@@ -252,7 +274,15 @@ class _Gatherer:
             exchange.made.append((file, output, out, part))
 
 
-def _holders(tensor: Tensor, size: int) -> list[tuple[list[int], Box]]:
+def device_of(tensors: Iterable[Tensor], otherwise: torch.device) -> torch.device:
+    """Where ranks exchange tensors: the device of their mesh, whose shards may be kept on the CPU; without one `otherwise`."""
+    mesh = next((tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if mesh is None:
+        return otherwise
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def holders_of(tensor: Tensor, size: int) -> list[tuple[list[int], Box]]:
     """The distinct parts of a tensor and the ranks that hold each."""
     if not isinstance(tensor, DTensor):
         return [(list(range(size)), whole(tensor.shape))]

@@ -137,13 +137,19 @@ def load_pretrained(
     return LoadReport(directory, len(fit.wanted), num_bytes, seconds, fit.initialised, fit.ignored)
 
 
-def require_fitting(model: PreTrainedModel, directory: str | Path, *, allow_missing: Sequence[str] = ()) -> None:
+def require_fitting(
+    model: PreTrainedModel,
+    directory: str | Path,
+    *,
+    allow_missing: Sequence[str] = (),
+    allow_unexpected: Sequence[str] = (),
+) -> None:
     """Reads the headers of a checkpoint and nothing else; `model` may be on the meta device.
 
     Raises:
         CheckpointError: what `load_pretrained` would refuse before it reads a byte.
     """
-    _fit(model, Path(directory), allow_missing, ())
+    _fit(model, Path(directory), allow_missing, allow_unexpected)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 config.py      what to read and how to batch it        build.py       from a configuration to a loader
 sources.py     opens files.py, hub.py, builtin.py      records.py     one sample, not yet parsed
+formats.py     rows as people have them                rows.py        which of these a source has
 text.py        plain text to tokens                    chat.py        conversations to tokens and labels
+feedback.py    pairs and numbers                       transform.py   a function of the user's own
 cache.py       tokens on disk, shared by all ranks     documents.py   the samples of one cache
 multimodal.py  images, videos, sounds to samples       media.py       reads them
 processors.py  one way to call upstream's processors   prepare.py     records to samples, in the workers

@@ -19,7 +19,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.stream import MixedStream, Share
 from patchgen.runtime.data.streamed import StreamedLoader
 from patchgen.runtime.data.text import digest, tokenizer_fingerprint
-from patchgen.runtime.data.transform import check_first_rows
+from patchgen.runtime.data.transform import check_first_rows, mappers_of
 
 
 def build_loader(
@@ -56,10 +56,10 @@ def build_loader(
         prepare: Prepare = PrepareMultimodal(config, processor, position_function)
         tokenizer = tokenizer or processor.tokenizer
         encodings: list[Any] = [tokenizer_fingerprint(tokenizer), repr(processor), prepare.template]
-        encodings += [part for part in (config.media, config.special_tokens) if part]
-        encodings += [transform.fingerprint() for transform in prepare.transforms if transform is not None]
+        encodings += [part for part in (config.media, config.special_tokens, config.learn) if part]
+        encodings += [mapper.fingerprint() for mapper in prepare.mappers]
     else:
-        encoders = [make_encoder(config, source, tokenizer) for source in config.sources]
+        encoders = [make_encoder(config, mapper, tokenizer) for mapper in mappers_of(config)]
         prepare = PrepareText(encoders, limit=config.longest, on_long=config.on_long)
         encodings = [encoder.fingerprint() for encoder in encoders]
     pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

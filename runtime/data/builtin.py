@@ -2,6 +2,8 @@
 
 stdlib   the sources of Python's standard library, a file a document       kind text
 chat     its documented functions: the signature asks, the docs answer     kind chat
+pairs    the same; docs are chosen before the same in capitals             kind preference
+labels   docs: 1 in capitals, 0 as they are                                kind classification
 vision, audio, video, omni   generated images, tones, clips, all of them   kind multimodal
 """
 
@@ -21,7 +23,7 @@ from patchgen.runtime.data.problems import DataError
 
 VALIDATION_EVERY = 20
 QUESTIONS = 1000
-NAMES = ("stdlib", "chat", *MEDIA)
+NAMES = ("stdlib", "chat", "pairs", "labels", *MEDIA)
 LEFT_OUT = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo",
 }  # fmt: skip
@@ -35,9 +37,10 @@ def open_builtin(name: str, split: str) -> Any:
         raise DataError(f"The made-up data sets have the splits train and validation, not {split!r}.")
     if name == "stdlib":
         return TextFiles(part_of(library_files(), split))
-    if name == "chat":
+    if name in OF_FUNCTIONS:
         questions = documented()
-        return MadeUp("builtin:chat", functools.partial(_question, questions), part_of(range(len(questions)), split))
+        numbers = part_of(range(len(questions)), split)
+        return MadeUp(f"builtin:{name}", functools.partial(OF_FUNCTIONS[name], questions), numbers)
     return MadeUp(f"builtin:{name}", MEDIA[name], part_of(range(SAMPLES), split))
 
 
@@ -79,3 +82,16 @@ def _question(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
     signature, docs = questions[number]
     ask = {"role": "user", "content": f"What does {signature} do?"}
     return {"messages": [ask, {"role": "assistant", "content": docs}]}
+
+
+def _pair(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    signature, docs = questions[number]
+    return {"prompt": f"What does {signature} do?", "chosen": docs, "rejected": docs.upper()}
+
+
+def _label(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    docs = questions[number][1]
+    return {"text": docs.upper() if number % 2 else docs, "label": number % 2}
+
+
+OF_FUNCTIONS = {"chat": _question, "pairs": _pair, "labels": _label}

@@ -2,7 +2,9 @@
 
     <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents one after the other
                       targets.npy    bool (T,)                the tokens that are learned; absent: all are
-                      bounds.npy     int64 (documents + 1,)   where each document starts
+                      bounds.npy     int64 (documents + 1,)   where each document, or pair of them, starts
+                      splits.npy     int64 (documents,)       the tokens of the first half of each pair; absent: no pairs
+                      labels.npy     float64 (documents,)     the number of each; absent: they have none
                       places.txt     file and line of each document
                       counters.json  bad samples: how many, and where
                       contents.txt   a hash of tokens, targets and lengths, which a saved position must agree with
@@ -32,7 +34,7 @@ from patchgen.runtime.data.problems import BadSample, Counters, DataError, refus
 from patchgen.runtime.data.records import Record, Source
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 
-VERSION = 2
+VERSION = 3
 AT_ONCE = 256  # samples handed to the tokenizer together, which spreads them over its threads
 
 
@@ -59,7 +61,8 @@ class Places:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool or None, `bounds` `(documents + 1,)` int64."""
+    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool or None, `bounds` `(documents + 1,)` int64, `splits`
+    `(documents,)` int64 or None, `labels` `(documents,)` float64 or None."""
 
     contents: str
     tokens: np.ndarray
@@ -67,6 +70,8 @@ class TokenCache:
     bounds: np.ndarray
     places: Places
     counters: Counters
+    splits: np.ndarray | None = None
+    labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -92,12 +97,14 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
         with FileLock(root / f"{key}.lock"):
             if not folder.exists():
                 _make(folder, source, encoder, skip_bad=skip_bad)
-    targets = folder / "targets.npy"
+    found = {name: folder / f"{name}.npy" for name in ("tokens", "targets", "bounds", "splits", "labels")}
+    arrays = {
+        name: np.load(file, mmap_mode="r", allow_pickle=False) if file.exists() else None
+        for name, file in found.items()
+    }
     return TokenCache(
+        **arrays,
         contents=(folder / "contents.txt").read_text(),
-        tokens=np.load(folder / "tokens.npy", mmap_mode="r", allow_pickle=False),
-        targets=np.load(targets, mmap_mode="r", allow_pickle=False) if targets.exists() else None,
-        bounds=np.load(folder / "bounds.npy", mmap_mode="r", allow_pickle=False),
         places=Places(folder / "places.txt"),
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )
@@ -121,6 +128,7 @@ def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> 
 def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:
     counters = Counters()
     lengths = []
+    beside: dict[str, list[float]] = {"splits": [], "labels": []}
     highest = 0
     any_targets = False
     contents = hashlib.sha256()
@@ -143,6 +151,10 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             mask.tofile(targets)
             for part in (np.int64(len(ids)), ids, mask):
                 contents.update(part.tobytes())
+            for values, value in ((beside["splits"], found.split), (beside["labels"], found.label)):
+                if value is not None:
+                    values.append(value)
+                    contents.update(np.float64(value).tobytes())
             lengths.append(len(found.ids))
             places.write(where.replace("\n", " ") + "\n")
     if not lengths:
@@ -152,6 +164,9 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
 
     bounds = np.concatenate([[0], np.cumsum(np.array(lengths, dtype=np.int64))])
     np.save(folder / "bounds.npy", bounds)
+    for name, type_ in (("splits", np.int64), ("labels", np.float64)):
+        if beside[name]:
+            np.save(folder / f"{name}.npy", np.array(beside[name], dtype=type_))
     _to_npy(folder / "tokens", np.uint32, np.uint16 if highest < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
         _to_npy(folder / "targets", np.bool_, np.bool_, int(bounds[-1]))

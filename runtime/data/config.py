@@ -6,8 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from patchgen.runtime.data.formats import COLUMNS, OF_KIND
+
 Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
-Kind = Literal["text", "chat", "multimodal"]
+Kind = Literal["text", "chat", "multimodal", "preference", "classification"]
+RowFormat = Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "preference"]
+Learn = Literal["all", "last"]
 OnLong = Literal["skip", "truncate", "split", "error"]
 OnBad = Literal["skip", "error"]
 Modality = Literal["image", "video", "audio"]
@@ -29,7 +33,7 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+            "builtin:chat, builtin:pairs, builtin:labels, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(
@@ -55,18 +59,16 @@ class SourceConfig:
             "help": "module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels"
         },
     )
-    text_field: str = field(default="text", metadata={"help": "field that holds plain text"})
-    messages_field: str = field(
-        default="messages", metadata={"help": "field that holds the messages of a conversation"}
+    row_format: RowFormat = field(
+        default="auto", metadata={"help": "how rows hold their samples; auto: the one whose columns each row has"}
     )
-    tools_field: str = field(
-        default="tools", metadata={"help": "field that holds the tools of a conversation, where there are any"}
+    columns: dict[str, str] = field(
+        default_factory=dict,
+        metadata={
+            "help": "columns that are called otherwise: name in the format -> name in the data, as {prompt: question}"
+        },
     )
-    images_field: str = field(
-        default="images", metadata={"help": "field with the images of a sample, in the order of their placeholders"}
-    )
-    videos_field: str = field(default="videos", metadata={"help": "field with the videos of a sample"})
-    audios_field: str = field(default="audios", metadata={"help": "field with the sounds of a sample"})
+    name: str | None = field(default=None, metadata={"help": "what logs and pages call the source; none: its path"})
     media_root: str | None = field(
         default=None, metadata={"help": "folder from which relative media paths start; none: that of the data"}
     )
@@ -79,6 +81,13 @@ class SourceConfig:
             raise ValueError(
                 f"The transform of {self.path} is {self.transform!r}; it must be module:function or file.py:function."
             )
+        require_choice("row_format", self.row_format, RowFormat)
+        if unknown := sorted(self.columns.keys() - COLUMNS):
+            raise ValueError(
+                f"The columns of {self.path} name {', '.join(unknown)}, which no row format has: {', '.join(sorted(COLUMNS))}."
+            )
+        if self.transform is not None and (self.columns or self.row_format != "auto"):
+            raise ValueError(f"{self.path} has a transform, which makes the rows: leave columns and row_format out.")
         if self.weight is not None and not self.weight > 0:
             raise ValueError(
                 f"The weight of {self.path} is {self.weight}; weights are above 0. Leave the source out instead."
@@ -94,7 +103,14 @@ class DataConfig:
     )
     kind: Kind = field(
         default="text",
-        metadata={"help": "plain text, conversations with labels on assistant turns, or multimodal conversations"},
+        metadata={
+            "help": "plain text, conversations with labels on assistant turns, multimodal conversations, pairs of a chosen and "
+            "a rejected one, or texts and conversations with a number each"
+        },
+    )
+    learn: Learn = field(
+        default="all",
+        metadata={"help": "the turns of the assistant that are learned: all, or the last of a conversation"},
     )
     tokens_per_batch: int = field(
         default=4096, metadata={"help": "most tokens of a micro-batch, which the ranks of one SP group share"}
@@ -119,7 +135,12 @@ class DataConfig:
     pad_batches: bool = field(
         default=False, metadata={"help": "fill every batch up to tokens_per_batch, so that all have one shape"}
     )
-    max_length: int | None = field(default=None, metadata={"help": "longest sample in tokens; none: tokens_per_batch"})
+    max_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "longest sample in tokens, of a pair each half; none: tokens_per_batch, of pairs half of it"
+        },
+    )
     on_long: OnLong = field(
         default="truncate",
         metadata={"help": "what happens to a longer sample; split (plain text only) keeps all its tokens"},
@@ -163,6 +184,7 @@ class DataConfig:
         object.__setattr__(self, "sources", tuple(self.sources))
         object.__setattr__(self, "special_tokens", tuple(self.special_tokens))
         require_choice("kind", self.kind, Kind)
+        require_choice("learn", self.learn, Learn)
         require_choice("on_long", self.on_long, OnLong)
         require_choice("on_bad", self.on_bad, OnBad)
         pairs = self.separate_modalities
@@ -184,20 +206,43 @@ class DataConfig:
                 raise ValueError(f"data.{name} must be at least 1, not {value}.")
         if self.num_workers < 0:
             raise ValueError(f"data.num_workers must be 0 or more, not {self.num_workers}.")
-        if self.max_length is not None and self.max_length > self.tokens_per_batch:
+        if self.longest * self.halves > self.tokens_per_batch or not self.longest:
+            of_pairs = (
+                "both halves of a pair share a batch" if self.halves > 1 else "a sample is never spread over batches"
+            )
             raise ValueError(
                 f"data.max_length = {self.max_length} does not fit into data.tokens_per_batch = {self.tokens_per_batch}: "
-                "a sample is never spread over batches."
+                f"{of_pairs}."
             )
+        for source in self.sources:
+            if source.row_format != "auto" and source.row_format not in OF_KIND[self.kind]:
+                raise ValueError(
+                    f"{source.path} has row_format = {source.row_format}, which data.kind = {self.kind} does not read; it "
+                    f"reads {', '.join(OF_KIND[self.kind])}."
+                )
         if self.on_long == "split" and self.kind != "text":
             raise ValueError(
                 f"data.on_long = split cuts plain text; a sample of kind {self.kind} is skip, truncate or error."
             )
 
     @property
+    def source_names(self) -> list[str]:
+        """What logs and pages call the sources, no two alike."""
+        plain = [source.name or source.path for source in self.sources]
+        return [
+            name if plain.count(name) == 1 else f"{name} ({plain[: number + 1].count(name)})"
+            for number, name in enumerate(plain)
+        ]
+
+    @property
     def longest(self) -> int:
-        """The most tokens that a sample may have."""
-        return self.max_length or self.tokens_per_batch
+        """The most tokens that a sample may have; of pairs, each half."""
+        return self.max_length or self.tokens_per_batch // self.halves
+
+    @property
+    def halves(self) -> int:
+        """Documents of a sample that stay together."""
+        return 2 if self.kind == "preference" else 1
 
     @property
     def pool_tokens(self) -> int:

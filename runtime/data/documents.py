@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import torch
 
 from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
+from patchgen.runtime.data.loader import pair
 from patchgen.runtime.data.problems import REMEMBERED, Counters, refuse_long, too_long
 
 
 class Documents:
-    """Samples that are at most `limit` tokens long.
+    """Samples of one document, or of the two of a pair, each at most `limit` tokens long.
 
     Attributes:
-        starts: `(samples,)` int64, where each begins in the cache's tokens.
-        lengths: `(samples,)` int32.
+        starts: `(samples, documents of each)` int64, where each begins in the cache's tokens.
+        parts: `(samples, documents of each)` int32, the tokens of each.
+        lengths: `(samples,)` int32, the tokens of all of a sample.
+        numbers: of each sample, which document, or pair, of the cache it is, or is a piece of.
         counters: what was bad when the cache was made, and what is too long.
     """
 
@@ -24,37 +30,69 @@ class Documents:
         self.cache = cache
         self.counters = Counters()
         self.counters.merge(cache.counters)
-        self.starts = np.asarray(cache.bounds[:-1])
-        self.lengths = np.diff(cache.bounds).astype(np.int32)
-        long = np.flatnonzero(self.lengths > limit)
+        first, whole = np.asarray(cache.bounds[:-1]), np.diff(cache.bounds)
+        self.starts, self.parts = first[:, None], whole.astype(np.int32)[:, None]  # the starts stay on the disk
+        if cache.splits is not None:
+            self.starts = np.stack([first, first + cache.splits], axis=1)
+            self.parts = np.stack([cache.splits, whole - cache.splits], axis=1).astype(np.int32)
+        self.numbers: Sequence[int] = range(len(whole))
+        self._fit(limit, on_long)
+        self.lengths = self.parts.sum(axis=1, dtype=np.int32)
+
+    def _fit(self, limit: int, on_long: OnLong) -> None:
+        longest = self.parts.max(axis=1)
+        long = np.flatnonzero(longest > limit)
         if not len(long):
             return
         if on_long == "error":
-            raise refuse_long(cache.places.of(long[:1])[0], int(self.lengths[long[0]]), limit)
+            raise refuse_long(self.cache.places.of(long[:1])[0], int(longest[long[0]]), limit)
         if on_long == "split":
             self._split(limit)
             return
-        reasons = [too_long(int(length), limit) for length in self.lengths[long[:REMEMBERED]]]
-        places = zip(cache.places.of(long[:REMEMBERED]), reasons, strict=True)
+        reasons = [too_long(int(length), limit) for length in longest[long[:REMEMBERED]]]
+        places = zip(self.cache.places.of(long[:REMEMBERED]), reasons, strict=True)
         if on_long == "skip":
             self.counters.add_many("skipped", len(long), places)
-            self.starts, self.lengths = np.delete(self.starts, long), np.delete(self.lengths, long)
+            self.numbers = np.delete(np.arange(len(self.parts)), long)
+            self.starts, self.parts = self.starts[self.numbers], self.parts[self.numbers]
         else:
             self.counters.add_many("truncated", len(long), places)
-            self.lengths = np.minimum(self.lengths, limit)
+            self.parts = np.minimum(self.parts, limit)
 
     def _split(self, limit: int) -> None:
-        """Each document becomes pieces of `limit` tokens and a rest."""
-        pieces = -(-self.lengths // limit)
-        document = np.repeat(np.arange(len(pieces)), pieces)
+        """Each document becomes pieces of `limit` tokens and a rest; pairs are never split."""
+        lengths = self.parts[:, 0]
+        pieces = -(-lengths // limit)
+        self.numbers = document = np.repeat(np.arange(len(pieces)), pieces)
         offset = (np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * limit
-        self.lengths = np.minimum(self.lengths[document] - offset, limit).astype(np.int32)
-        self.starts = self.starts[document] + offset
+        self.parts = np.minimum(lengths[document] - offset, limit).astype(np.int32)[:, None]
+        self.starts = self.starts[document] + offset[:, None]
 
-    def sample(self, number: int) -> dict[str, torch.Tensor]:
-        """The sample `number` as `collate.text_sample` makes it."""
-        start = int(self.starts[number])
-        window = slice(start, start + int(self.lengths[number]))
+    def sample(self, number: int) -> dict[str, Any]:
+        """The sample `number` as `loader.make_batch` takes it."""
+        documents = [self._document(*where) for where in zip(self.starts[number], self.parts[number], strict=True)]
+        sample = documents[0] if len(documents) == 1 else pair(*documents)
+        if self.cache.labels is not None:
+            sample["label"] = float(self.cache.labels[self.numbers[number]])
+        return sample
+
+    def place(self, number: int) -> str:
+        """File and line of the sample `number`."""
+        return self.cache.places.of([int(self.numbers[number])])[0]
+
+    def learned(self) -> int:
+        """The tokens of all samples that are learned, but for the first of each document, which nothing predicts."""
+        targets = self.cache.targets
+        if targets is None:
+            return int(self.parts.sum(dtype=np.int64)) - self.parts.size
+        many = self.parts.ravel() > 1
+        starts = self.starts.ravel()[many] + 1
+        bounds = np.stack([starts, starts + self.parts.ravel()[many] - 1], axis=1).ravel()
+        bounds = bounds[: len(bounds) - (bounds[-1:] == len(targets)).sum()]  # the last sum goes to the end anyway
+        return int(np.add.reduceat(targets, bounds, dtype=np.int64)[::2].sum()) if len(bounds) else 0
+
+    def _document(self, start: int, length: int) -> dict[str, torch.Tensor]:
+        window = slice(int(start), int(start) + int(length))
         ids = torch.from_numpy(self.cache.tokens[window].astype(np.int64))
         targets = self.cache.targets
         return text_sample(ids, None if targets is None else torch.from_numpy(np.array(targets[window])))

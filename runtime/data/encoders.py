@@ -5,29 +5,30 @@ from __future__ import annotations
 from typing import Any
 
 from patchgen.runtime.data.chat import ChatEncoder
-from patchgen.runtime.data.config import DataConfig, SourceConfig
+from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.feedback import LabelledEncoder, PairEncoder
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.text import Encoder, TextEncoder
-from patchgen.runtime.data.transform import Transform, TransformedEncoder
+from patchgen.runtime.data.transform import MappedEncoder, Mapper
 
 
-def make_encoder(config: DataConfig, source: SourceConfig, tokenizer: Any) -> Encoder:
+def make_encoder(config: DataConfig, mapper: Mapper, tokenizer: Any) -> Encoder:
     """The encoder of a source's samples. Raises DataError where something that the kind needs is missing."""
     if tokenizer is None:
         raise DataError(
             f"data.kind = {config.kind} needs a tokenizer: pass build_loader(tokenizer=...), "
             "or train one on the data with patchgen.runtime.data.train_tokenizer(config, vocab_size=...)."
         )
-    encoder = _of_kind(config, source, tokenizer)
-    return (
-        TransformedEncoder(Transform(source.transform, source, config.kind), encoder) if source.transform else encoder
-    )
+    return MappedEncoder(mapper, _of_kind(config, tokenizer))
 
 
-def _of_kind(config: DataConfig, source: SourceConfig, tokenizer: Any) -> Encoder:
-    if config.kind == "chat":
-        fields = {"messages_field": source.messages_field, "tools_field": source.tools_field}
-        return ChatEncoder(tokenizer, **fields, special_tokens=config.special_tokens)
-    return TextEncoder(
-        tokenizer, field=source.text_field, append_eos=config.append_eos, special_tokens=config.special_tokens
-    )
+def _of_kind(config: DataConfig, tokenizer: Any) -> Encoder:
+    text = TextEncoder(tokenizer, append_eos=config.append_eos, special_tokens=config.special_tokens)
+    if config.kind == "text":
+        return text
+    if config.kind == "classification" and tokenizer.chat_template is None:
+        return LabelledEncoder(text, None)
+    chat = ChatEncoder(tokenizer, kind=config.kind, learn=config.learn, special_tokens=config.special_tokens)
+    if config.kind == "preference":
+        return PairEncoder(chat)
+    return LabelledEncoder(text, chat) if config.kind == "classification" else chat

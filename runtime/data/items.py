@@ -62,8 +62,7 @@ class ItemReader:
         Raises:
             BadSample: an item cannot be read, or there are more or fewer than places for them.
         """
-        names = {"image": source.images_field, "video": source.videos_field, "audio": source.audios_field}
-        lists = {kind: iter(as_list(fields.get(name))) for kind, name in names.items()}
+        lists = {kind: iter(as_list(fields.get(name))) for kind, name in KINDS.items()}
         items = Items()
         out = []
         for message in messages:
@@ -83,7 +82,7 @@ class ItemReader:
             if left:
                 count = items.placed(kind)
                 raise BadSample(
-                    where, f"{count + left} {KINDS[kind]} in {names[kind]!r}, places for {count} in the messages"
+                    where, f"{count + left} {KINDS[kind]} in {KINDS[kind]!r}, places for {count} in the messages"
                 )
         return out, items
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.data import placement
-from patchgen.runtime.data.chat import rendered, require_messages
+from patchgen.runtime.data.chat import learned_turns, rendered
 from patchgen.runtime.data.config import DataConfig, SourceConfig
 from patchgen.runtime.data.items import Items
 from patchgen.runtime.data.literals import Literals
@@ -27,8 +27,8 @@ from patchgen.runtime.data.prepare import Prepared
 from patchgen.runtime.data.problems import BadSample, DataError, refusals_of, refuse_long, too_long
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
-from patchgen.runtime.data.text import required
-from patchgen.runtime.data.transform import Inputs, transforms_of
+from patchgen.runtime.data.roles import named, role_spans
+from patchgen.runtime.data.transform import Inputs, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.fields import RULES, rule_of
 from patchgen.runtime.verify.media import INPUTS, OTHER_INPUTS
@@ -62,7 +62,7 @@ class PrepareMultimodal:
         if isinstance(self.template, dict):
             self.template = self.template["default"]
         self.missing = sorted(self.processor.placeholders - processor.tokenizer.get_vocab().keys())
-        self.transforms = transforms_of(config)
+        self.mappers = mappers_of(config)
         self.options = MediaOptions(config, self.processor)
         self.literals = Literals(
             self.processor.tokenizer, kept=config.special_tokens, placeholders=self.processor.placeholders
@@ -70,9 +70,7 @@ class PrepareMultimodal:
 
     def __call__(self, source: int, record: Record) -> Prepared:
         try:
-            fields = record.fields()
-            transform = self.transforms[source]
-            made = transform(record.where, fields) if transform is not None else fields
+            made = self.mappers[source](record.where, record.fields())
             if isinstance(made, Inputs):
                 return self._given(record.where, made.fields)
             return self._prepare(self.config.sources[source], record.where, made)
@@ -80,23 +78,38 @@ class PrepareMultimodal:
             return Prepared(problem=("bad", error.where, error.reason))
 
     def _prepare(self, source: SourceConfig, where: str, fields: dict[str, Any]) -> Prepared:
-        messages = required(where, fields, source.messages_field, list)
-        if isinstance(messages, BadSample):
-            raise messages
-        require_messages(where, messages)
-        messages, items = self.options.reader(where, source, fields, messages)
+        learned = learned_turns(where, fields["messages"], self.config.learn)
+        messages, items = self.options.reader(where, source, fields, fields["messages"])
         self._require_apart(where, items.modalities)
         text, spans = rendered(
             where,
             self.literals.marked(messages),
-            self.literals.marked(fields.get(source.tools_field) or None),
+            self.literals.marked(fields.get("tools") or None),
             template=self.template,
             tokenizer=self.processor.tokenizer,
+            learned=learned,
         )
         if not spans:
             raise BadSample(where, "no assistant turn to learn from")
         sample, is_media = self._process(where, text, spans, items)
         return replace(self._fit(where, sample, is_media), modalities=items.modalities)
+
+    def roles(self, source: int, where: str, fields: dict[str, Any]) -> tuple[np.ndarray, list[str]]:
+        """The ids `(n,)` of a sample, and whose words each is; `fields` as the source's mapper makes them.
+
+        Raises:
+            BadSample: it is none.
+        """
+        messages, items = self.options.reader(where, self.config.sources[source], fields, fields["messages"])
+        text, spans = role_spans(
+            self.literals.marked(messages),
+            self.literals.marked(fields.get("tools") or None),
+            template=self.template,
+            tokenizer=self.processor.tokenizer,
+        )
+        ids = self._process(where, text, [], items)[0]["input_ids"].numpy()
+        within = lambda own: (self._process(where, text, own, items)[0]["labels"] != IGNORED).numpy()  # noqa: E731
+        return ids, named(len(ids), spans, within)
 
     def _given(self, where: str, sample: dict[str, Tensor]) -> Prepared:
         """A sample that a transform made: only its positions are left to find."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
-from patchgen.runtime.data.loader import Loader, require_same
+from patchgen.runtime.data.loader import Census, Loader, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.plan import BatchPlan
 from patchgen.runtime.data.problems import Counters, DataError
@@ -39,6 +38,7 @@ class PlannedLoader(Loader):
             if not len(source.lengths):
                 raise DataError(f"No sample of {described.path} is left: {source.counters.summary()}.")
         self._sources = sources
+        self._latest: list[tuple[int, int]] = []
         self._pad_token_id = pad_token_id
         self._pad_to = config.tokens_per_batch if config.pad_batches else None
         self._batch_index = batch_index
@@ -71,8 +71,15 @@ class PlannedLoader(Loader):
         batches = [self._plan.next() for _ in range(self._num_batches)]
         if batches[0] is None:
             raise StopIteration
-        samples = [self._sources[source].sample(number) for source, number in batches[self._batch_index] or []]
-        return collate(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
+        self._latest = batches[self._batch_index] or []
+        samples = [(source, self._sources[source].sample(number)) for source, number in self._latest]
+        return make_batch(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
+
+    def places(self) -> list[str]:
+        return [self._sources[source].place(number) for source, number in self._latest]
+
+    def census(self) -> list[Census]:
+        return [Census(source.parts.ravel(), source.learned()) for source in self._sources]
 
     def state_dict(self) -> dict[str, Any]:
         return {"settings": self._settings, "plan": self._plan.state_dict()}

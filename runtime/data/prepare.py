@@ -10,6 +10,7 @@ import torch
 
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
+from patchgen.runtime.data.loader import pair
 from patchgen.runtime.data.problems import BadSample, Outcome, refuse_long, too_long
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
@@ -17,7 +18,7 @@ from patchgen.runtime.data.text import Encoder, Tokens
 
 @dataclass(frozen=True)
 class Prepared:
-    """The samples of a record, each as `collate.collate` takes them, and what is to be counted: `(outcome, where, reason)`.
+    """The samples of a record, each as `loader.make_batch` takes them, and what is to be counted: `(outcome, where, reason)`.
 
     `modalities` are those of image, video and audio that each of the samples holds.
     """
@@ -51,13 +52,13 @@ class PrepareText:
         found = self._encode(source, record)
         if isinstance(found, BadSample):
             return Prepared(problem=("bad", found.where, found.reason))
-        length = len(found.ids)
+        length = max(len(half.ids) for half in _halves(found))
         if length <= self.limit:
-            return Prepared([_piece(found, 0, length)])
+            return Prepared([_sample(found, self.limit)])
         if self.on_long == "split":
             return Prepared([_piece(found, start, start + self.limit) for start in range(0, length, self.limit)])
         if self.on_long == "truncate":
-            return Prepared([_piece(found, 0, self.limit)], ("truncated", record.where, too_long(length, self.limit)))
+            return Prepared([_sample(found, self.limit)], ("truncated", record.where, too_long(length, self.limit)))
         if self.on_long == "skip":
             return Prepared(problem=("skipped", record.where, too_long(length, self.limit)))
         raise refuse_long(record.where, length, self.limit)
@@ -68,6 +69,21 @@ class PrepareText:
         except BadSample as error:
             return error
         return self.encoders[source].encode([(record.where, fields)])[0]
+
+
+def _halves(tokens: Tokens) -> list[Tokens]:
+    """The documents of a sample: itself, or the two of a pair."""
+    if tokens.split is None:
+        return [tokens]
+    cut = [slice(None, tokens.split), slice(tokens.split, None)]
+    return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in cut]
+
+
+def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:
+    """The first `limit` tokens of each document, as `loader.make_batch` takes them."""
+    documents = [_piece(half, 0, limit) for half in _halves(tokens)]
+    sample = documents[0] if len(documents) == 1 else pair(*documents)
+    return sample if tokens.label is None else {**sample, "label": tokens.label}
 
 
 def _piece(tokens: Tokens, start: int, end: int) -> dict[str, Any]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
 from patchgen.runtime.data.agreement import BATCH, NOTHING, REFUSAL
-from patchgen.runtime.data.collate import collate
 from patchgen.runtime.data.config import DataConfig
-from patchgen.runtime.data.loader import Loader, require_same
+from patchgen.runtime.data.loader import Loader, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.prepare import Prepare, Prepared
 from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere, refuse_bad
@@ -38,15 +37,23 @@ Entry = tuple[int, int, int, Record]  # number of the record, its epoch, its sou
 Key = tuple[int, int]  # number of the record, number of the sample in it
 
 
+class Origin(NamedTuple):
+    """Where a record comes from."""
+
+    epoch: int
+    source: int
+    where: str
+
+
 class _Workers(Dataset):
     """Prepares the records that the sampler hands it, in worker processes if there are any."""
 
     def __init__(self, prepare: Prepare) -> None:
         self.prepare = prepare
 
-    def __getitem__(self, entry: Entry) -> tuple[int, int, Prepared]:
+    def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
-        return number, epoch, self.prepare(source, record)
+        return number, Origin(epoch, source, record.where), self.prepare(source, record)
 
 
 class StreamedLoader(Loader):
@@ -97,7 +104,8 @@ class StreamedLoader(Loader):
             apart=self._config.separate_modalities or (),
         )
         self._samples: dict[Key, dict[str, Any]] = {}
-        self._epochs: dict[Key, int] = {}
+        self._origins: dict[Key, Origin] = {}
+        self._latest: list[Origin] = []
         self._places = {first: self._stream.state_dict()}
         self._stream.share = share
         self._next = first
@@ -107,7 +115,7 @@ class StreamedLoader(Loader):
         self._upto = max(self._waiting, default=first - 1) + 1
         self._epoch = self._stream.epoch
         self._usable_epoch: int | None = None
-        self._prepared: Iterator[tuple[int, int, Prepared]] | None = None
+        self._prepared: Iterator[tuple[int, Origin, Prepared]] | None = None
         self._loaded = state
 
     @property
@@ -141,7 +149,7 @@ class StreamedLoader(Loader):
                 return
             self._take_in(*entry)
 
-    def _take_in(self, number: int, epoch: int, prepared: Prepared) -> None:
+    def _take_in(self, number: int, origin: Origin, prepared: Prepared) -> None:
         self._next = number + 1
         waiting = self._waiting.pop(number, None)  # None: it was not read before
         if prepared.problem is not None and waiting is None:
@@ -149,12 +157,12 @@ class StreamedLoader(Loader):
             if outcome == "bad" and self._config.on_bad == "error":
                 raise refuse_bad(where, reason)
             self.counters.add(outcome, where, reason)
-        self._require_usable(number, epoch, prepared)
+        self._require_usable(number, origin.epoch, prepared)
         for piece, sample in enumerate(prepared.samples):
             key = (number, piece)
             if waiting is None or piece in waiting:
                 self._samples[key] = sample
-                self._epochs[key] = epoch
+                self._origins[key] = origin
                 self._pool.add(key, sample["input_ids"].shape[-1], prepared.modalities)
 
     def _require_usable(self, number: int, epoch: int, prepared: Prepared) -> None:
@@ -181,13 +189,15 @@ class StreamedLoader(Loader):
         if any_rank == NOTHING:
             raise StopIteration
         keys = self._pool.take() if mine == BATCH else []
-        samples = [self._samples.pop(key) for key in keys]
+        self._latest = [self._origins.pop(key) for key in keys]
+        samples = [(origin.source, self._samples.pop(key)) for origin, key in zip(self._latest, keys, strict=True)]
         if keys:
-            self._epoch = self._epochs[keys[0]]
-        for key in keys:
-            del self._epochs[key]
+            self._epoch = self._latest[0].epoch
         self._forget_places()
-        return collate(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
+        return make_batch(samples, pad_to=self._pad_to, pad_token_id=self._pad_token_id)
+
+    def places(self) -> list[str]:
+        return [origin.where for origin in self._latest]
 
     def _forget_places(self) -> None:
         """Only the latest place before all that waits is needed."""

@@ -16,10 +16,17 @@ from patchgen.runtime.data.problems import BadSample
 
 @dataclass(frozen=True)
 class Tokens:
-    """One document: `ids` `(n,)` integers; `targets` `(n,)` bool, the tokens that are learned, None: all."""
+    """One sample: `ids` `(n,)` integers; `targets` `(n,)` bool, the tokens that are learned, None: all.
+
+    Attributes:
+        split: of a pair, the tokens of its first half; None: it is one document.
+        label: the number that belongs to it, where there is one.
+    """
 
     ids: np.ndarray
     targets: np.ndarray | None
+    split: int | None = None
+    label: float | None = None
 
 
 class Encoder(Protocol):
@@ -35,18 +42,38 @@ class Encoder(Protocol):
 class TextEncoder:
     """Plain text: all tokens are learned, each document ends with the end-of-sequence token where there is one.
 
+    Of a `prompt` with a `completion`, which are one text, the completion is learned, and the token that ends it.
+
     Args:
         special_tokens: those that a text may write and mean; any other in it is text.
     """
 
-    def __init__(self, tokenizer: Any, *, field: str, append_eos: bool, special_tokens: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, *, append_eos: bool, special_tokens: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
-        self.field = field
         self.eos = [tokenizer.eos_token_id] if append_eos and tokenizer.eos_token_id is not None else []
         self.literals = Literals(tokenizer, kept=special_tokens)
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        texts = [required(where, fields, self.field, str) for where, fields in samples]
+        whole = iter(self._encode_texts([one for one in samples if "completion" not in one[1]]))
+        return [
+            self._completion(where, fields) if "completion" in fields else next(whole) for where, fields in samples
+        ]
+
+    def _completion(self, where: str, fields: dict[str, Any]) -> Tokens | BadSample:
+        prompt, completion = self.literals.marked(fields["prompt"]), self.literals.marked(fields["completion"])
+        text, span = prompt + completion, (len(prompt), len(prompt) + len(completion))
+        try:
+            ids, learned = self.literals.encode(where, text, [span], add_special_tokens=True)
+        except BadSample as error:
+            return error
+        if not learned.any():
+            return BadSample(where, "no tokens in the completion")
+        if self.eos and ids[-1] != self.eos[0]:
+            ids, learned = np.append(ids, self.eos), np.append(learned, True)
+        return Tokens(ids, learned)
+
+    def _encode_texts(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
+        texts = [required(where, fields, "text", str) for where, fields in samples]
         marked = [text if isinstance(text, BadSample) else self.literals.marked(text) for text in texts]
         plain = [text for text, other in zip(texts, marked, strict=True) if isinstance(text, str) and text == other]
         # `verbose` would warn of documents longer than the model's context; packing sees to those.
@@ -73,7 +100,7 @@ class TextEncoder:
         return Tokens(np.array(ids, dtype=np.int64), None)
 
     def fingerprint(self) -> list[Any]:
-        return ["text", self.field, self.eos, self.literals.kept, tokenizer_fingerprint(self.tokenizer)]
+        return ["text", self.eos, self.literals.kept, tokenizer_fingerprint(self.tokenizer)]
 
 
 def required(where: str, fields: dict[str, Any], name: str, type_: type) -> Any:

@@ -13,11 +13,16 @@ from filelock import FileLock
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.text import digest, required
-from patchgen.runtime.data.transform import Inputs, transforms_of
+from patchgen.runtime.data.text import digest
+from patchgen.runtime.data.transform import Inputs, mappers_of
 
 END = "<|endoftext|>"
 PADDING = "<|padding|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '' }}{{ '\n' }}{% endfor %}"
+    "{{ 'assistant: ' if add_generation_prompt else '' }}"
+)
 MOST_CHARACTERS = 4_000_000  # of the first samples of each source: enough for the merges of a small vocabulary
 
 
@@ -25,20 +30,21 @@ def train_tokenizer(config: DataConfig, *, vocab_size: int, special_tokens: tupl
     """A byte-level BPE tokenizer of the text of `config`'s sources, as a transformers tokenizer.
 
     It is the same for the same files and kept in the cache folder, so all ranks have the same one. Id 0 is padding, 1
-    the end of a text, then `special_tokens`.
+    the end of a text, then `special_tokens`. Of conversations it has a chat template: `role: content`, a line a message.
     """
     from transformers import PreTrainedTokenizerFast
 
     sources = [open_source(source) for source in config.sources]
     meaning = [vocab_size, special_tokens, MOST_CHARACTERS, [source.fingerprint() for source in sources]]
-    meaning += [transform.fingerprint() for transform in transforms_of(config) if transform is not None]
+    meaning += [mapper.fingerprint() for mapper in mappers_of(config)]
     path = config.cache_root / f"tokenizer-{digest(meaning)}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():
                 _train(path, _texts(config, sources), vocab_size, [PADDING, END, *special_tokens])
-    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, pad_token=PADDING)
+    template = {} if config.kind == "text" else {"chat_template": CHAT_TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=END, pad_token=PADDING, **template)
 
 
 def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: list[str]) -> None:
@@ -61,19 +67,29 @@ def _train(path: Path, texts: Iterator[str], vocab_size: int, special_tokens: li
 
 
 def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
-    for described, source, transform in zip(config.sources, sources, transforms_of(config), strict=True):
+    for source, mapper in zip(sources, mappers_of(config), strict=True):
         characters = 0
         for record, _ in source.read():
             try:
-                fields = record.fields()
-                fields = transform(record.where, fields) if transform is not None else fields
+                fields = mapper(record.where, record.fields())
             except BadSample:
                 continue  # counted or refused when the samples are made
             if isinstance(fields, Inputs):
                 continue  # tokens already: of another tokenizer
-            text = required(record.where, fields, described.text_field, str)
-            if isinstance(text, str):
+            for text in _texts_of(fields):
                 characters += len(text)
                 yield text
             if characters > MOST_CHARACTERS:
                 break
+
+
+def _texts_of(fields: dict[str, Any]) -> Iterator[str]:
+    """The texts of a sample, those of its messages included."""
+    for name in ("text", "prompt", "completion"):
+        if isinstance(fields.get(name), str):
+            yield fields[name]
+    for name in ("messages", "chosen", "rejected"):
+        messages = fields.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message.get("content"), str):
+                yield message["content"]

@@ -8,7 +8,7 @@ It gets the fields of a row and gives one of
 
     a list                     the messages of a conversation                            kinds chat, multimodal
     a string                   a text                                                    kind text
-    a dict                     fields as a row of that kind has them: messages, tools, images ...; text
+    a dict                     a row of any format that the kind reads (`formats.py`): messages, tools, images ...; text
     a dict with input_ids      a sample as the model takes it, with `labels`, not shifted, -100 where nothing is learned
 """
 
@@ -33,8 +33,10 @@ from torch import Tensor
 
 from patchgen.runtime.data.chat import require_messages
 from patchgen.runtime.data.config import DataConfig, Kind, SourceConfig
+from patchgen.runtime.data.formats import OF_KIND, WrongColumns
 from patchgen.runtime.data.problems import BadSample, DataError, refusals_of
 from patchgen.runtime.data.records import Source
+from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.fields import rule_of
@@ -73,24 +75,22 @@ class Transform:
             made = load(self.spec)(row)
         if isinstance(made, Mapping) and "input_ids" in made:
             return Inputs(_inputs(where, self.spec, made))
-        name = self.source.text_field if self.kind == "text" else self.source.messages_field
-        bare = str if self.kind == "text" else list
-        fields = {name: made} if isinstance(made, bare) else dict(made) if isinstance(made, Mapping) else None
-        if fields is None or not isinstance(fields.get(name), bare):
-            wanted = "a text" if self.kind == "text" else "a list of messages"
+        bare, name, wanted = _BARE.get(self.kind, (dict, "", "a row"))
+        if bare is not dict and isinstance(made, bare):
+            made = {name: made}
+        if not isinstance(made, Mapping):
             raise WrongReturn(
                 where,
-                f"the transform {self.spec} returned {_shown(made)}; expected {wanted}, a dict with {wanted} under {name!r}, "
-                "or a dict with input_ids and labels",
+                f"the transform {self.spec} returned {_shown(made)}; expected {wanted}, a dict with the columns of "
+                f"{' or '.join(OF_KIND[self.kind])}, or a dict with input_ids and labels",
             )
-        if self.kind != "text":
-            try:
-                require_messages(where, fields[name])
-            except BadSample as error:
-                raise WrongReturn(
-                    where, f"the transform {self.spec} returned messages of which {error.reason}"
-                ) from error
-        return fields
+        try:
+            if isinstance(made.get("messages"), list):
+                require_messages(where, made["messages"])
+            return Rows(self.source, self.kind)(where, dict(made))
+        except BadSample as error:
+            told = "messages of which" if isinstance(made.get("messages"), list) else f"{_shown(made)}:"
+            raise WrongReturn(where, f"the transform {self.spec} returned {told} {error.reason}") from error
 
     def fingerprint(self) -> list[str]:
         """Changes with the file of the function."""
@@ -99,21 +99,31 @@ class Transform:
         return [self.spec, hashlib.sha256(content).hexdigest()]
 
 
-class TransformedEncoder:
-    """An encoder behind a transform."""
+_BARE: dict[str, tuple[type, str, str]] = {
+    "text": (str, "text", "a text"),
+    "chat": (list, "messages", "a list of messages"),
+    "multimodal": (list, "messages", "a list of messages"),
+}
+"""What a transform may return in the place of a row: its type, the column that it is, and what it is called."""
 
-    def __init__(self, transform: Transform, encoder: Encoder) -> None:
-        self.transform = transform
+Mapper = Transform | Rows
+
+
+class MappedEncoder:
+    """An encoder behind what makes its fields of rows."""
+
+    def __init__(self, mapper: Mapper, encoder: Encoder) -> None:
+        self.mapper = mapper
         self.encoder = encoder
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
-        made = [(where, self._transformed(where, row)) for where, row in samples]
+        made = [(where, self._mapped(where, row)) for where, row in samples]
         found = iter(self.encoder.encode([(where, fields) for where, fields in made if isinstance(fields, dict)]))
         return [next(found) if isinstance(fields, dict) else fields for _, fields in made]
 
-    def _transformed(self, where: str, row: dict[str, Any]) -> dict[str, Any] | Tokens | BadSample:
+    def _mapped(self, where: str, row: dict[str, Any]) -> dict[str, Any] | Tokens | BadSample:
         try:
-            made = self.transform(where, row)
+            made = self.mapper(where, row)
             return self._tokens(where, made.fields) if isinstance(made, Inputs) else made
         except BadSample as error:
             return error
@@ -121,44 +131,56 @@ class TransformedEncoder:
     def _tokens(self, where: str, fields: dict[str, Tensor]) -> Tokens:
         ids, labels = fields["input_ids"], fields["labels"]
         learned = labels != IGNORED
-        if fields.keys() - {"input_ids", "labels"} or not torch.equal(labels[learned], ids[learned]):
+        if (
+            self.mapper.kind not in ("text", "chat")
+            or fields.keys() - {"input_ids", "labels"}
+            or not torch.equal(labels[learned], ids[learned])
+        ):
             raise WrongReturn(
                 where,
-                f"the transform {self.transform.spec} returned {', '.join(sorted(fields))}: data.kind = {self.transform.kind} "
+                f"the transform {self.mapper.spec} returned {', '.join(sorted(fields))}: data.kind = {self.mapper.kind} "
                 "keeps input_ids, and labels that are the same ids or -100; data.kind = multimodal takes other fields and labels",
             )
         return Tokens(ids.numpy(), learned.numpy())
 
     def fingerprint(self) -> list[Any]:
-        return ["transform", *self.transform.fingerprint(), self.encoder.fingerprint()]
+        return [*self.mapper.fingerprint(), self.encoder.fingerprint()]
 
 
-def transforms_of(config: DataConfig) -> list[Transform | None]:
-    """The transform of each source, None where it has none."""
-    return [Transform(one.transform, one, config.kind) if one.transform else None for one in config.sources]
+def mappers_of(config: DataConfig) -> list[Mapper]:
+    """What makes fields of the rows of each source: its transform, else what their format says."""
+    return [
+        Transform(one.transform, one, config.kind) if one.transform else Rows(one, config.kind)
+        for one in config.sources
+    ]
 
 
 def check_first_rows(config: DataConfig, sources: Sequence[Source]) -> None:
-    """Calls each transform on the first rows of its source.
+    """Makes fields of the first rows of each source.
 
     Raises:
-        DataError: there is no such function, it returns what no row may become, or raises on every one of these rows.
+        DataError: there is no such transform, it returns what no row may become, or raises on every one of these rows;
+            the columns of the first row, or of all of these, are of no format of the kind, or of several.
     """
-    for transform, source in zip(transforms_of(config), sources, strict=True):
-        if transform is None:
-            continue
-        load(transform.spec)
+    for mapper, source in zip(mappers_of(config), sources, strict=True):
+        if isinstance(mapper, Transform):
+            load(mapper.spec)
         failures, rows = [], 0
         for record, _ in itertools.islice(source.read(), FIRST_ROWS):
+            try:
+                fields = record.fields()
+            except BadSample:
+                continue  # counted or refused when the samples are made
             rows += 1
             try:
-                transform(record.where, record.fields())
+                mapper(record.where, fields)
             except WrongReturn as error:
                 raise DataError(
                     f"{error}. data.sources[].transform is checked on the first rows of a source."
                 ) from error
             except BadSample as error:
-                failures.append(error)
+                if isinstance(mapper, Transform) or isinstance(error, WrongColumns):
+                    failures.append(error)
         if failures and len(failures) == rows:
             raise DataError(f"{failures[0]}. So it is with the first {rows} rows of {source.name}.") from failures[0]
 

@@ -25,6 +25,7 @@ from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, traces
 from patchgen.runtime.doctor.samples import Sample, first_samples
+from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import setup
@@ -120,7 +121,15 @@ class Patient:
 
     @part("the data")
     def samples(self) -> list[Sample]:
-        """The first of each source, at least one."""
+        """The first of each source, at least one.
+
+        Raises:
+            Needs: the data are of a kind of which a row is more than text with labels.
+        """
+        if self.recipe.data.kind not in NextToken.kinds:
+            raise Needs(
+                f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
+            )
         return first_samples(self.recipe.data, self.parts)
 
     @property

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
-from patchgen.runtime.train.feed import End, Feed
+from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
 
 
@@ -48,7 +48,7 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path) -> StepFigures
     recipe = replace(recipe, log=replace(recipe.log, directory=str(scratch / "step"), trackers=()), eval_data=None)
     recipe = replace(recipe, train=replace(recipe.train, eval_every=0))
     trainer = Trainer(recipe, device)
-    feed = Feed(trainer.loader, trainer.state, trainer.num_micro_batches, trainer.cost)
+    feed = trainer.feed(trainer.loader, trainer.num_micro_batches)
     with parallel.using(trainer.state):
         batches = feed.next()
         if isinstance(batches, End):

@@ -14,7 +14,7 @@ from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, PrepareText
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, check_first_rows, transforms_of
+from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, Transform, check_first_rows, mappers_of
 from patchgen.runtime.train.setup import DataParts
 
 TOKENS = 2048
@@ -86,10 +86,10 @@ def _strings(value: Any) -> Iterator[str]:
 def own_samples(config: DataConfig) -> Iterator[Sample]:
     """The first rows that transforms make samples of, as they hand them over."""
     sources = [open_source(source) for source in config.sources]
-    for transform, source in zip(transforms_of(config), sources, strict=True):
-        for record, _ in itertools.islice(source.read() if transform is not None else (), FIRST_ROWS):
+    for mapper, source in zip(mappers_of(config), sources, strict=True):
+        for record, _ in itertools.islice(source.read() if isinstance(mapper, Transform) else (), FIRST_ROWS):
             with contextlib.suppress(BadSample):
-                made = transform(record.where, record.fields())
+                made = mapper(record.where, record.fields())
                 if isinstance(made, Inputs):
                     yield Sample(record.where, made.fields)
 
@@ -97,7 +97,7 @@ def own_samples(config: DataConfig) -> Iterator[Sample]:
 def _prepare(config: DataConfig, parts: DataParts) -> Prepare:
     if config.kind == "multimodal":
         return PrepareMultimodal(config, parts.processor, parts.position_function)
-    encoders = [make_encoder(config, source, parts.tokenizer) for source in config.sources]
+    encoders = [make_encoder(config, mapper, parts.tokenizer) for mapper in mappers_of(config)]
     return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
 
 

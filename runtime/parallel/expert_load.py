@@ -40,8 +40,8 @@ class ExpertLoad:
         totals = {}
         for path, counts in self._counts.items():
             total = all_reduce(counts, operation="add up the expert load") if dist.is_initialized() else counts
-            totals[path] = total.cpu()
-        self._counts.clear()
+            totals[path] = total.to("cpu", copy=True)
+            counts.zero_()
         return totals
 
     def close(self) -> None:
@@ -56,6 +56,9 @@ class ExpertLoad:
             if torch.is_grad_enabled() and not index.is_meta and not checkpointing.is_replay():
                 ones = torch.ones_like(index.reshape(-1))
                 counts = ones.new_zeros(module.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
-                self._counts[path] = self._counts.get(path, 0) + counts[:-1]
+                if path not in self._counts:  # and kept: a captured step adds to it whenever it is replayed
+                    self._counts[path] = counts[:-1].clone()
+                else:
+                    self._counts[path].add_(counts[:-1])
 
         return count

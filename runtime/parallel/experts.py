@@ -8,14 +8,14 @@ Two exchanges behind one function, `ParallelState.expert_exchange` says which:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from patchgen.runtime import seams
+from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
+from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
 from patchgen.runtime.parallel.expert_rows import dropped_rows, over_rows
 from patchgen.runtime.parallel.state import ParallelState
@@ -35,13 +35,16 @@ def fused_moe(
     num_experts: int,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    adapters: ExpertAdapters | None = None,
     **options: object,
 ) -> Tensor:
     """`ops.fused_moe` over the experts of all ranks; index and `num_experts` are the model's, weights this rank's."""
     own = num_experts // state.ep
     tensors = (gate_up_proj, down_proj, gate_up_bias, down_bias)
     gate_up_e, down_e, gate_up_bias_e, down_bias_e = (_own_experts(tensor, own) for tensor in tensors)
-    compute = partial(_implementation(), num_experts=own, **options)
+    if adapters is not None:
+        options["adapters"] = ExpertAdapters(*(_own_factors(one, own) for one in adapters))
+    compute = partial(experts_kernel(), num_experts=own, **options)
 
     def experts(rows: Tensor, index: Tensor, weights: Tensor, max_rows: int | None = None) -> Tensor:
         more = {"gate_up_bias": gate_up_bias_e, "down_bias": down_bias_e}
@@ -53,13 +56,8 @@ def fused_moe(
     return exchange(state, hidden_states, top_k_index, top_k_weights, experts, num_experts=num_experts)
 
 
-def _implementation() -> Callable[..., Tensor]:
-    """The selected kernel; upstream's own loop cannot run on a part of the experts, so `eager` means torch here."""
-    if seams.selected()["fused_moe"] == seams.EAGER:
-        from patchgen.kernels.fused_moe import fused_moe as torch_experts
-
-        return torch_experts
-    return seams.implementation("fused_moe")
+def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
+    return added and LowRank(_own_experts(added.left, own), _own_experts(added.right, own), added.scale)
 
 
 def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:

@@ -17,7 +17,7 @@ The loss of routers has a file of its own (`router_loss.py`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +41,17 @@ class Step:
         num_micro_batches: of one rank.
         num_tokens: tokens that are no padding; None: those of the micro-batch, on all ranks.
         router_loss: whether the loss of the routers is part of the loss.
+        objective: what computes this rank's share of another loss than the next token's, of the head and the hidden
+            states `(B, s, H)`; None: the next token's.
+        read_losses: is handed the loss of each token of this rank `(B * s,)`, not divided, by the next token's loss.
     """
 
     num_items: Tensor | int | None = None
     num_micro_batches: int = 1
     num_tokens: Tensor | int | None = None
     router_loss: bool = True
+    objective: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+    read_losses: Callable[[Tensor], None] | None = None
 
 
 _ALONE = Step()
@@ -66,6 +71,8 @@ def step(
     *,
     num_tokens: Tensor | int | None = None,
     router_loss: bool = True,
+    objective: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None,
+    read_losses: Callable[[Tensor], None] | None = None,
 ) -> Iterator[None]:
     """Within the block, losses are shares of the step that these numbers describe (`Step`).
 
@@ -73,7 +80,7 @@ def step(
         num_tokens: needed where a router loss is accumulated over micro-batches.
     """
     global _STEP
-    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss)
+    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)
     try:
         yield
     finally:

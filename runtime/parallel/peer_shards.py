@@ -97,7 +97,7 @@ class PeerShards:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._groups = groups
         self._memory: peer_memory.Memory | None = None
-        self._is_written = False  # since the last barrier before a gather
+        self.is_written = False  # since the last barrier before a gather
         self._turn = 0
         self._reduction: tuple[torch.cuda.Event | None, list[Tensor]] | None = None
         on_gpu = device.type == "cuda"
@@ -157,20 +157,24 @@ class PeerShards:
 
     def begin_writing(self) -> None:
         """Before copies are written: all ranks have read them."""
-        if self._is_written:
+        if self.is_written:
             return
         if self._gathers is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._gathers)
         self._memory.barrier(_WRITE)
-        self._is_written = True
+        self.is_written = True
+
+    def have_been_read(self) -> None:
+        """Says that gathers have run since copies were written: those of a replayed graph, of which the host knows nothing."""
+        self.is_written = False
 
     def gather(self, group: PeerGroup) -> torch.cuda.Event | None:
         """Reads the shards of all ranks into the parameters of a unit."""
         targets = [slot.param.all_gather_outputs[0] for slot in group.slots]
         with self._on(self._gathers), torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
-            if self._is_written:
+            if self.is_written:
                 self._memory.barrier(_READ)
-                self._is_written = False
+                self.is_written = False
             for target, source in group.large_copies:
                 target.copy_(source)
             if group.small_copies[0]:
@@ -182,7 +186,7 @@ class PeerShards:
     def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.cuda.Event | None:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum."""
         if self._reduction is not None:
-            self.wait(self._reduction[0])  # its gradients may be freed then
+            self.wait(self._reduction[0])  # its memory may be freed then
         out = torch.empty(group.region, dtype=group.stored_dtype, device=self.device)
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
         word = sum(1 << group.slots.index(slot) for slot, _ in flat) % (2**61 - 1)
@@ -195,7 +199,9 @@ class PeerShards:
             for slot, _ in flat:
                 _take(slot, out)
         event = self._event(self._reductions)
-        self._reduction = event, [gradient for _, gradient in flat]
+        # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
+        # The sum, too: where it is added to a gradient that is there, nothing else keeps it.
+        self._reduction = event, [out, *(gradient for _, gradient in flat)]
         return event
 
     def _send(

@@ -21,8 +21,8 @@ from patchgen.runtime.checkpoint.load import require_fitting
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
+from patchgen.runtime.train import lora, lora_targets, plan, setup
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train import plan, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
             open_source(source)
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
+    if recipe.lora is not None:
+        lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)
     layout = models.parallel_config(recipe.parallel, world)
     if layout.ep > 1:
         with _named(f"parallel.ep = {layout.ep}"):
@@ -62,7 +64,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
                 key_value_repeats(*heads, layout.sp, where=name)
     weights = models.find_weights(recipe.model)
     if isinstance(weights, Path):
-        require_fitting(model, weights, allow_missing=recipe.model.allow_missing)
+        require_fitting(model, weights, **models.may_differ(recipe, model))
     if folder.is_dir():
         setup.data_parts(recipe)  # a tokenizer that is missing, or that has tokens without an embedding
     return model

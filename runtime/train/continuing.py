@@ -16,8 +16,9 @@ from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
 
 RECIPE = "recipe.yaml"
-# With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
+# With another value the trained parameters are others, or the state that is kept of them.
 FIXED = ("optim.name.", "lora.")
+FREE = ("lora.dropout", "lora.merge")
 
 
 def changes(recipe: Recipe) -> str:
@@ -35,7 +36,7 @@ def changes(recipe: Recipe) -> str:
     now = flat(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
-    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key != "lora.dropout"]
+    fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key not in FREE]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""What can be known of a recipe's data before any rank starts: transforms on their first rows, options of the processor."""
+"""What can be known of a recipe's data before any rank starts: the first rows of sources, options of the processor."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def require_data(recipe: Recipe) -> None:
     """Refuses what every rank would refuse.
 
     Raises:
-        RecipeError: a transform that is not there or returns what no row may become, with the row; an option that the
+        RecipeError: a transform that is not there or returns what no row may become, with the row; rows of no format of
+            the kind, or of several; an option that the
             processor does not have or take; a special token that the tokenizer does not have.
     """
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
         if config is None:
             continue
         try:
-            if any(source.transform for source in config.sources):
-                check_first_rows(config, [open_source(source) for source in config.sources])
+            check_first_rows(config, [open_source(source) for source in config.sources])
             if not config.media and not config.special_tokens:
                 continue
             if config.kind != "multimodal":

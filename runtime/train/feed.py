@@ -10,7 +10,7 @@ step holds:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,13 @@ from torch import Tensor
 from patchgen.runtime import model_calls
 from patchgen.runtime.data import DataError, Loader
 from patchgen.runtime.data.agreement import raise_on_all_ranks
+from patchgen.runtime.objectives.base import NextToken, Objective, sources_of
+from patchgen.runtime.objectives.reference import keys_of
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.loss import real_tokens
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import sources
 from patchgen.runtime.train.flops import ModelCost
 from patchgen.runtime.train.recipe import RecipeError
 
@@ -36,7 +39,9 @@ class StepBatches:
         micro_batches: slices of this rank, on the host.
         position: of the loader, after these.
         tokens, labels, flops: of the whole step.
+        items: what the loss of the step is divided by: labels, or documents or pairs.
         real_tokens: tokens of the whole step that are no padding.
+        sources: tokens and labels of each source of the whole step.
     """
 
     micro_batches: list[dict[str, Any]]
@@ -45,6 +50,8 @@ class StepBatches:
     labels: int
     flops: float
     real_tokens: int
+    items: int
+    sources: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,8 @@ class Feed:
         loader: of this rank's batch group; SP ranks of a group read the same.
         num_micro_batches: per step and batch group.
         cost: of the model, for the FLOPs of a step.
+        objective: that learns from them.
+        num_sources: of the data, which are counted apart; 0: they are not.
         should_stop: whether this rank was asked to stop.
     """
 
@@ -93,10 +102,15 @@ class Feed:
         num_micro_batches: int,
         cost: ModelCost,
         should_stop: Callable[[], bool] = lambda: False,
+        *,
+        objective: Objective | None = None,
+        num_sources: int = 0,
     ) -> None:
+        self.num_sources = num_sources
         self.loader, self.state, self.cost = loader, state, cost
         self.num_micro_batches = num_micro_batches
         self.should_stop = should_stop
+        self.objective = objective or NextToken()
         self._rows = iter(loader)
 
     def next(self) -> StepBatches | End:
@@ -105,16 +119,16 @@ class Feed:
         Raises:
             DataError: on all ranks, a whole step without a label, or data that any rank refuses.
         """
-        failure, whole, mine, own = None, [], [], [0.0] * 5
+        failure, whole, mine, own = None, [], [], [0.0] * (6 + 2 * self.num_sources)
         try:
             whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
-            mine = [slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank) for row in whole]
+            mine = [self._slice(row) for row in whole]
             own = [not whole, *self._figures(whole, mine)]
         except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
             failure = error
         # The last step of finite data may be short. All groups get equally many rounds, so it is equally short for all.
         short = len(whole) < self.num_micro_batches
-        ended, tokens, labels, flops, real, stops, failures = all_reduce(
+        ended, tokens, labels, flops, real, items, *apart, stops, failures = all_reduce(
             torch.tensor([*own, self.should_stop(), failure is not None], dtype=torch.float64),
             operation="agree on the next step",
         ).tolist()
@@ -122,21 +136,50 @@ class Feed:
             raise_on_all_ranks(failure)
         if stops:
             return End("stop")
-        if ended or (short and not labels):
+        if ended or (short and not items):
             return End("data")
-        if not labels:
+        if not items:
             raise DataError(
-                f"A step holds {int(tokens)} tokens and not one label: there is nothing to learn from it. Look at how "
-                "the samples of the data become labels (chat templates, truncation, data.kind), and at the tokenizer."
+                f"A step holds {int(tokens)} tokens and not one {self.objective.per}: there is nothing to learn from it. "
+                "Look at how the samples of the data become labels (chat templates, truncation, data.kind), and at the "
+                "tokenizer."
             )
-        return StepBatches(mine, self.loader.state_dict(), int(tokens), int(labels), flops, int(real))
+        of_sources = tuple(zip(map(int, apart[: self.num_sources]), map(int, apart[self.num_sources :]), strict=True))
+        totals = (int(tokens), int(labels), flops, int(real), int(items), of_sources)
+        return StepBatches(mine, self.loader.state_dict(), *totals)
 
-    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> tuple[int, int, float, int]:
-        """Tokens, labels, FLOPs and tokens without padding that this rank adds to the step."""
+    def steps(self, count: int) -> Iterator[StepBatches]:
+        """The next steps, no more than `count`; every rank must read them."""
+        for _ in range(count):
+            found = self.next()
+            if isinstance(found, End):
+                return
+            yield found
+
+    def _slice(self, row: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a whole micro-batch; documents that have a reference are named while they are whole."""
+        if self.objective.needs_reference:
+            row = row | {"document_keys": keys_of(row, int((sources_of(row) >= 0).sum()))}
+        return slice_batch(row, sp=self.state.sp, sp_rank=self.state.sp_rank)
+
+    def _figures(self, whole: list[dict[str, Any]], mine: list[dict[str, Any]]) -> list[float]:
+        """Tokens, labels, FLOPs, tokens without padding and items that this rank adds to the step; then the tokens of each
+        source, and the labels of each."""
         # SP ranks hold the same rows: the first of them counts. Labels and real tokens are counted in slices.
         lengths = [length for row in whole for length in document_lengths(row)] if self.state.sp_rank == 0 else []
         labels = sum(int((row["shift_labels"] != IGNORED).sum()) for row in mine)
-        return sum(lengths), labels, self.cost.flops(lengths), sum(int(real_tokens(row)) for row in mine)
+        real = sum(int(real_tokens(row)) for row in mine)
+        items = labels if self.objective.per == "label" else self._documents(whole)
+        own = [sum(lengths), labels, self.cost.flops(lengths), real, items]
+        if not self.num_sources:
+            return own
+        nothing = torch.zeros(2, self.num_sources, dtype=torch.long)
+        counts = [sources.count(row, self.num_sources) for row in whole] if self.state.sp_rank == 0 else []
+        return own + sum(counts, nothing).flatten().tolist()
+
+    def _documents(self, whole: list[dict[str, Any]]) -> int:
+        """The documents or pairs of this rank's rows; SP ranks hold the same."""
+        return sum(map(self.objective.count, whole)) if self.state.sp_rank == 0 else 0
 
 
 def document_lengths(row: dict[str, Any]) -> Iterable[int]:

@@ -4,6 +4,7 @@
     target_modules: [q_proj, audio_tower.proj]              # and that module of the tower
     target_modules: '.*(language_model|visual).*q_proj'     # a regular expression of whole names, which names both
     target_modules: all-linear                              # of the language model, but for the head
+    target_parameters: [mlp.experts.gate_up_proj]           # names or endings of stacked experts' parameters
 
 A module that wraps one linear layer (one that clips what goes in and comes out) stands for that layer.
 """
@@ -18,9 +19,11 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train.recipe import LoraConfig, RecipeError
 
 if TYPE_CHECKING:
+    import peft
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
@@ -30,11 +33,20 @@ ADAPTED = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True)
 class Targets:
-    """The modules that get adapters, by path, and how many that the targets match stay as they are; both by tower."""
+    """What gets adapters, by path, and how many modules that the targets match stay as they are.
+
+    Attributes:
+        modules: linear layers and the like.
+        towers, left: how many of them, and of those that stay as they are, by tower.
+        experts: stacked parameters that the seam of the experts takes: in any layout.
+        others: further parameters, which PEFT replaces while their module runs: on one rank.
+    """
 
     modules: tuple[str, ...]
     towers: Mapping[str, int]
     left: Mapping[str, int]
+    experts: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
 
     @property
     def told(self) -> str:
@@ -42,6 +54,11 @@ class Targets:
         inside = len(self.modules) - sum(self.towers.values())
         parts = [f"{inside} in the language model", *(f"{count} in {name}" for name, count in self.towers.items())]
         told = f"adapters on {len(self.modules)} modules: {', '.join(parts)}"
+        for count, what in (
+            (len(self.experts), "stacked parameters of experts"),
+            (len(self.others), "other parameters"),
+        ):
+            told += f"; on {count} {what}" if count else ""
         left = ", ".join(f"{count} in {name}" for name, count in self.left.items())
         return told + (f"; not on {left}: lora.target_modules names no tower of that name" if left else "")
 
@@ -52,15 +69,12 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     Raises:
         RecipeError: a target matches nothing, or something that takes no adapter.
     """
-    parameters = [name for name, _ in model.named_parameters()]
-    missing = [one for one in config.target_parameters if not any(_ends_with(name, one) for name in parameters)]
-    if missing:
-        raise RecipeError(f"lora.target_parameters: {', '.join(missing)} match nothing in {type(model).__name__}.")
     modules = dict(model.named_modules())
+    experts, others = _find_parameters(model, config)
     inside = _language_model(model)
     found: dict[str, str] = {}
     left: dict[str, str] = {}
-    missing = []
+    missing: list[str] = []
     for target in [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules:
         matched = {name: _tower(name, inside) for name in _matched(model, modules, config, target)}
         if not matched:
@@ -71,30 +85,71 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     if missing:
         raise RecipeError(_told_of_nothing(model, config, missing))
     left = {name: tower for name, tower in left.items() if _adapted(modules, name) not in found}
-    return Targets(tuple(found), Counter(filter(None, found.values())), Counter(left.values()))
+    return Targets(tuple(found), Counter(filter(None, found.values())), Counter(left.values()), experts, others)
+
+
+def num_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
+    """How many numbers the adapters have: those that every rank holds whole, and those that are divided over the ranks."""
+    targets = find_targets(model, config)
+    whole = [model.get_submodule(name).weight for name in targets.modules]
+    whole += [model.get_parameter(name) for name in targets.others]
+    divided = [model.get_parameter(name) for name in targets.experts]
+    widths = sum(weight.shape[0] + weight[0].numel() for weight in whole)
+    stacked = sum(weight.shape[0] * sum(weight.shape[1:]) for weight in divided)
+    return config.rank * widths, config.rank * stacked
+
+
+def _find_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The stacked parameters of experts, and the other ones, that a recipe's `target_parameters` mean.
+
+    Raises:
+        RecipeError: a target matches nothing, or what is no stack of matrices.
+    """
+    plan = set(sharding.own_plan(model))
+    owners = {path.rpartition(".")[0] for path in plan}
+    experts, others = [], []
+    for target in config.target_parameters:
+        found = [name for name, _ in model.named_parameters() if _ends_with(name, target) and _is_wanted(name, config)]
+        if not found:
+            raise RecipeError(_told_of_no_parameter(model, config, target))
+        for name in found:
+            if name.rpartition(".")[0] not in owners:
+                others.append(name)
+            elif name in plan and model.get_parameter(name).ndim == 3:
+                experts.append(name)
+            else:
+                shape = tuple(model.get_parameter(name).shape)
+                raise RecipeError(
+                    f"lora.target_parameters: {name} {shape} is no stack of matrices, one per expert, which an adapter of "
+                    "experts takes. Name those that are: "
+                    f"{', '.join(sorted({path.rpartition('.')[2] for path in plan if model.get_parameter(path).ndim == 3}))}."
+                )
+    return tuple(dict.fromkeys(experts)), tuple(dict.fromkeys(others))
+
+
+def _is_wanted(name: str, config: LoraConfig) -> bool:
+    """Whether `layers_to_transform` and `exclude_modules` leave a parameter in, of which PEFT asks modules alone."""
+    if config.exclude_modules is None and config.layers_to_transform is None:
+        return True
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    owner = name.rpartition(".")[0]
+    return bool(check_target_module_exists(_asked(config, [owner.rpartition(".")[2]]), owner))
 
 
 def _matched(
     model: PreTrainedModel, modules: Mapping[str, nn.Module], config: LoraConfig, target: str
 ) -> Iterator[str]:
     """The modules that PEFT would match with one target."""
-    import peft
     from peft.tuners.tuners_utils import check_target_module_exists
 
     is_all = config.target_modules == ALL_LINEAR
     is_expression = isinstance(config.target_modules, str) and not is_all
-    excluded = config.exclude_modules
-    asked = peft.LoraConfig(
-        target_modules=target if is_expression else [target],
-        exclude_modules=excluded if isinstance(excluded, str | None) else list(excluded),
-    )
-    if config.layers_to_transform is not None:
-        if is_expression:
-            raise RecipeError(
-                "lora.layers_to_transform goes with a list of lora.target_modules: an expression says itself which layers."
-            )
-        asked.layers_to_transform = list(config.layers_to_transform)
-        asked.layers_pattern = list(config.layers_pattern) if config.layers_pattern is not None else None
+    if is_expression and config.layers_to_transform is not None:
+        raise RecipeError(
+            "lora.layers_to_transform goes with a list of lora.target_modules: an expression says itself which layers."
+        )
+    asked = _asked(config, target if is_expression else [target])
     head = model.get_output_embeddings()
     try:
         for name, module in modules.items():
@@ -106,6 +161,20 @@ def _matched(
                 yield name
     except re.error as error:
         raise RecipeError(f"lora.target_modules or lora.exclude_modules is no regular expression: {error}") from error
+
+
+def _asked(config: LoraConfig, targets: str | list[str]) -> peft.LoraConfig:
+    """What PEFT is asked about one target at a time."""
+    import peft
+
+    excluded = config.exclude_modules
+    asked = peft.LoraConfig(
+        target_modules=targets, exclude_modules=excluded if isinstance(excluded, str | None) else list(excluded)
+    )
+    if config.layers_to_transform is not None:
+        asked.layers_to_transform = list(config.layers_to_transform)
+        asked.layers_pattern = list(config.layers_pattern) if config.layers_pattern is not None else None
+    return asked
 
 
 def _adapted(modules: Mapping[str, nn.Module], name: str) -> str:
@@ -144,6 +213,14 @@ def _names(target: str, tower: str) -> bool:
 
 def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
+
+
+def _told_of_no_parameter(model: PreTrainedModel, config: LoraConfig, target: str) -> str:
+    told = f"lora.target_parameters: {target} matches nothing in {type(model).__name__}"
+    limits = [name for name in ("exclude_modules", "layers_to_transform") if getattr(config, name) is not None]
+    told += f" with lora.{' and lora.'.join(limits)}." if limits else "."
+    stacked = sorted({".".join(path.rsplit(".", 3)[1:]) for path in sharding.own_plan(model)})
+    return told + (f" Its experts have {', '.join(stacked)}." if stacked else " It has no stacked experts.")
 
 
 def _told_of_nothing(model: PreTrainedModel, config: LoraConfig, missing: list[str]) -> str:

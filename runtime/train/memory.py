@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from patchgen.runtime.parallel import ParallelConfig, sharding
+from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train.flops import experts_per_token
 from patchgen.runtime.train.recipe import Recipe
 
@@ -64,6 +65,11 @@ def estimate(
         if parameter.requires_grad and recipe.lora is None:
             trained += share
             states += share * (1 if recipe.optim.name == "muon" and parameter.ndim == 2 else 2)
+    if recipe.lora is not None:  # in fp32, with two states of AdamW or one of Muon for those of two dimensions
+        same, divided = lora_targets.num_parameters(model, recipe.lora)
+        adapters = 4 * (same + -(-divided // layout.num_shards))
+        stored, trained = stored + adapters, adapters
+        states = 2 * adapters - (4 * same if recipe.optim.name == "muon" else 0)
     layers = sharding.find_layers(model, None)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
     root = sum(p.numel() for p in model.parameters() if id(p) not in inside)

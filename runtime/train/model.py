@@ -20,6 +20,8 @@ from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
+from patchgen.runtime.objectives import NextToken, choose
+from patchgen.runtime.objectives.heads import SequenceClassifier, UnknownHeadError, sequence_classifier
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture, lora_targets, optimizers
@@ -199,6 +201,8 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     chosen = choose_attention(recipe.model.attention, head, config)
+    if (scores := choose.objective_of(recipe.objective).scores) is not None:
+        head = _classifier(head, config, scores, recipe.objective.name)
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
@@ -210,6 +214,18 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     else:  # groups are of adapters, which are not there yet
         lora_targets.find_targets(model, recipe.lora)
     return model.train()
+
+
+def _classifier(
+    head: type[PreTrainedModel], config: PreTrainedConfig, scores: int, objective: str
+) -> type[PreTrainedModel]:
+    """The sequence classifier over a head's base model; tells its config how many scores it gives."""
+    if config.num_labels != scores:
+        config.num_labels = scores
+    try:
+        return sequence_classifier(head, config)
+    except UnknownHeadError as error:
+        raise RecipeError(f"objective.name = {objective}: {error}") from error
 
 
 def find_head(config: PreTrainedConfig, own: architecture.Architecture | None = None) -> type[PreTrainedModel]:
@@ -266,7 +282,10 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     Raises:
         RecipeError: an implementation that does not exist, or a seam that was named and that the model does not call.
     """
-    used = report.seam_users(model)
+    used, objective = report.seam_users(model), choose.objective_of(recipe.objective)
+    choose.require_seam(objective, model, used)
+    if not isinstance(objective, NextToken):  # it computes from hidden states: no kernel of the next token's loss runs
+        used.pop("causal_lm_loss", None)
     chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
     try:
         seams.configure(**dict.fromkeys(seams.names(), seams.EAGER) | chosen)
@@ -313,10 +332,25 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
     if folder is None:
         initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
-        done = load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        done = load_pretrained(model, folder, **may_differ(recipe, model), seed=recipe.train.seed)
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(done, flush=True)  # what was initialised or left out is told before it trains
     return model
+
+
+def tell_padding(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Tells a classifier which token is padding, where its config does not say: upstream's finds the last token by it."""
+    text = model.config.get_text_config()
+    if isinstance(model, SequenceClassifier) and text.pad_token_id is None and tokenizer is not None:
+        text.pad_token_id = tokenizer.pad_token_id
+
+
+def may_differ(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Patterns of what the weights may lack and hold besides: a new head starts from another head's."""
+    missing, unexpected = recipe.model.allow_missing, ()
+    if isinstance(model, SequenceClassifier):
+        missing, unexpected = missing + model.only_here, model.only_causal
+    return {"allow_missing": missing, "allow_unexpected": unexpected}
 
 
 def initial_names(model: nn.Module) -> list[str]:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from patchgen.kernels.packages import failed_import
+from patchgen.runtime.objectives.heads import head_of
 from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
 
@@ -144,7 +145,7 @@ def _matrices(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, n
     ends = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, nn.Embedding) or module is model.get_output_embeddings()
+        if isinstance(module, nn.Embedding) or module is head_of(model)
         for parameter in module.parameters(recurse=False)
     }
     return {

@@ -6,6 +6,7 @@ import html
 import json
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def page(start: RunStart, state: str, data: str, entries: list[dict[str, Any]], 
         reload=None if reload is None else max(1, round(reload)),
         figures=figures(entries),
         plots=[svg(series(entries, key), name) for key, name in PLOTS.items() if len(series(entries, key)) > 1]
-        + ([svg(series(entries, "eval_loss"), "evaluation loss")] if len(series(entries, "eval_loss")) > 1 else []),
+        + ([svg(series(entries, "eval_loss"), "evaluation loss")] if len(series(entries, "eval_loss")) > 1 else [])
+        + [svg(points, f"loss of {name}") for name, points in losses_of_sources(entries).items() if len(points) > 1],
+        sources=totals_of_sources(entries),
         data=data,
         report=start.report,
         recipe=json.dumps(start.recipe, indent=1),
@@ -104,6 +107,25 @@ def series(entries: list[dict[str, Any]], key: str) -> list[tuple[int, float]]:
         for entry in entries
         if isinstance(entry.get(key), int | float) and abs(entry[key]) < float("inf")
     ]
+
+
+def losses_of_sources(entries: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, loss) of each source, of the lines that have one."""
+    lines = [{"step": entry["step"], **entry["sources"]} for entry in entries if entry.get("sources")]
+    names = dict.fromkeys(name for line in lines for name in line if name != "step")
+    return {
+        name: series([{"step": line["step"], "loss": line[name]["loss"]} for line in lines if name in line], "loss")
+        for name in names
+    }
+
+
+def totals_of_sources(entries: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Tokens and labels of each source in all steps of the log."""
+    totals: dict[str, Counter] = {}
+    for entry in entries:
+        for name, figures in (entry.get("sources") or {}).items():
+            totals.setdefault(name, Counter()).update(tokens=figures["tokens"], labels=figures["labels"])
+    return [(name, f"{total['tokens']:,}", f"{total['labels']:,}") for name, total in totals.items()]
 
 
 def svg(points: list[tuple[int, float]], name: str) -> str:

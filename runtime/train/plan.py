@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import flops, lora, lora_targets, memory, optimizers, run_log
+from patchgen.runtime.train import captured, flops, lora, lora_targets, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
-from patchgen.runtime.train.recipe import Recipe, RecipeError
+from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +32,9 @@ def require_valid(recipe: Recipe, world: int) -> None:
     layout = models.parallel_config(recipe.parallel, world)
     train = recipe.train
     micro_batches_per_step(train.batches_per_step, layout.num_batches, router_loss=train.router_loss)
+    choose.require_valid(recipe)
+    if train.cuda_graph:
+        captured.require_possible(recipe, layout)
     if recipe.eval_data is not None:
         try:
             micro_batches_per_step(train.eval_batches, layout.num_batches)
@@ -50,7 +54,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
             raise RecipeError(
                 "lora trains adapters only: model.freeze has nothing left to freeze. Remove one of them."
             )
-        lora.require_possible(recipe.lora, world)
+        lora.require_possible(recipe.lora, recipe.kernels.fused_moe)
     first_rank = os.environ.get("RANK", "0") == "0"
     if first_rank and recipe.lora is None and recipe.model.dtype != "float32" and recipe.optim.lr < SMALL_LR:
         warnings.warn(
@@ -72,7 +76,8 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     chosen = models.configure_seams(recipe, model)
     cost = flops.model_cost(model)
     options = models.sharding_options(recipe.parallel, device)
-    estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
+    fused_loss = "causal_lm_loss" in chosen or recipe.objective != ObjectiveConfig()
+    estimate = memory.estimate(model, recipe, layout, options.param_dtype, fused_loss)
     train, tokens = recipe.train, recipe.data.tokens_per_batch
     peak = recipe.log.peak_tflops or flops.peak_tflops(device)
     step = cost.flops([tokens] * train.batches_per_step)
@@ -81,6 +86,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     lines = [
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
+        f"objective    {recipe.objective.name}",
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
         f"{micro_batches_per_step(train.batches_per_step, layout.num_batches)} per batch group; "
         f"{step / 1e12:.3g} TFLOP with documents as long as a batch"

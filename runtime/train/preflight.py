@@ -30,6 +30,7 @@ import transformers
 from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.compatibility import ReleaseMismatch
+from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.train import architecture, data_check, modalities
 from patchgen.runtime.train import model as models
@@ -75,6 +76,8 @@ def require_trainable(recipe: Recipe) -> Recipe:
     Raises:
         RecipeError: the model cannot train, in one sentence.
     """
+    if (teacher := teacher_recipe(recipe)) is not None:
+        recipe = replace(recipe, teacher=require_trainable(teacher).model)
     data_check.require_data(recipe)
     found = examine(recipe)
     if found.refusal:

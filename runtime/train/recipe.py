@@ -206,7 +206,9 @@ class TrainConfig:
         deterministic: torch's deterministic algorithms, where they exist.
         first_loss_limit: the most that is believed of the first loss per label, in nats, before any weight has moved; null:
             1.5 ln V + 1. Above it the run ends.
-        eval_every: steps between evaluations; 0: none.
+        cuda_graph: replay forward and backward as one CUDA graph; for rows so short that the host cannot launch their kernels as
+            fast as they run (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
+        eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.
         eval_batches: packed batches of an evaluation over all ranks.
         profile_start: first step of the profiler's window.
         profile_steps: its length; 0: no profile. Traces go to `profile/` of the run.
@@ -219,6 +221,7 @@ class TrainConfig:
     seed: CountOrZero = 0
     deterministic: bool = False
     first_loss_limit: Positive | None = None
+    cuda_graph: bool = False
     eval_every: CountOrZero = 0
     eval_batches: Count = 8
     profile_start: Count = 10
@@ -273,23 +276,41 @@ class LoraConfig:
     Attributes:
         rank: of the two factors.
         alpha: the update is scaled by `alpha / rank`.
+        rslora: by `alpha / sqrt(rank)` instead (rank-stabilised LoRA).
         dropout: of the adapter's input.
         target_modules: names or endings of linear layers, a regular expression of whole names (a text instead of a list), or
             "all-linear". A tower (`visual`, `audio_tower`) is adapted where a target names it, or matches nothing else.
         exclude_modules: names or endings, or a regular expression, of modules that stay as they are.
         layers_to_transform: numbers of the layers that are adapted; null: all.
         layers_pattern: names of the lists of layers that these numbers are of; null: any.
-        target_parameters: names or suffixes of stacked experts' parameters (`mlp.experts.gate_up_proj`).
+        target_parameters: names or endings of stacked experts' parameters (`mlp.experts.gate_up_proj`): in any layout, as
+            the experts are divided. Any other parameter: on one rank.
+        merge: at the end of the run, add the adapters to the weights, too, and write the model to `export/`.
     """
 
     rank: Count = 16
     alpha: Positive = 32.0
+    rslora: bool = False
     dropout: BelowOne = 0.0
     target_modules: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
     exclude_modules: str | tuple[str, ...] | None = None
     layers_to_transform: tuple[CountOrZero, ...] | None = None
     layers_pattern: tuple[str, ...] | None = None
     target_parameters: tuple[str, ...] = ()
+    merge: bool = False
+
+
+@dataclass(frozen=True, config=_STRICT)
+class ObjectiveConfig:
+    """What is learned: docs/objectives.md.
+
+    Attributes:
+        name: next_token, dpo, reward, classification, distillation, or a class of one's own: module:Class.
+        options: of that class.
+    """
+
+    name: str = "next_token"
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -301,11 +322,13 @@ class Recipe:
         data: what it is trained on.
         parallel: how ranks share the work.
         kernels: which implementation serves each seam.
+        objective: what is learned.
         optim: the optimizer.
         train: the loop.
         checkpoint: what is saved.
         log: what is recorded.
         lora: null, or adapters instead of the whole model.
+        teacher: null, or the model that the objective learns from; the keys of `model`.
         eval_data: null, or what evaluations read.
         name: of the run; by default that of the recipe's file.
     """
@@ -314,11 +337,13 @@ class Recipe:
     data: DataConfig
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     kernels: KernelsConfig = Field(default_factory=KernelsConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     log: LogConfig = Field(default_factory=LogConfig)
     lora: LoraConfig | None = None
+    teacher: ModelConfig | None = None
     eval_data: DataConfig | None = None
     name: str = "run"
 
@@ -343,8 +368,6 @@ class Recipe:
             raise ValueError("train.profile_start is set, but train.profile_steps is 0: nothing would be profiled.")
         if train.eval_every and self.eval_data is None:
             raise ValueError("train.eval_every is set, but there is no section eval_data to read from.")
-        if self.eval_data is not None and not train.eval_every:
-            raise ValueError("There is a section eval_data, but train.eval_every is 0: it would never be read.")
 
     @property
     def directory(self) -> Path:
@@ -455,7 +478,13 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    return f"{where}: {message}, not {problem['input']!r}."
+    parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+    takers = [
+        key
+        for key, kind in all_keys()
+        if key.rpartition(".")[0] == parent and problem["input"] in typing.get_args(kind)
+    ]
+    return f"{where}: {message}, not {problem['input']!r}." + (f" {takers[0]} takes it." if takers else "")
 
 
 # ------------------------------------------------------------------------------------- reading the types

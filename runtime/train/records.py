@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from patchgen.runtime.train.sources import SourceFigures
+
 
 class TrainingStopped(RuntimeError):
     """The run cannot go on: its gradients are not finite, or its disk takes no more."""
@@ -45,6 +47,7 @@ class StepRecord:
         peak_memory_gib: the most that was allocated on this device so far.
         expert_load: slots of the busiest expert of any layer, as a multiple of the even share; since the last reading.
         skipped: a gradient was not finite and the step was not taken.
+        sources: the figures of each source of the data by its name; None: there is one.
     """
 
     step: int
@@ -60,16 +63,18 @@ class StepRecord:
     peak_memory_gib: float | None = None
     expert_load: float | None = None
     skipped: bool = False
+    sources: dict[str, SourceFigures] | None = None
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation after `step` steps: the mean loss per label."""
+    """One evaluation after `step` steps: the mean loss per label, and of each source where there are several."""
 
     step: int
     loss: float
     labels: int
     seconds: float
+    sources: dict[str, SourceFigures] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """The record of a run on disk: `steps.jsonl`, `recipe.yaml`, `report.txt`; and trackers where they are wanted.
 
 {"step": 1, "loss": 8.31, "grad_norm": 2.4, "lr": 0.0001, "tokens": 8192, ...}
-{"step": 20, "eval_loss": 5.02, "labels": 16210, "seconds": 1.2}
+{"step": 20, "eval_loss": 5.02, "labels": 16210}
+
+Where the data have several sources, a line has their figures as well: `"sources": {"chats": {"tokens": 812, "labels": 390,
+"loss": 1.93}, ...}`, that of an evaluation as `eval_sources`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import yaml
 from patchgen.runtime.checkpoint.small_files import free_space
 from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
+from patchgen.runtime.train.sources import SourceFigures
 
 STEPS, SUMMARY = "steps.jsonl", "summary.json"
 
@@ -56,7 +60,8 @@ class RunLog(Listener):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         values = dataclasses.asdict(evaluation)
-        self._write({"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]})
+        entry = {"step": values["step"], "eval_loss": values["loss"], "labels": values["labels"]}
+        self._write(entry | ({"eval_sources": values["sources"]} if values["sources"] else {}))
 
     def on_end(self, summary: Summary) -> None:
         with writing(self.directory / SUMMARY, self.on_failed) as path:
@@ -142,10 +147,10 @@ class Tracker(Listener):
 
     def on_step(self, record: StepRecord) -> None:
         values = {f"train/{name}": value for name, value in dataclasses.asdict(record).items() if _is_plottable(value)}
-        self._write(values, record.step)
+        self._write(values | _of_sources("train", record.sources), record.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._write({"eval/loss": evaluation.loss}, evaluation.step)
+        self._write({"eval/loss": evaluation.loss} | _of_sources("eval", evaluation.sources), evaluation.step)
 
     def close(self) -> None:
         if self._is_open:  # after errors, too: what was handed over is kept
@@ -157,6 +162,16 @@ class Tracker(Listener):
             return
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+
+def _of_sources(what: str, sources: dict[str, SourceFigures] | None) -> dict[str, float]:
+    """The figures of each source under a name of its own."""
+    return {
+        f"{what}/{name}/{source}": value
+        for source, figures in (sources or {}).items()
+        for name, value in dataclasses.asdict(figures).items()
+        if _is_plottable(value)
+    }
 
 
 def _is_plottable(value: object) -> bool:

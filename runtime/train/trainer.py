@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,22 @@ from torch import Tensor
 
 from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
-from patchgen.runtime.data import DataError, Loader
+from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
+from patchgen.runtime.objectives import learning
+from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import continuing, first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
-from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step, to_device
+from patchgen.runtime.train.captured import CapturedStep
+from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
+from patchgen.runtime.train.sources import Sources
 
 FAILED_SAVE_SECONDS = 10.0
 """How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
@@ -74,18 +79,29 @@ class Trainer:
             self.eval_start = copy.deepcopy(self.eval_loader.state_dict())
         self.model = models.build_model(recipe, self.state, device)
         self.adapted = (
-            lora.add_adapters(self.model, recipe.lora, self.state, source=recipe.model.source, seed=recipe.train.seed)
+            lora.add_adapters(
+                self.model,
+                recipe.lora,
+                self.state,
+                source=recipe.model.source,
+                seed=recipe.train.seed,
+                options=models.sharding_options(recipe.parallel, device),
+            )
             if recipe.lora is not None
             else None
         )
         self.seams = models.configure_seams(recipe, self.model)
         self.report = models.check_model(recipe, self.model, self.state, self.seams)
+        models.tell_padding(self.model, self.parts.tokenizer)
+        self.learning = learning.build(recipe, self.model, self.state, device, self.adapted)
+        self.sources, self.eval_sources = self.sources_of(recipe.data), self.sources_of(recipe.eval_data)
         self.cost = flops.model_cost(self.model)
         self.peak_tflops = recipe.log.peak_tflops or flops.peak_tflops(device)
         self.optimizer = optimizers.build(self.model, recipe.optim)
+        self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
         self.checkpointer = setup.checkpointer(recipe)
-        self.step, self.skipped, self.saved_step = 0, 0, 0
+        self.step, self.skipped, self.saved_step, self.evaluated_step = 0, 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer and processor, and the loaders: both now, for what is wrong with the evaluation's would else be told
@@ -105,6 +121,7 @@ class Trainer:
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
+            self.refer()
             position = self.resume()
             self.first_step = self.step
             if self.step >= steps and dist.get_rank() == 0:
@@ -119,12 +136,12 @@ class Trainer:
             watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=hurried))
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
-            feed = Feed(self.loader, self.state, self.num_micro_batches, self.cost, stop.requested)
+            feed = self.feed(self.loader, self.num_micro_batches, stop.requested)
             upcoming: StepBatches | End = feed.next() if self.step < steps else End("steps")
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
-                if self.step == 0:
+                if self.step == 0 and isinstance(self.learning.objective, NextToken):
                     self.require_first_loss(share)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
@@ -138,23 +155,64 @@ class Trainer:
                     self.save(position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
+            if (
+                self.eval_loader is not None
+                and upcoming.reason != "stop"
+                and self.first_step < self.step != self.evaluated_step
+            ):
+                self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
             self.settle()
             if self.saved_step != self.step:
                 self.save(position, asynchronous=False)
             return self.finish(upcoming.reason)
 
+    def feed(self, loader: Loader, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
+        """The steps of a loader."""
+        figures = self.eval_sources if loader is self.eval_loader else self.sources
+        options = {"objective": self.learning.objective, "num_sources": len(figures.names) if figures else 0}
+        return Feed(loader, self.state, num_micro_batches, self.cost, should_stop, **options)
+
+    def sources_of(self, data: DataConfig | None) -> Sources | None:
+        """What counts the sources of data apart; None: there are not several."""
+        if data is None or len(data.sources) == 1:
+            return None
+        # A replayed step tells its losses to nobody.
+        reads = isinstance(self.learning.objective, NextToken) and not self.recipe.train.cuda_graph
+        return Sources(data.source_names, self.state, self.device, reads_losses=reads)
+
+    def refer(self) -> None:
+        """Before any training: what the objective asks the model as it is now about all that the run will read."""
+        if self.learning.table is None:
+            return
+        train, start = self.recipe.train, copy.deepcopy(self.loader.state_dict())
+        feeds = [(self.feed(self.loader, self.num_micro_batches), train.steps)]
+        if self.eval_loader is not None:
+            count = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
+            feeds.append((self.feed(self.eval_loader, 1), count))
+        with parallel.using(self.state):
+            self.learning.fill_table(
+                rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches
+            )
+        self.model.reshard()  # without a backward, the root stays gathered
+        self.loader.load_state_dict(start)
+
     def forward_backward(self, batches: StepBatches) -> Tensor:
         """The gradients of one step; returns this rank's share of its loss, on the device."""
-        items = torch.tensor(max(1, batches.labels), device=self.device)
-        share = torch.zeros((), device=self.device)
-        last = len(batches.micro_batches) - 1
-        for index, rows in enumerate(batches.micro_batches):
-            sharding.reduce_gradients(self.model, is_last=index == last)
-            with loss.step(items, len(batches.micro_batches), num_tokens=max(1, batches.real_tokens)):
-                part = self.model(**to_device(rows, self.device), num_items_in_batch=items, use_cache=False).loss
-                part.backward()
-            share += part.detach()
+        items, tokens = max(1, batches.items), max(1, batches.real_tokens)
+        if self.captured is not None:
+            (rows,) = batches.micro_batches
+            share = self.captured(self.learning.inputs_of(rows), items, tokens)
+            if self.captured.replayed == 1 and dist.get_rank() == 0:
+                print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
+        else:
+            share, count = torch.zeros((), device=self.device), torch.tensor(items, device=self.device)
+            of = len(batches.micro_batches)
+            for index, rows in enumerate(batches.micro_batches, start=1):
+                sharding.reduce_gradients(self.model, is_last=index == of)
+                inputs, objective = self.learning.prepare(rows)
+                read = self.sources.reader(rows) if self.sources else None
+                share += self.micro_batch(inputs, count, tokens, of, objective=objective, read_losses=read)
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
@@ -169,6 +227,19 @@ class Trainer:
         size = self.model.config.get_text_config().vocab_size
         if refusal := first_loss.refusal(total, size, self.recipe.train.first_loss_limit):
             raise TrainingStopped(refusal)
+
+    def micro_batch(
+        self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
+    ) -> Tensor:
+        """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss.
+
+        Args:
+            options: of `loss.step`.
+        """
+        with loss.step(items, of, num_tokens=tokens, **options):
+            part = self.model(**inputs, num_items_in_batch=items, use_cache=False).loss
+            part.backward()
+        return part.detach()
 
     def update(self) -> tuple[float, float]:
         """Clips, and takes the step unless a gradient is not finite; returns the norm and the learning rate."""
@@ -203,28 +274,34 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
-        """The mean loss per label over `eval_batches` packed batches, the same ones each time; without that of routers."""
+        """The mean loss per item over `eval_batches` packed batches, the same ones each time; without that of routers."""
         recipe = self.recipe
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
         count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
-        feed = Feed(self.eval_loader, self.state, 1, self.cost)
-        started, total, labels = time.perf_counter(), torch.zeros((), device=self.device), 0
+        feed = self.feed(self.eval_loader, 1)
+        started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
+        counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
         self.model.eval()
         for _ in range(count):
             batches = feed.next()
             if isinstance(batches, End):
                 break
-            items = torch.tensor(max(1, batches.labels), device=self.device)
-            with loss.step(items, router_loss=False):
-                rows = to_device(batches.micro_batches[0], self.device)
-                total += self.model(**rows, num_items_in_batch=items, use_cache=False).loss * items
-            labels += batches.labels
+            items = torch.tensor(max(1, batches.items), device=self.device)
+            inputs, objective = self.learning.prepare(batches.micro_batches[0])
+            read = self.eval_sources.reader(batches.micro_batches[0]) if self.eval_sources else None
+            with loss.step(items, router_loss=False, objective=objective, read_losses=read):
+                total += self.model(**inputs, num_items_in_batch=items, use_cache=False).loss * items
+            labels, num_items = labels + batches.labels, num_items + batches.items
+            counts += numpy.array(batches.sources, dtype=numpy.int64).reshape(counts.shape)
         self.model.train()
         self.model.reshard()  # without a backward, the root stays gathered
-        if not labels:
-            raise ValueError("The evaluation data hold no labels (eval_data).")
-        mean = float(all_reduce(total, operation="add up the evaluation loss")) / labels
-        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=time.perf_counter() - started)
+        if not num_items:
+            raise ValueError(f"The evaluation data hold no {self.learning.objective.per} (eval_data).")
+        mean = float(all_reduce(total, operation="add up the evaluation loss")) / num_items
+        of_sources = self.eval_sources.figures(counts.tolist()) if self.eval_sources else None
+        seconds = time.perf_counter() - started
+        result = Evaluation(step=self.step, loss=mean, labels=labels, seconds=seconds, sources=of_sources)
+        self.evaluated_step = self.step
         for listener in self.listeners:
             listener.on_evaluation(result)
         return result
@@ -342,7 +419,10 @@ class Trainer:
         if self.adapted is None:
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, self.recipe.directory / "adapter")
-        return self.recipe.directory / "adapter"
+        if not self.recipe.lora.merge:
+            return self.recipe.directory / "adapter"
+        lora.merge(self.adapted)
+        return setup.export(self.recipe, self.model, self.parts)
 
     def exported_before(self) -> Path | None:
         """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
@@ -392,6 +472,7 @@ class Trainer:
             peak_memory_gib=self.peak_memory() / 2**30 if self.device.type == "cuda" else None,
             expert_load=self.expert_load(),
             skipped=not math.isfinite(norm),
+            sources=self.sources.figures(batches.sources) if self.sources else None,
         )
         for listener in self.listeners:
             listener.on_step(record)

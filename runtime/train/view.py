@@ -17,6 +17,7 @@ from rich.text import Text
 
 from patchgen.runtime.data.problems import ALL_USED
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary
+from patchgen.runtime.train.sources import SourceFigures
 
 BARS = " ▁▂▃▄▅▆▇█"
 ENDINGS = {
@@ -54,10 +55,14 @@ class PlainView(Listener):
         left = self._clock.left(record)
         if record.step % self.every == 0 or record.skipped:
             print("   ".join(f"{name} {value}" for name, value in cells(record, self._clock.steps, left)), flush=True)
+            if record.sources:
+                print(f"     {of_sources(record.sources)}", flush=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         print(
-            f"step {evaluation.step}   evaluation loss {evaluation.loss:.4f}   {evaluation.labels} labels", flush=True
+            f"step {evaluation.step}   evaluation loss {evaluation.loss:.4f}   {evaluation.labels} labels"
+            + (f"\n     {of_sources(evaluation.sources)}" if evaluation.sources else ""),
+            flush=True,
         )
 
     def on_end(self, summary: Summary) -> None:
@@ -97,6 +102,8 @@ class LiveView(Listener):
             table.add_row(*(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in row))
         width = max(20, self._console.width - 6)
         parts = [self._progress, table, Text(bars(self._losses, width), style="cyan")]
+        if record.sources:
+            parts.append(Text(of_sources(record.sources), style="dim"))
         if self._evaluation is not None:
             parts.append(Text(f"evaluation at step {self._evaluation.step}: loss {self._evaluation.loss:.4f}"))
         self._live.update(Panel(Group(*parts), title=self._start.name), refresh=True)
@@ -146,6 +153,12 @@ def cells(record: StepRecord, steps: int, left: str) -> list[tuple[str, str]]:
         found.append(("busiest expert", f"{record.expert_load:.1f}x"))
     found.append(("left", left))
     return found
+
+
+def of_sources(sources: dict[str, SourceFigures]) -> str:
+    """The loss and the tokens of each source in one line."""
+    losses = {name: "-" if one.loss is None else f"{one.loss:.4f}" for name, one in sources.items()}
+    return "   ".join(f"{name} {losses[name]} ({one.tokens:,} tokens)" for name, one in sources.items())
 
 
 def ending(summary: Summary) -> str:

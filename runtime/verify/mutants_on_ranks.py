@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.utils.generic import is_flash_attention_requested
 
 from patchgen.runtime import attention, parallel, registry, seams
 from patchgen.runtime.parallel import selfcheck, sharding
@@ -153,20 +152,14 @@ def _compared(known: Yardstick, layout: Layout, case: str) -> mutants.Verdict:
 
 @contextlib.contextmanager
 def _attending_as_a_run(known: Yardstick) -> Iterator[None]:
-    """Upstream's model under the attention of a run, lengths of media and a mask of its router loss included: the change may
-    lie in what only another attention runs, and where its file holds two forms of one computation, in one of the two."""
+    """Upstream's model under the attention of a run, and with a mask of its router loss."""
     module = vars(sys.modules[type(known.model).__module__])
     before = {name: module[name] for name in known.router_functions if inspect.isfunction(module.get(name))}
-    after: dict[str, Callable] = {name: _with_mask(function) for name, function in before.items()}
-    for name, value in module.items():
-        if value is is_flash_attention_requested:
-            before[name], after[name] = value, lambda *_, **__: True
-    module.update(after)
-    known.model.set_attn_implementation(known.attention)
+    module.update({name: _with_mask(function) for name, function in before.items()})
     try:
-        yield
+        with mutants.attending_as_a_run(known.model, known.attention):
+            yield
     finally:
-        known.model.set_attn_implementation("eager")
         module.update(before)
 
 

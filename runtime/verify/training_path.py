@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from patchgen.runtime import attention
+from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.shrink import shrink, with_dropout
@@ -40,7 +41,7 @@ from patchgen.runtime.verify.training_checks import Check, Comparison, told
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ON_CPU = ("patchgen_sdpa", "patchgen_eager")
+ON_CPU = tuple(name for name in attention.ORDER if BACKENDS[name].has_cpu_backward)
 """Attention that runs on the CPU without compiling; others are stood in for by the fastest of them with the features."""
 
 

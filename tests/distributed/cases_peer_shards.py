@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, sharding, undivided
-from patchgen.runtime.parallel.peer_shards import PeerGroup
+from patchgen.runtime.parallel.peer_shards import PeerGroup, PeerShards
 from patchgen.runtime.parallel.state import ParallelState
 
 DEVICE = "cpu"
@@ -128,6 +130,34 @@ def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
     model(batch(1)).backward()
     own = [undivided.local(p.grad) for p in model.layers[0].parameters() if p.grad is not None]
     return [bool(gradient.isnan().all()) for gradient in own]
+
+
+def a_sum_lives_until_it_was_waited_for() -> int:
+    """The stream that sums may still write when the other one asks for memory; returns how many sums were looked at."""
+    model = sharded("peer_memory")
+    sum_parts, reduce = peer_shards.sum_parts, PeerShards.reduce
+    written: list[weakref.ref[Tensor]] = []
+
+    def noted(own, received, words, out, **options):
+        written.append(weakref.ref(out._base))
+        return sum_parts(own, received, words, out, **options)
+
+    def checked(self, group, gradients):
+        written.clear()
+        event = reduce(self, group, gradients)
+        assert written and all(one() is not None for one in written)
+        checked.count += 1
+        return event
+
+    checked.count = 0
+    peer_shards.sum_parts, PeerShards.reduce = noted, checked
+    try:
+        for micro in range(2):  # the sums of the second are added to the gradients that the first left
+            sharding.reduce_gradients(model, is_last=micro == 1)
+            model(batch(micro)).backward()
+    finally:
+        peer_shards.sum_parts, PeerShards.reduce = sum_parts, reduce
+    return checked.count
 
 
 def a_change_is_seen_by_all() -> None:

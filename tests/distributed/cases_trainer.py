@@ -59,6 +59,32 @@ def train_and_evaluate(values: dict) -> tuple[list[float], list[Evaluation]]:
     return [record.loss for record in kept.steps], kept.evaluations
 
 
+def figures_of_sources(values: dict) -> list[tuple[float, int, dict]]:
+    """Loss, labels and the figures of the sources of each step, then of each evaluation."""
+    kept = Kept()
+    Trainer(from_dict(values), torch.device("cpu"), (kept,)).run()
+    assert all(one.step == values["train"]["steps"] for one in kept.evaluations)
+    return [(one.loss, one.labels, one.sources) for one in (*kept.steps, *kept.evaluations)]
+
+
+def losses_by_document(values: dict, count: int) -> list[list[tuple[int, int, float]]]:
+    """Source, labels and loss of each document of the first micro-batches, alone in plain transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(values["model"]["source"], dtype=torch.float32).eval()
+    found = []
+    for row in global_rows(values, count):
+        documents, bounds = [], row["cu_seq_lens_q"].tolist()
+        for source, (start, end) in zip(row["document_sources"].tolist(), itertools.pairwise(bounds), strict=True):
+            labels = row["labels"][:, start:end]
+            if (learned := int((labels[:, 1:] != -100).sum())) and source >= 0:
+                with torch.no_grad():
+                    loss = float(model(input_ids=row["input_ids"][:, start:end], labels=labels).loss)
+                documents.append((source, learned, loss * learned))
+        found.append(documents)
+    return found
+
+
 def learning_rates(values: dict) -> list[float]:
     """The learning rates of the steps that a run takes."""
     kept = Kept()

@@ -33,6 +33,10 @@ def test_a_change_is_seen_by_all(two_ranks):
     two_ranks.run(cases.a_change_is_seen_by_all)
 
 
+def test_a_sum_lives_until_it_was_waited_for(two_ranks):
+    assert all(count >= 6 for count in two_ranks.run(cases.a_sum_lives_until_it_was_waited_for))
+
+
 def test_ranks_that_sum_different_gradients_get_nan(two_ranks):
     assert all(all(found) for found in two_ranks.run(cases.ranks_that_sum_different_gradients_get_nan))
 

@@ -1,18 +1,14 @@
-"""A recipe on one rank, on four in several layouts, and a plain loop around upstream's model: the same curve.
-
-The plain loop uses nothing of the runtime but the packed rows themselves: transformers' model in fp32 with its own loss,
-torch's AdamW and clipping, and a schedule written out again.
-"""
+"""A recipe on one rank, on four in several layouts, and a plain loop around upstream's model: the same curve."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from pathlib import Path
 
 import cases_trainer as cases
 import pytest
 import torch
+from plain_training import plain_loop
 from rounding import UNITS, error, require_rounding
 
 LAYOUTS = {
@@ -25,37 +21,10 @@ LAYOUTS = {
 }
 
 
-def plain_loop(folder: Path, steps: int, rows: list[dict]) -> list[float]:
-    """Thirty lines of transformers and torch: the losses before each update."""
+def upstream(folder: Path) -> torch.nn.Module:
     from transformers import Qwen3MoeForCausalLM
 
-    model = Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager").train()
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    losses = []
-    for step in range(steps):
-        documents = []
-        for row in rows[4 * step : 4 * step + 4]:
-            bounds = row["cu_seq_lens_q"].tolist()
-            documents += [row["input_ids"][:, a:b] for a, b in itertools.pairwise(bounds)]
-        count = sum(ids.shape[1] - 1 for ids in documents)
-        total = 0.0
-        for ids in documents:
-            if ids.shape[1] > 1:  # unpacked: each document is a row of its own
-                loss = model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1) / count
-                loss.backward()
-                total += float(loss.detach())
-        done = (step - 3) / (steps - 3)
-        share = (step + 1) / 3 if step < 3 else 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * share
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
+    return Qwen3MoeForCausalLM.from_pretrained(folder / "start", attn_implementation="eager").train()
 
 
 def curves(folder: Path, tmp_path: Path, steps: int, layouts: dict, one_rank, four_ranks) -> dict[str, list[float]]:
@@ -66,7 +35,7 @@ def curves(folder: Path, tmp_path: Path, steps: int, layouts: dict, one_rank, fo
         values = cases.recipe_of(folder, parallel=layout, **run)
         found[name] = (one_rank if name == "one rank" else four_ranks).run(cases.train, values, timeout=900)[0][0]
     rows = one_rank.run(cases.global_rows, values, 4 * steps)[0]
-    found["transformers"] = plain_loop(folder, steps, rows)
+    found["transformers"] = plain_loop(upstream(folder), steps, rows)
     return found
 
 

@@ -36,6 +36,52 @@ def test_evaluation_is_the_same_on_any_ranks_and_changes_nothing(trainer_folder,
     assert [one.labels for one in found["four"]] == [one.labels for one in found["one"]]
 
 
+def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
+    trainer_folder, tmp_path, one_rank, four_ranks
+):
+    """Step by step, and by the evaluation at the end, which no `eval_every` asks for."""
+    lines = (trainer_folder / "text.jsonl").read_text().splitlines(keepends=True)
+    sources = []
+    for name, part in (("a", lines[: len(lines) // 3]), ("b", lines[len(lines) // 3 :])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "name": name, "weight": 1})
+    values = cases.recipe_of(
+        trainer_folder,
+        data={"sources": sources},
+        optim={"warmup_steps": 0},
+        train={"steps": 2, "batches_per_step": 4, "eval_batches": 4},
+    )
+    values["eval_data"] = {**values["data"], "seed": 7}
+    documents = [one for row in one_rank.run(cases.losses_by_document, values, 4)[0] for one in row]
+    assert {source for source, _, _ in documents} == {0, 1}
+    found = {}
+    for name, pool, layout, kernel in (
+        ("linear", one_rank, {}, "linear"),
+        ("eager", one_rank, {}, "eager"),
+        ("four", four_ranks, FOUR, "chunked"),
+    ):
+        run = {
+            **values,
+            "parallel": layout,
+            "kernels": {"causal_lm_loss": kernel},
+            "log": {"directory": str(tmp_path / name)},
+        }
+        found[name] = pool.run(cases.figures_of_sources, run)[0]
+        assert len(found[name]) == 3
+        for loss, labels, figures in found[name]:
+            assert sum(one.labels for one in figures.values()) == labels
+            require_rounding(sum(one.loss * one.labels for one in figures.values()) / labels, loss)
+        for number, figures in enumerate(found[name][0][2].values()):
+            own = [(labels, loss) for source, labels, loss in documents if source == number]
+            assert figures.labels == sum(labels for labels, _ in own)
+            require_rounding(figures.loss, sum(loss for _, loss in own) / figures.labels)
+    for name in ("eager", "four"):
+        for mine, first in zip(found[name], found["linear"], strict=True):
+            for key, figures in mine[2].items():
+                assert (figures.tokens, figures.labels) == (first[2][key].tokens, first[2][key].labels)
+                require_rounding(figures.loss, first[2][key].loss)
+
+
 def test_a_run_of_four_ranks_continues_on_one(trainer_folder, tmp_path, one_rank, four_ranks):
     values = cases.recipe_of(
         trainer_folder,

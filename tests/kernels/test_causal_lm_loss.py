@@ -9,7 +9,8 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from patchgen.kernels import causal_lm_loss
-from patchgen.kernels.causal_lm_loss import chunk_size, chunked_causal_lm_loss
+from patchgen.kernels.causal_lm_loss import chunk_size, chunked_causal_lm_loss, losses_of_rows
+from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
 
 VOCAB = 67
 
@@ -115,3 +116,30 @@ def test_chunk_sizes_are_powers_of_two_within_the_budget():
     for vocab_size in (500, 32_000, 151_936, 262_144):
         size = chunk_size(vocab_size)
         assert size & (size - 1) == 0 and size * vocab_size <= causal_lm_loss.CHUNK_LOGITS
+
+
+@pytest.mark.parametrize("kernel", [chunked_causal_lm_loss, linear_causal_lm_loss])
+def test_the_losses_of_tokens_are_read_and_nothing_else_changes(kernel):
+    torch.manual_seed(0)
+    head = nn.Linear(16, VOCAB)
+    hidden, labels = torch.randn(2, 21, 16, requires_grad=True), torch.randint(0, VOCAB, (2, 21))
+    labels[0, 5:9] = -100
+    results, read = [], []
+    for reader in (None, read.append):
+        _, loss = kernel(
+            head,
+            hidden,
+            labels,
+            loss_function=ForCausalLMLoss,
+            vocab_size=VOCAB,
+            num_items_in_batch=9,
+            read_losses=reader,
+        )
+        results.append([loss.detach(), *torch.autograd.grad(loss, [hidden, *head.parameters()])])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    shifted = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    expected = nn.functional.cross_entropy(head(hidden).flatten(0, 1), shifted, reduction="none")
+    (losses,) = read
+    assert not losses.requires_grad
+    require_rounding(losses, expected.detach())
+    require_rounding(losses_of_rows(head(hidden), shifted.view(2, 21)), expected.detach())

@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
-from patchgen.commands import examination, source_keys
+from patchgen.commands import examination
 from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
+from patchgen.runtime.verify import source_keys
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
-COMMANDS += ("mutate", "export", "convert", "fingerprint", "train", "doctor")
+COMMANDS += ("mutate", "export", "convert", "fingerprint", "train", "data", "doctor")
 MODEL = "qwen3"
 
 

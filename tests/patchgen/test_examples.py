@@ -14,6 +14,7 @@ import patchgen
 from patchgen import upstream
 from patchgen.passes import PASSES, hand_edits, prune
 from patchgen.passes.base import Example, Pass
+from patchgen.runtime.verify import source_closure, source_keys
 
 ROOTS = {"prune": ("Model",)}
 EXAMPLES = [(kind, example) for kind in PASSES for example in kind.EXAMPLES]
@@ -85,6 +86,52 @@ def test_no_model_name_stands_in_general_code():
             parts = {part.lower() for word in re.findall(r"[A-Za-z0-9_]+", line) for part in _camel_parts(word)}
             found += [f"{path.name}:{number}: {name}" for name in sorted(names & (words | parts))]
     assert found == []
+
+
+def test_no_model_type_stands_in_what_generating_runs():
+    """In strings and identifiers, as words or at the beginning of a class's name. Docstrings may give examples; the configs
+    of single models are looked up by their names and are left out. What is an English word or a term, too, is listed.
+    """
+    terms = {"align", "auto", "clip", "git"}
+    release = upstream.open_release()
+    types = {
+        *release.modeling_files,
+        *release.auto_map("CONFIG_MAPPING_NAMES"),
+        *release.auto_map("MODEL_MAPPING_NAMES"),
+    }
+    assert {"llama", "gemma3_text", "qwen3_omni_moe_thinker"} <= types and len(types) > 400
+    wanted = {_plain(name) for name in types if len(name) > 2} - terms
+    files = source_closure.closure(source_keys.GENERATOR, (source_closure.PACKAGE,), without=source_closure.RUNTIME)
+    assert len(files) > 2 * len(PASSES) and not any(name.startswith("patchgen.model_configs.") for name in files)
+    found = [
+        f"{name}: {word}"
+        for name, path in files.items()
+        for word in _words(ast.parse(path.read_text()))
+        if wanted & {_plain(part) for part in (word, *_camel_parts(word))}
+    ]
+    assert found == []
+    planted = ast.parse("def f(x):\n    return x if 'llama' in kinds else Qwen3MoeExperts(x, gemma3_text=1)")
+    assert {"llama", "Qwen3MoeExperts", "gemma3_text"} <= {*_words(planted)}
+    assert wanted >= {_plain(part) for part in ("llama", "Qwen3Moe", "gemma3_text")}
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[_-]", "", name).lower()
+
+
+def _words(tree: ast.Module) -> list[str]:
+    """The identifiers of code and the words of its strings, without docstrings."""
+    stated = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            words += (
+                re.findall(r"[\w-]+", node.value) if isinstance(node.value, str) and id(node) not in stated else []
+            )
+        else:
+            values = (getattr(node, field) for field in node._fields)
+            words += [value for value in values if isinstance(value, str)]
+    return words
 
 
 def _camel_parts(word: str) -> list[str]:

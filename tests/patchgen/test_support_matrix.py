@@ -8,8 +8,9 @@ import shutil
 import pytest
 
 from patchgen import provenance
-from patchgen.commands import proof, records, support_matrix
+from patchgen.commands import proof, support_matrix
 from patchgen.errors import PatchgenError
+from patchgen.runtime.verify import records
 
 
 def test_the_matrix_is_what_the_records_say():

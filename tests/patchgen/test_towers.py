@@ -9,7 +9,8 @@ from generation_cases import applied
 
 from patchgen import pipeline, source, upstream
 from patchgen.anatomy import Role, study
-from patchgen.anatomy.towers import Unread, chunked_convolution, layer_loop
+from patchgen.anatomy.towers import chunked_convolution, layer_loop
+from patchgen.errors import LeftAlone
 from patchgen.passes.fill_back import FillBack, language_parts, towers_held_whole
 
 
@@ -63,7 +64,7 @@ def test_chunks_of_sound_are_divided_up_to_the_selection_of_what_is_no_padding(m
     ],
 )
 def test_other_towers_say_why_they_are_computed_whole(model, role, why):
-    with pytest.raises(Unread, match=why):
+    with pytest.raises(LeftAlone, match=why):
         layer_loop(*towers(model, role))
 
 
@@ -122,7 +123,7 @@ def changed(model: str, *edits: tuple[str, str]):
 def test_a_method_of_the_same_name_is_no_question_for_lengths():
     found = changed("qwen3_vl", ("is_flash_attention_requested(self.config)", "self.is_flash_attention_requested()"))
     anatomy = study(source.parse(found.text, found.path), found)
-    with pytest.raises(Unread, match="does not choose between lengths"):
+    with pytest.raises(LeftAlone, match="does not choose between lengths"):
         layer_loop(anatomy, anatomy.with_role(Role.VISION)[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from transformers import BloomConfig, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from patchgen.runtime import attention, model_calls
-from patchgen.runtime.attention_backends import BACKENDS, FEATURES
+from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention
 from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.verify import training_path
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.small_config import small_config
 
@@ -287,6 +289,22 @@ def test_layers_that_are_computed_again_attend_as_before():
 # ----------------------------------------------------------------------------------------------- choosing an attention
 
 
+def test_where_there_is_a_gpu_the_cpu_still_computes_by_what_trains_on_it(monkeypatch):
+    """Proofs are made on the CPU of the machine that trains, whatever its GPUs would take."""
+    for name, backend in list(BACKENDS.items()):
+        monkeypatch.setitem(BACKENDS, name, replace(backend, unavailable=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert attention.choose() == attention.ORDER[0] == "patchgen_flash_attention_4"
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    for asked in ([], *([feature] for feature in FEATURES)):
+        chosen = attention.choose(asked, device_type="cpu")
+        assert chosen in training_path.ON_CPU
+    request = Attention(causal=True, scaling=1.0)
+    for name in training_path.ON_CPU:
+        (gradient,) = torch.autograd.grad(BACKENDS[name].function(q, q, q, request).sum(), q)
+        assert gradient.isfinite().all(), name
+
+
 def test_the_fastest_attention_with_all_features_is_chosen():
     assert set(attention.ORDER) == set(BACKENDS)
     for device_type in ("cpu", "cuda"):
@@ -294,8 +312,8 @@ def test_the_fastest_attention_with_all_features_is_chosen():
             chosen = attention.choose(asked, device_type=device_type)
             assert not attention.lacks(chosen, asked, device_type=device_type)
             faster = [name for name in attention.ORDER[: attention.ORDER.index(chosen)] if name in ON_CPU]
-            if device_type == "cpu":  # flex_attention has no backward there
-                faster = [name for name in faster if name != "patchgen_flex_attention"]
+            if device_type == "cpu":
+                faster = [name for name in faster if BACKENDS[name].has_cpu_backward]
             assert all(attention.lacks(name, asked, device_type=device_type) for name in faster)
     assert attention.lacks("patchgen_flex_attention", ["sinks"], device_type="cpu") == ("sinks",)
     assert attention.lacks("patchgen_flex_attention", ["sinks"], device_type="cuda") == ()

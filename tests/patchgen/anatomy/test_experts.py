@@ -9,8 +9,8 @@ from generation_cases import edited, load
 
 from patchgen import source
 from patchgen.anatomy import study
-from patchgen.anatomy.experts import ExpertsFormula, Unread, read_experts
-from patchgen.errors import PassMismatch
+from patchgen.anatomy.experts import ExpertsFormula, read_experts
+from patchgen.errors import Missed, PassMismatch
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_ops import FusedOps
 
@@ -25,7 +25,7 @@ ACTIVATED = "current_hidden_states = self.act_fn(gate) * up\n"
 PAD = " " * 12
 
 
-def read(owner: str, *edits: tuple[str, str]) -> ExpertsFormula | Unread:
+def read(owner: str, *edits: tuple[str, str]) -> ExpertsFormula:
     origin = edited(UPSTREAM[owner], *edits) if edits else UPSTREAM[owner]
     return read_experts(study(source.parse(origin.text, origin.path), origin), owner)
 
@@ -98,7 +98,8 @@ SAME = {
 
 @pytest.mark.parametrize("case", GUESSED)
 def test_what_only_looks_like_the_formula_is_unread(case):
-    assert isinstance(read("Qwen3MoeExperts", *GUESSED[case]), Unread)
+    with pytest.raises(Missed):
+        read("Qwen3MoeExperts", *GUESSED[case])
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -109,18 +110,21 @@ def test_what_means_the_formula_is_read(case):
 def test_a_learned_number_in_a_gate_is_unread():
     """A kernel would fold it into a constant."""
     assert read("GptOssExperts").apply_gate == "_apply_gate"
-    found = read(
-        "GptOssExperts", ("self.alpha = config.swiglu_alpha", "self.alpha = nn.Parameter(torch.tensor(1.702))")
-    )
-    assert isinstance(found, Unread) and found.found == "self._apply_gate: self.alpha"
+    learned = ("self.alpha = config.swiglu_alpha", "self.alpha = nn.Parameter(torch.tensor(1.702))")
+    with pytest.raises(Missed) as caught:
+        read("GptOssExperts", learned)
+    assert caught.value.found == "self._apply_gate: self.alpha"
 
 
 def test_a_weight_that_may_be_something_else_is_unread():
-    twice = read("Qwen3MoeExperts", within("def reset(self):\n        self.down_proj = self.made()"))
-    assert isinstance(twice, Unread) and twice.expected == "Qwen3MoeExperts.down_proj = nn.Parameter(...)"
-    assert twice.found.startswith("nn.Parameter(torch.empty(") and twice.found.endswith(") or self.made()")
-    outside = read("Qwen3MoeExperts", above("def change(experts):\n    experts.down_proj = None"))
-    assert isinstance(outside, Unread) and outside.found == "no self.down_proj"
+    with pytest.raises(Missed) as twice:
+        read("Qwen3MoeExperts", within("def reset(self):\n        self.down_proj = self.made()"))
+    found = twice.value.found
+    assert twice.value.expected == "Qwen3MoeExperts.down_proj = nn.Parameter(...)"
+    assert found.startswith("nn.Parameter(torch.empty(") and found.endswith(") or self.made()")
+    with pytest.raises(Missed) as outside:
+        read("Qwen3MoeExperts", above("def change(experts):\n    experts.down_proj = None"))
+    assert outside.value.found == "no self.down_proj"
 
 
 def test_a_norm_of_each_row_is_read():

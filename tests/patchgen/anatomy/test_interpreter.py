@@ -8,7 +8,8 @@ import textwrap
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.interpreter import Interpreter, Unreadable
+from patchgen.anatomy.interpreter import Interpreter
+from patchgen.errors import Missed
 
 FILE = """
 import torch
@@ -95,6 +96,7 @@ READ = {
     "p.sum((1, 2)).gt(0)": ("hit", CHOICE),
     "torch.greater(p.sum((1, 2)), 0).nonzero()": ("hits", CHOICE),
     "torch.nonzero(p.sum((1, 2)))": ("hits", CHOICE),
+    "torch.nonzero(p.sum((1, 2)), as_tuple=False)": ("hits", CHOICE),
     "hits.squeeze(-1)": ("hits", CHOICE),
     "hits.squeeze(1)": ("hits", CHOICE),
     "torch.where(p[e])": SELECTED,
@@ -159,6 +161,8 @@ UNREAD = (
     "mask.permute(2, 1)", "mask.permute(2, 2, 0)", "x.permute(2, 1, 0)", "mask.permute(2, 1, e)",
     "p.sum((0, 1))", "mask.sum((1, 2))", "p.sum(0)", "p.sum()", "x.sum((0, 1))", "p.sum((1, 2), True)",
     "p.sum((1, 2)) >= 0", "p.sum((1, 2)) > 1", "p.sum((1, 2)).gt(1)", "0 < p.sum((1, 2)) > 0", "p.sum((1, 2)) == 0", "p > 0",
+    "p.sum((1, e))", "p.sum(dim=(1, 2, e))", "p.sum((1, x))", "p.sum((True, 2))", "p.permute(0, 1, 2, e)", "p.permute((0, e, 2))",
+    "p.sum((1, 2)).nonzero(as_tuple=x)", "p.sum((1, 2)).nonzero(as_tuple=0)", "p[e].nonzero(as_tuple=1)", "p[e].nonzero(as_tuple=e)",
     "p.nonzero()", "p[e].nonzero()", "hits.squeeze(0)", "p[e].squeeze(1)", "hits.squeeze()", "x.squeeze(0)", "hits.nonzero()",
     "torch.where(mask[e])", "torch.where(p[0])", "torch.where(p)", "p[e].where()", "torch.where(p[e], x, x)",
     "index != e", "e == index", "x.any()", "p.any()", "e != self.n", "e == 8", "not x", "e[1]", "x.item()", "float(e)",
@@ -200,7 +204,7 @@ def test_an_operation_is_read(code: str):
 
 @pytest.mark.parametrize("code", UNREAD)
 def test_an_operation_is_left_unread(code: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         run(f"return {code}")
 
 
@@ -233,7 +237,7 @@ def test_statements_are_read(code: str):
 
 @pytest.mark.parametrize("code", UNREAD_STATEMENTS)
 def test_statements_are_left_unread(code: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         run(code)
 
 
@@ -274,13 +278,13 @@ def test_a_loop_adds_the_rows_of_each_expert(header: str):
 
 @pytest.mark.parametrize(("header", "body"), UNREAD_LOOPS)
 def test_another_loop_is_unread(header: str, body: str):
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         loop(header, body)
 
 
 def test_a_loop_with_an_else_is_unread():
     made = interpreter(ABOVE_LOOP)
-    with pytest.raises(Unreadable):
+    with pytest.raises(Missed):
         made.loop(
             ast.parse(f"for e in hits:\n{textwrap.indent(LOOPS['for e in hits'], '    ')}\nelse:\n    pass").body[0]
         )

@@ -7,7 +7,8 @@ import ast
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, Unread, chunked_convolution, is_divided, layer_loop
+from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convolution, is_divided, layer_loop
+from patchgen.errors import LeftAlone
 
 TOWER = """
 from torch import nn
@@ -120,13 +121,13 @@ def test_another_form_gives_another_loop(edits: list, changed: dict):
     ],
 )
 def test_what_is_not_understood_is_unread(edit: tuple[str, str]):
-    with pytest.raises(Unread):
+    with pytest.raises(LeftAlone):
         read(edit)
 
 
 def test_rows_that_are_never_returned_are_unread():
     merges = ("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")
-    with pytest.raises(Unread, match="never returned"):
+    with pytest.raises(LeftAlone, match="never returned"):
         read(merges, (RETURN, RETURN.replace("merged", "grid_thw")))
 
 
@@ -136,9 +137,9 @@ def test_a_value_that_a_layer_writes_before_it_reads_it_is_its_own():
         read((CALL, "order = number\n            hidden_states = hidden_states + order\n            " + CALL)).rows
         == LOOP.rows
     )
-    with pytest.raises(Unread, match="read order"):
+    with pytest.raises(LeftAlone, match="read order"):
         read((CALL, "hidden_states = hidden_states + order\n            order = number\n            " + CALL))
-    with pytest.raises(Unread, match="read order"):
+    with pytest.raises(LeftAlone, match="read order"):
         read(
             (
                 CALL,
@@ -189,7 +190,18 @@ def chunks(*edits: tuple[str, str]) -> ChunkedConvolution | None:
 
 
 def test_padded_chunks_are_convolved_up_to_their_selection():
-    assert chunks() == ChunkedConvolution(2, 7, ("padded_feature", "padded_mask"), "embed")
+    assert chunks() == ChunkedConvolution(2, 7, ("padded_mask", "padded_feature"), "embed")
+    first = "self.act(self.conv1(padded_feature))\n        embed = embed * padded_mask"
+    product, turned = (
+        "self.act(self.conv1(padded_feature)) * padded_mask",
+        "padded_mask * self.act(self.conv1(padded_feature))",
+    )
+    for at_once in (product, turned):  # however it is written
+        assert chunks((first, at_once)) == ChunkedConvolution(2, 6, ("padded_mask", "padded_feature"), "embed")
+    names = [("padded_feature", "padded_sound"), ("padded_mask", "padded_tail")]
+    for at_once in (product, turned):
+        found = chunks((first, at_once), *names)
+        assert found == ChunkedConvolution(2, 6, ("padded_tail", "padded_sound"), "embed")
     assert chunks(("* padded_mask", "* 2")) == ChunkedConvolution(2, 7, ("padded_feature",), "embed")
 
 

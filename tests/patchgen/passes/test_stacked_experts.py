@@ -8,8 +8,8 @@ import textwrap
 import pytest
 
 from patchgen.anatomy import Role, study
-from patchgen.anatomy.experts import Unread, read_expert_list
-from patchgen.errors import PassMismatch
+from patchgen.anatomy.experts import read_expert_list
+from patchgen.errors import Missed, PassMismatch
 from patchgen.passes.base import Outcome
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.parallel_plan import ParallelPlan
@@ -296,8 +296,9 @@ def test_two_lists_in_one_block_are_a_miss():
     second = "        self.more = nn.ModuleList([ToyMLP(config) for _ in range(4)])\n"
     text = EXPERT.rstrip() + "\n" + second + HIT_LOOP + ROUTE + MODEL
     anatomy = study(parse(text), upstream_of(text))
-    found = read_expert_list(anatomy, anatomy.classes["ToyMoE"])
-    assert isinstance(found, Unread) and "['experts', 'more']" in found.found
+    with pytest.raises(Missed) as caught:
+        read_expert_list(anatomy, anatomy.classes["ToyMoE"])
+    assert "['experts', 'more']" in caught.value.found
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from patchgen.runtime.data import DataConfig, DataError, SourceConfig, build_loa
 from patchgen.runtime.data.cache import open_cache
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.sources import open_source
+from patchgen.runtime.data.transform import mappers_of
 
 
 def keys(folder: Path) -> set[str]:
@@ -41,7 +42,9 @@ def test_processes_that_start_together_end_with_the_same_tokens(tmp_path):
 def test_tokens_are_those_of_the_tokenizer_and_places_those_of_the_file(tmp_path):
     config, tokenizer = make_corpus(tmp_path)
     source = config.sources[0]
-    cache = open_cache(tmp_path, open_source(source), make_encoder(config, source, tokenizer), skip_bad=False)
+    cache = open_cache(
+        tmp_path, open_source(source), make_encoder(config, mappers_of(config)[0], tokenizer), skip_bad=False
+    )
     lines = Path(source.path).read_text().splitlines()
     assert len(cache) == len(lines)
     assert cache.tokens.dtype == np.uint16
@@ -89,7 +92,7 @@ def test_what_an_interrupted_process_left_is_not_taken_for_tokens(tmp_path):
         complete = False
 
     source = Source()
-    encoder = make_encoder(corpus[0], corpus[0].sources[0], corpus[1])
+    encoder = make_encoder(corpus[0], mappers_of(corpus[0])[0], corpus[1])
     with pytest.raises(Interrupted):
         open_cache(tmp_path / "cache", source, encoder, skip_bad=False)
     assert not list((tmp_path / "cache").glob("*.tmp"))
@@ -114,8 +117,8 @@ def test_bad_lines_are_counted_or_refused_with_file_and_line(tmp_path, streaming
     places = {where: reason for loader in loaders for _, where, reason in loader.counters.places}
     assert set(places) == {f"{path}:{line}" for line in (2, 3, 5, 7, 8)}
     assert "not readable" in places[f"{path}:2"]
-    assert places[f"{path}:3"] == "no field 'text', only other"
-    assert places[f"{path}:5"] == "field 'text' is int, expected str"
+    assert places[f"{path}:3"].startswith("the columns other (int) are of no row format that data.kind = text reads")
+    assert places[f"{path}:5"] == "column 'text' holds int, expected text (row format text)"
     assert "no character" in places[f"{path}:7"]
     assert places[f"{path}:8"] == "no tokens in the text"
     with pytest.raises(DataError, match=r"broken.jsonl:\d: .*on_bad"):

@@ -35,7 +35,7 @@ def special_ids(ids) -> list[str]:
 @given(question=pieces, answer=pieces, number=st.integers(0, 1))
 def test_a_conversation_has_the_special_tokens_of_its_template_only(question, answer, number):
     tokenizer = byte_tokenizer(TEMPLATES[number], {"box_token": "<|box|>"})
-    encoder = ChatEncoder(tokenizer, messages_field="messages", tools_field="tools")
+    encoder = ChatEncoder(tokenizer)
     messages = [{"role": "user", "content": f"q{question}q"}, {"role": "assistant", "content": f"b{answer}b"}]
     (found,) = encoder.encode([("x", {"messages": messages})])
     bare = answer.replace("\U000f0000", "")
@@ -47,7 +47,7 @@ def test_a_conversation_has_the_special_tokens_of_its_template_only(question, an
 @settings(max_examples=60)
 @given(text=pieces)
 def test_a_document_has_none_but_its_end(text):
-    encoder = TextEncoder(TOKENIZER, field="text", append_eos=True)
+    encoder = TextEncoder(TOKENIZER, append_eos=True)
     found = encoder.encode([("one", {"text": "plain"}), ("two", {"text": f"d{text}"}), ("three", {"text": "more"})])
     assert special_ids(found[1].ids) == ["<|im_end|>"]
     assert [TOKENIZER.decode(one.ids[:-1]) for one in found] == ["plain", f"d{text}".replace("\U000f0000", ""), "more"]
@@ -55,13 +55,13 @@ def test_a_document_has_none_but_its_end(text):
 
 def test_those_that_the_recipe_names_are_meant():
     text = "see <|box|>(1,2)<|box|> and <|im_start|>"
-    encoder = TextEncoder(TOKENIZER, field="text", append_eos=False, special_tokens=("<|box|>",))
+    encoder = TextEncoder(TOKENIZER, append_eos=False, special_tokens=("<|box|>",))
     (found,) = encoder.encode([("x", {"text": text})])
     assert special_ids(found.ids) == ["<|box|>", "<|box|>"]
     assert TOKENIZER.decode(found.ids) == text
-    assert encoder.fingerprint() != TextEncoder(TOKENIZER, field="text", append_eos=False).fingerprint()
+    assert encoder.fingerprint() != TextEncoder(TOKENIZER, append_eos=False).fingerprint()
     with pytest.raises(DataError, match=r"'<\|boxx\|>', which is no special token.*Near: <\|box\|>"):
-        TextEncoder(TOKENIZER, field="text", append_eos=False, special_tokens=("<|boxx|>",))
+        TextEncoder(TOKENIZER, append_eos=False, special_tokens=("<|boxx|>",))
 
 
 def test_it_is_told_once():

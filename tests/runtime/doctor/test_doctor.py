@@ -70,6 +70,15 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     assert report["export"].status == PASSED
 
 
+def test_pairs_are_no_text_with_labels(toy):
+    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": "dpo"}}
+    values["data"] |= {"kind": "preference", "sources": [{"path": "builtin:pairs"}]}
+    report = examine(from_dict(values), skip=SLOW)
+    assert report.exit_status == 0, report.text()
+    assert report["data"] == not_checked("it looks at data of kind text, chat, multimodal, and these are preference.")
+    assert report["weights"].status == PASSED
+
+
 def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
     report = examine(planted.planted(toy, "two heads", tmp_path / "planted"), skip=SLOW)
     assert report["packing"] == not_checked("it needs the model: see 'weights'.")

@@ -47,7 +47,27 @@ def test_a_dry_run_says_what_would_run():
         ({"parallel": {"ep": 3}}, 3, "does not divide"),
         ({"parallel": {"ep": 16}}, 16, "parallel.ep = 16: model.layers.0.mlp.experts.gate_up_proj has 8 experts"),
         ({"parallel": {"sp": 8}}, 8, "parallel.sp = 8: model.layers.0.self_attn has 4 query heads"),
-        ({"lora": {"target_parameters": ["mlp.experts.gate_up_proj"]}}, 2, "both at once is not supported"),
+        (
+            {"lora": {"target_parameters": ["mlp.gate.weight"]}},
+            2,
+            "so 2 ranks train such adapters of stacked experts only",
+        ),
+        (
+            {"lora": {"target_parameters": ["experts.gate_proj"]}},
+            1,
+            "experts.gate_proj matches nothing in Qwen3MoeForCausalLM. Its experts have mlp.experts.down_proj, "
+            "mlp.experts.gate_up_proj.",
+        ),
+        (
+            {"lora": {"target_parameters": ["mlp.experts.down_proj"], "layers_to_transform": [9]}},
+            1,
+            "mlp.experts.down_proj matches nothing in Qwen3MoeForCausalLM with lora.layers_to_transform.",
+        ),
+        (
+            {"lora": {"target_parameters": ["mlp.experts.gate_up_proj"], "dropout": 0.1}},
+            1,
+            "adapters of parameters have no dropout",
+        ),
         (
             {
                 "data": {"sources": [{"path": "builtin:stdlib"}]},
@@ -188,3 +208,15 @@ def test_checkpointing_and_slices_lower_the_estimate():
     assert activations(activation_checkpointing="full") < activations(activation_checkpointing="selective")
     assert activations(activation_checkpointing="selective") < activations()
     assert activations(sp=2) * 2 == activations()
+
+
+def test_of_adapters_the_estimate_counts_what_peft_would_train_and_nothing_that_is_frozen():
+    import peft
+
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    recipe = recipe_of(lora={"rank": 4, "target_parameters": stacked})
+    found = memory.estimate(model.build_on_meta(recipe), recipe, ParallelConfig.for_world(1), None, fused_loss=True)
+    wanted = peft.LoraConfig(r=4, target_modules=list(recipe.lora.target_modules), target_parameters=stacked)
+    adapted = peft.get_peft_model(model.build_on_meta(recipe), wanted)
+    trained = sum(4 * parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    assert (found.gradients, found.optimizer) == (trained, 2 * trained) and trained

@@ -11,6 +11,7 @@ import pytest
 from patchgen.runtime.train import page, run_log, view
 from patchgen.runtime.train.recipe import RecipeError
 from patchgen.runtime.train.records import Evaluation, RunStart, StepRecord, Summary, TrainingStopped
+from patchgen.runtime.train.sources import SourceFigures
 
 START = RunStart(
     name="mine", directory="runs/mine", steps=4, first_step=0, devices=2, device="cpu", parameters=3_000_000,
@@ -130,6 +131,37 @@ def test_the_page_is_one_file_with_plots_and_escapes_what_it_shows(tmp_path):
     assert "src=" not in text and "href=" not in text, "nothing is fetched"
     assert ("last loss", "1.0000") in page.figures(run_log.read(tmp_path))
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_sources_are_logged_shown_and_tracked(tmp_path, capsys):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, listener, plain = run_log.RunLog(tmp_path), page.RunPage(tmp_path), view.PlainView()
+    tracker = run_log.Tracker("tensorboard", "patchgen", tmp_path)
+    for one in (log, listener, plain, tracker):
+        one.on_start(START)
+        for step in (1, 2):
+            sources = {"a <b>": SourceFigures(40 * step, 30, 2.5 / step), "rest": SourceFigures(600, 0, None)}
+            one.on_step(record(step, sources=sources))
+        one.on_evaluation(
+            Evaluation(step=2, loss=1.5, labels=10, seconds=0.1, sources={"a <b>": SourceFigures(9, 8, 1.5)})
+        )
+        one.on_end(END)
+        one.close()
+    first, _, evaluated = run_log.read(tmp_path)
+    assert first["sources"] == {
+        "a <b>": {"tokens": 40, "labels": 30, "loss": 2.5},
+        "rest": {"tokens": 600, "labels": 0, "loss": None},
+    }
+    assert evaluated["eval_sources"] == {"a <b>": {"tokens": 9, "labels": 8, "loss": 1.5}}
+    assert "a <b> 1.2500 (80 tokens)   rest - (600 tokens)" in capsys.readouterr().out
+    text = (tmp_path / "index.html").read_text()
+    assert "<td>a &lt;b&gt;<td>120<td>60" in text
+    assert "loss of a &lt;b&gt;" in text
+    assert "loss of rest" not in text
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [one.value for one in events.Scalars("train/loss/a <b>")] == [2.5, 1.25]
 
 
 def test_the_page_is_alive_while_a_run_takes_its_steps(tmp_path):

@@ -207,3 +207,25 @@ def test_adapters_train_on_one_device(device, text, expected, tmp_path):
     assert all(map(math.isfinite, got)) and got[-1] < got[0]
     assert abs(got[0] - expected[0]) < 0.02 * expected[0]
     assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ep", [1, 2])
+def test_replayed_steps_have_the_losses_of_those_without_a_graph(text, tmp_path, ep):
+    """On two GPUs, rows of other documents in each step, an evaluation in between."""
+    require_two("cuda")
+    found = {}
+    for replays in (False, True):
+        place = tmp_path / str(replays)
+        values = recipe(
+            text,
+            place,
+            data={"pad_batches": True},
+            eval_data={"sources": [{"path": str(text)}], "tokens_per_batch": 512},
+            parallel={"param_dtype": "bfloat16", "ep": ep},
+            train={"steps": STEPS, "batches_per_step": 2, "cuda_graph": replays, "eval_every": 5, "eval_batches": 2},
+        )
+        told = run("cuda", values, ranks=2)
+        assert ("Steps are replayed as a CUDA graph from step 2 on." in told) == replays
+        found[replays] = losses(place)
+    assert found[True] == pytest.approx(found[False], rel=3e-3)

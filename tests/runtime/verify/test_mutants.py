@@ -82,6 +82,13 @@ def test_the_parts_of_a_composed_model_are_the_changed_ones():
     assert gemma3.Gemma3TextModel.__module__ == judge.origin.module
 
 
+def test_one_of_two_forms_of_an_attention_over_lengths_is_compared_as_a_run_computes():
+    """The loop over images is upstream's other form of one attention: a run takes the lengths, of both models."""
+    judge = Judge(upstream.load("qwen2_vl"))
+    scaled = edited(judge.origin.text, "torch.cat(attn_outputs, dim=1)", "torch.cat(attn_outputs, dim=1) * 1.25")
+    assert judge.verdict(scaled).kind == EQUAL
+
+
 def test_what_raises_or_has_no_number_upstream_does_not_run():
     judge = Judge(upstream.load("llama"))
     for new in ("hidden_states = self.norm(missing)", "hidden_states = self.norm(hidden_states) * float('nan')"):

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import __version__, provenance, upstream
-from patchgen.commands import source_keys
-from patchgen.commands.committed_models import IN_ONE_PROCESS, Committed, docs
 from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import source_closure, source_keys
+from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, docs
 from patchgen.templates import render
 
 FILE = "coverage.json"

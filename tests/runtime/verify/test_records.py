@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from patchgen import provenance
-from patchgen.commands import records, source_keys
 from patchgen.commands.examination import digest, row
-from patchgen.runtime.verify import source_closure
+from patchgen.runtime.verify import records, source_closure, source_keys
 
 CODE = "\n\nUNUSED = 1\n"
 

@@ -1,0 +1,32 @@
+"""data: what a recipe learns, as text and as a page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from patchgen.errors import ConfigError, PatchgenError
+
+
+def show(path: Path, assignments: list[str], *, rows: int, html: Path | None, evaluation: bool) -> None:
+    """Prints the first packed rows of a recipe, or writes them to a page."""
+    try:
+        from patchgen.runtime.data import DataError
+        from patchgen.runtime.data.show_page import as_page
+        from patchgen.runtime.data.show_text import as_text
+        from patchgen.runtime.train import data_view
+        from patchgen.runtime.train import recipe as recipes
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"Data need the package {error.name}: `pip install 'patchgen[train]'`.") from error
+    try:
+        recipe = recipes.load(path, recipes.parse_overrides(assignments))
+        shown = data_view.view(recipe, rows=rows, evaluation=evaluation)
+    except recipes.RecipeError as error:
+        raise ConfigError(str(error)) from error
+    except DataError as error:
+        raise PatchgenError(str(error)) from error
+    if html is None:
+        print(as_text(shown, colour=sys.stdout.isatty()), end="")
+    else:
+        html.write_text(as_page(shown, title=recipe.name), encoding="utf-8")
+        print(f"Wrote {html}.")

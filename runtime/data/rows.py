@@ -1,0 +1,40 @@
+"""The rows of one source to the fields of its kind, by their format (`formats.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from patchgen.runtime.data import formats
+from patchgen.runtime.data.chat import require_messages
+from patchgen.runtime.data.config import Kind, SourceConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What `formats.fields_of` makes of the rows of a source; picklable."""
+
+    source: SourceConfig
+    kind: Kind
+
+    def __call__(self, where: str, row: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a row.
+
+        Raises:
+            BadSample: the row is of no format of the kind, or of several, or not of the one that the source names.
+        """
+        row = formats.renamed(where, row, self.source.columns)
+        name = self.source.row_format
+        if name == "auto":
+            name = formats.detect(where, row, self.kind)
+        else:
+            formats.require_format(where, row, name)
+        fields = formats.fields_of(where, row, name, self.kind)
+        for column in ("messages", "chosen", "rejected"):
+            if self.kind != "text" and isinstance(fields.get(column), list):
+                require_messages(where, fields[column])
+        return fields
+
+    def fingerprint(self) -> list[Any]:
+        """Changes with what the fields depend on beside the rows."""
+        return ["rows", self.kind, self.source.row_format, dict(sorted(self.source.columns.items()))]

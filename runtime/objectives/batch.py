@@ -1,0 +1,166 @@
+"""What an objective computes from: the hidden states of one micro-batch on one rank, and the documents that it holds.
+
+row        chosen_0 chosen_0 chosen_0 rejected_0 | rejected_0 chosen_1 rejected_1 padding      | between two SP ranks
+index      0        0        0        1          | 1          2        3          4
+document_sums((s,)) -> (5,)   the same on both ranks: each adds up its slice, then they are added up
+
+s tokens of this rank's slice   H hidden size   D documents of the whole row
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from patchgen.kernels.token_log_probs import per_token, token_log_probs
+from patchgen.runtime import model_calls
+from patchgen.runtime.objectives.base import Objective, sources_of
+from patchgen.runtime.parallel.batch import IGNORED
+from patchgen.runtime.parallel.collectives import all_reduce, gather_rows
+from patchgen.runtime.parallel.loss import current_step
+from patchgen.runtime.parallel.state import ParallelState
+
+OF_DOCUMENTS = "document_"
+"""Names of what a micro-batch says of its documents begin with it; the model does not take them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, within the forward of the model.
+
+    Attributes:
+        targets: `(s,)`, the token that each position predicts; IGNORED where nothing is learned.
+        ids: `(s,)`, the tokens.
+        index: `(s,)`, the number of each token's document.
+        num_documents: D.
+        num_samples: so many of them, the first, are samples; the others are padding.
+        padding: the id of the padding token; None: there is none.
+        state: the ranks.
+        extra: what the micro-batch says of its documents besides, by name without `document_`: `labels` ...
+        hidden: `(s, H)`.
+        head: maps `[1, C, H]` to `[1, C, V]`.
+        reference: `(D,)`, see `Objective.needs_reference`; None where there is none.
+        teacher: what `Objective.of_teacher` returned.
+    """
+
+    targets: Tensor
+    ids: Tensor
+    index: Tensor
+    num_documents: int
+    num_samples: int
+    padding: int | None
+    state: ParallelState
+    extra: Mapping[str, Any]
+    hidden: Tensor | None = None
+    head: Callable[[Tensor], Tensor] | None = None
+    reference: Tensor | None = None
+    teacher: Any = None
+
+    @property
+    def is_learned(self) -> Tensor:
+        """Bool `(s,)`."""
+        return self.targets != IGNORED
+
+    # ------------------------------------------------------------------------------------- of each token
+
+    def token_log_probs(self) -> Tensor:
+        """The log-probability of each target, `(s,)` in fp32 or wider; 0 where nothing is learned."""
+        return token_log_probs(self.head, self.hidden, self.targets)
+
+    def per_token(self, function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
+        """What a function makes of the logits of each token; see `kernels.token_log_probs.per_token`."""
+        return per_token(self.head, self.hidden, function, *given)
+
+    # ---------------------------------------------------------------------------------- of each document
+
+    def document_sums(self, values: Tensor) -> Tensor:
+        """The sums over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row."""
+        sums = values.new_zeros(self.num_documents, *values.shape[1:]).index_add(0, self.index, values)
+        if self.state.sp == 1:
+            return sums
+        parts = gather_rows(sums, self.state.sp_group, operation="add up what slices hold of each document")
+        return parts.unflatten(0, (self.state.sp, -1)).sum(0)
+
+    def document_log_probs(self) -> Tensor:
+        """The log-probability of what is learned of each document, `(D,)`."""
+        return self.document_sums(self.token_log_probs())
+
+    def document_scores(self) -> Tensor:
+        """What the head gives for the last token of each document, `(D, scores)` in fp32 or wider."""
+        taken = self.last_tokens().unsqueeze(1)
+        scores = self.head(self.hidden.unsqueeze(0)).squeeze(0)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return self.document_sums(torch.where(taken, scores, 0))
+
+    def last_tokens(self) -> Tensor:
+        """Bool `(s,)`: the last token of each document that is not `padding`, as upstream's classifiers choose it."""
+        place = torch.arange(len(self.ids), device=self.ids.device) + 1 + self.state.sp_rank * len(self.ids)
+        counts = place if self.padding is None else place.masked_fill(self.ids == self.padding, 0)
+        last = place.new_zeros(self.num_documents).scatter_reduce(0, self.index, counts, "amax")
+        if self.state.sp > 1:
+            told = "find the last token of each document"
+            last = all_reduce(last, group=self.state.sp_group, op=dist.ReduceOp.MAX, operation=told)
+        return place == last[self.index]
+
+    def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Those of `(D, ...)` that are of chosen and of rejected documents, `(pairs, ...)` each."""
+        return values[0 : self.num_samples : 2], values[1 : self.num_samples : 2]
+
+
+# ------------------------------------------------------------------------------------ around the forward
+
+
+def split(
+    rows: Mapping[str, Any], state: ParallelState, device: torch.device, padding: int | None
+) -> tuple[dict[str, Any], Batch]:
+    """The inputs of the model, on the host, and what the objective is told of them, on the device.
+
+    Args:
+        rows: of this rank, on the host: `input_ids`, `shift_labels` `(1, s)`, `cu_seq_lens_q` of the whole row if it holds
+            several documents, `document_sources` `(documents,)`: samples, then padding.
+        padding: the id of the padding token.
+
+    Raises:
+        ValueError: several rows, or no `document_sources`.
+    """
+    inputs = {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
+    extra = {name.removeprefix(OF_DOCUMENTS): value for name, value in rows.items() if name not in inputs}
+    ids = inputs["input_ids"]
+    if ids.shape[0] != 1:
+        raise ValueError(f"An objective takes one packed row at a time, and this batch has {ids.shape[0]}.")
+    place = torch.arange(ids.shape[1]) + ids.shape[1] * state.sp_rank
+    inner = inputs["cu_seq_lens_q"][1:-1] if "cu_seq_lens_q" in inputs else place[:0]
+    index = torch.bucketize(place, inner.to(place.dtype), right=True)
+    batch = Batch(
+        targets=inputs["shift_labels"][0].to(device, non_blocking=True),
+        ids=ids[0].to(device, non_blocking=True),
+        index=index.to(device, non_blocking=True),
+        num_documents=len(inner) + 1,
+        num_samples=int((sources_of(rows) >= 0).sum()),
+        padding=padding,
+        state=state,
+        extra=extra,
+    )
+    return inputs, batch
+
+
+def computing(function: Callable[[Batch], Tensor], batch: Batch) -> Callable[..., Tensor]:
+    """`function` for the seam of the loss: of the head and the hidden states that the model comes to."""
+
+    def of_hidden(head: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        apart = model_calls.documents_apart()
+        packed = hidden_states if apart is None else apart.packed(hidden_states)
+        return function(replace(batch, head=head, hidden=packed.flatten(0, 1)))
+
+    return of_hidden
+
+
+def share(objective: Objective, batch: Batch) -> Callable[..., Tensor]:
+    """This rank's share of the loss of the step that is live (`parallel.loss.step`), for the seam of the loss."""
+    ranks = 1 if objective.per == "label" else batch.state.sp  # each of them has the whole
+    return computing(lambda known: objective.loss(known) / (current_step().num_items * ranks), batch)

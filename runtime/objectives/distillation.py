@@ -1,0 +1,76 @@
+"""Distillation: the student learns the distribution of a teacher, of which only the k most likely tokens are kept.
+
+    loss = sum over the k tokens and the rest of  p_teacher (log p_teacher - log p_student)
+
+A mean over the tokens that are learned. What the k tokens leave of the probability is one event of its own ("the rest"),
+so that the student keeps no more there than the teacher. As TRL's distillation computes it (forward KL, `loss_top_k`,
+`loss_add_tail`). The teacher is the model of section `teacher`, of the same tokens as the student; per token k of its
+logits exist, and no full logits of either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.objectives.base import Objective
+from patchgen.runtime.objectives.batch import Batch
+
+ALMOST_ALL = -1e-7
+"""The log-probability of the k tokens together is at most this: a rest of nothing would have an infinite logarithm."""
+
+
+@dataclass(frozen=True)
+class Distillation(Objective):
+    """Distillation.
+
+    Attributes:
+        top_k: tokens of the teacher that are kept.
+        temperature: both distributions are taken of logits divided by it.
+        next_token: share of the next token's own loss; the rest is the teacher's.
+    """
+
+    top_k: int = 64
+    temperature: float = 1.0
+    next_token: float = 0.0
+
+    needs_teacher: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.top_k >= 1:
+            raise ValueError(f"top_k must be at least 1, not {self.top_k}.")
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be above 0, not {self.temperature}.")
+        if not 0 <= self.next_token < 1:
+            raise ValueError(f"next_token must be at least 0 and below 1, not {self.next_token}.")
+
+    def of_teacher(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The log-probabilities `(s, k)` of the k most likely tokens, and their ids `(s, k)`."""
+
+        def largest(logits: Tensor) -> tuple[Tensor, ...]:
+            logits = logits / self.temperature
+            found = logits.topk(min(self.top_k, logits.shape[1]))
+            return found.values - logits.logsumexp(1, keepdim=True), found.indices
+
+        return batch.per_token(largest)
+
+    def loss(self, batch: Batch) -> Tensor:
+        def divergence(logits: Tensor, log_teacher: Tensor, ids: Tensor) -> tuple[Tensor]:
+            logits = logits / self.temperature
+            log_student = logits.gather(1, ids) - logits.logsumexp(1, keepdim=True)
+            log_teacher, log_student = _with_rest(log_teacher), _with_rest(log_student)
+            return ((log_teacher.exp() * (log_teacher - log_student)).sum(1),)
+
+        total = batch.per_token(divergence, *batch.teacher)[0].where(batch.is_learned, 0).sum()
+        if not self.next_token:
+            return total
+        return (1 - self.next_token) * total - self.next_token * batch.token_log_probs().sum()
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """`(C, k + 1)`: the log-probability of all other tokens behind those of k."""
+    together = log_probs.logsumexp(1, keepdim=True).clamp(max=ALMOST_ALL)
+    return torch.cat([log_probs, torch.log(-torch.expm1(together))], dim=1)

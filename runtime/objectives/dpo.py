@@ -1,0 +1,51 @@
+"""Direct preference optimisation (Rafailov et al., 2023): of a pair the chosen answer becomes more likely than it was.
+
+    loss = -logsigmoid(beta * ((log p(chosen) - log p_ref(chosen)) - (log p(rejected) - log p_ref(rejected))))
+
+A mean over pairs; log p of a document is the sum over its learned tokens. As TRL's DPOTrainer computes it (loss_type
+"sigmoid").
+
+The reference is the model before it is trained: with adapters the model without them, in each step; else what the model
+gave before the first step, computed once and kept in the directory of the run (`reference.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from patchgen.runtime.objectives.base import Objective
+from patchgen.runtime.objectives.batch import Batch
+
+
+@dataclass(frozen=True)
+class DPO(Objective):
+    """Direct preference optimisation.
+
+    Attributes:
+        beta: how far the model may leave the reference; less lets it go further.
+        label_smoothing: how likely a pair is thought to be the wrong way round (conservative DPO), below 0.5.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+
+    kinds: ClassVar[tuple[str, ...]] = ("preference",)
+    per: ClassVar = "pair"
+    needs_reference: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise ValueError(f"beta must be above 0, not {self.beta}.")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be at least 0 and below 0.5, not {self.label_smoothing}.")
+
+    def loss(self, batch: Batch) -> Tensor:
+        ratios = batch.document_log_probs()
+        chosen, rejected = batch.pairs(ratios - batch.reference.to(ratios.dtype))
+        margin = self.beta * (chosen - rejected)
+        smooth = self.label_smoothing
+        return -((1 - smooth) * logsigmoid(margin) + smooth * logsigmoid(-margin)).sum()

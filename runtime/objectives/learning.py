@@ -1,0 +1,150 @@
+"""An objective beside the model that it trains: what a micro-batch needs before the forward that is learned from.
+
+rows --split--> inputs, batch --reference, teacher: forwards without gradients--> the loss of this micro-batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.data.text import digest
+from patchgen.runtime.objectives.base import NextToken, Objective
+from patchgen.runtime.objectives.batch import OF_DOCUMENTS, Batch, computing, share, split
+from patchgen.runtime.objectives.choose import objective_of, teacher_recipe
+from patchgen.runtime.objectives.reference import ReferenceTable
+from patchgen.runtime.parallel import loss
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.feed import to_device
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+
+class Learning:
+    """An objective on this rank.
+
+    Args:
+        model: that is trained, sharded.
+        adapted: PEFT's view of it, where adapters are trained: without them it is its own reference.
+        table: the reference of a model that is trained whole.
+        teacher: sharded and frozen, for an objective that has one.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        model: PreTrainedModel,
+        state: ParallelState,
+        device: torch.device,
+        *,
+        adapted: PeftModel | None = None,
+        table: ReferenceTable | None = None,
+        teacher: PreTrainedModel | None = None,
+    ) -> None:
+        self.objective, self.model, self.state, self.device = objective, model, state, device
+        self.adapted, self.table, self.teacher = adapted, table, teacher
+
+    def prepare(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Callable[..., Tensor] | None]:
+        """The inputs of the model on the device, and what computes the loss (`loss.step(objective=...)`).
+
+        Args:
+            rows: of this rank, on the host.
+        """
+        if isinstance(self.objective, NextToken):
+            return to_device(self.inputs_of(rows), self.device), None
+        inputs, batch = self._split(rows)
+        if self.objective.needs_reference:
+            batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
+        if self.teacher is not None:
+            batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
+        return inputs, share(self.objective, batch)
+
+    @staticmethod
+    def inputs_of(rows: Mapping[str, Any]) -> dict[str, Any]:
+        """Rows without what they say of documents, which is for objectives."""
+        return {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
+
+    def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
+        """Computes the reference of the documents that the table lacks, with the model as it is now, and keeps it.
+
+        Args:
+            micro_batches: of this rank, on the host, as many as of any other.
+        """
+
+        def compute(rows: Mapping[str, Any]) -> Sequence[float]:
+            inputs, batch = self._split(rows)
+            return read(self.model, inputs, batch, Batch.document_log_probs)[: batch.num_samples].tolist()
+
+        self.table.load()
+        computed = self.table.fill(micro_batches, compute)
+        if computed:
+            self.table.save()
+        return computed
+
+    def _split(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
+        padding = self.model.config.get_text_config().pad_token_id
+        inputs, batch = split(rows, self.state, self.device, padding)
+        return to_device(inputs, self.device), batch
+
+    def _reference(self, inputs: dict[str, Any], batch: Batch) -> Tensor:
+        """The log-probabilities `(D,)` of the documents before training."""
+        if self.table is not None:
+            return self.table.of(batch.extra["keys"], batch.num_documents)
+        with self.adapted.disable_adapter():
+            return read(self.model, inputs, batch, Batch.document_log_probs)
+
+
+def build(
+    recipe: Recipe, model: PreTrainedModel, state: ParallelState, device: torch.device, adapted: PeftModel | None
+) -> Learning:
+    """What a recipe learns, on this rank; every rank must call it.
+
+    Raises:
+        RecipeError: the teacher's tokens are not the student's.
+    """
+    objective = objective_of(recipe.objective)
+    table = teacher = None
+    if objective.needs_reference and adapted is None:
+        table = ReferenceTable(recipe.directory, digest([to_dict(recipe)["model"], recipe.train.seed]))
+    if (other := teacher_recipe(recipe)) is not None:
+        teacher = models.build_model(other, state, device).requires_grad_(False)
+        sizes = [one.config.get_text_config().vocab_size for one in (model, teacher)]
+        if sizes[0] != sizes[1]:
+            raise RecipeError(
+                f"The teacher '{other.model.source}' has a vocab_size of {sizes[1]} and the model one of {sizes[0]}: they must "
+                "have the same tokens."
+            )
+    return Learning(objective, model, state, device, adapted=adapted, table=table, teacher=teacher)
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, function: Callable[[Batch], Any]) -> Any:
+    """What a function of the batch gives at the end of a forward without gradients and without dropout."""
+    found = []
+
+    def keep(known: Batch) -> Tensor:
+        found.append(function(known))
+        return known.hidden.new_zeros(())
+
+    with _evaluating(model), loss.step(1, router_loss=False, objective=computing(keep, batch)):
+        model(**inputs, use_cache=False)
+    return found[0]
+
+
+@contextlib.contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,41 @@
+"""What a recipe would learn, to be looked at: `patchgen data RECIPE`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from patchgen.runtime.data import build_loader
+from patchgen.runtime.data.multimodal import PrepareMultimodal
+from patchgen.runtime.data.shown import Shown, show
+from patchgen.runtime.train import data_check, modalities, preflight, setup
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+
+
+def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Shown:
+    """The first packed rows of a run, through the loader that it builds: those that ranks take in turn.
+
+    Args:
+        rows: how many.
+        evaluation: of `eval_data`.
+
+    Raises:
+        RecipeError, DataError: what a run would be refused for, too.
+    """
+    if evaluation and recipe.eval_data is None:
+        raise RecipeError("The recipe has no section eval_data.")
+    data_check.require_data(recipe)
+    if recipe.data.kind == "multimodal" and recipe.data.separate_modalities is None:
+        recipe = modalities.with_apart(recipe, preflight.examine(recipe).apart)
+    config, parts = recipe.eval_data if evaluation else recipe.data, setup.data_parts(recipe)
+    loader = build_loader(
+        config,
+        tokenizer=parts.tokenizer,
+        processor=parts.processor,
+        position_function=parts.position_function,
+        batch_index=0,
+        num_batches=1,
+    )
+    prepare = None
+    if config.kind == "multimodal":
+        prepare = PrepareMultimodal(replace(config, num_workers=0), parts.processor, parts.position_function)
+    return show(loader, config, parts.tokenizer, rows=rows, processor=parts.processor, prepare=prepare)

@@ -1,0 +1,22 @@
+"""accelerate's FSDP2 over two ranks: the generated class with its fused seams, beside upstream's."""
+
+from __future__ import annotations
+
+import cases_accelerate as cases
+from rounding import require_rounding
+from trainer_models import LAYERS
+
+
+def test_losses_and_weights_are_those_of_upstream(two_ranks):
+    expected, weights, calls = two_ranks.run(cases.train, generated=False)[0]
+    assert len(set(expected)) == cases.STEPS and not calls
+    found = two_ranks.run(cases.train, generated=True)
+    for losses, _, calls in found:
+        require_rounding(losses, expected)
+        assert calls == {"fused_moe": LAYERS * cases.STEPS, "causal_lm_loss": cases.STEPS}
+    trained = found[0][1]
+    assert trained.keys() == weights.keys()
+    for name in weights:
+        require_rounding(
+            trained[name], weights[name], units=1e3, what=name
+        )  # Adam divides small gradients by themselves

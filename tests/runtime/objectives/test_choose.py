@@ -1,0 +1,91 @@
+"""What a recipe's objective may be, and what is refused before any rank starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from patchgen.runtime.objectives import NextToken, choose
+from patchgen.runtime.objectives.dpo import DPO
+from patchgen.runtime.train import checks, plan
+from patchgen.runtime.train.recipe import ObjectiveConfig, RecipeError, from_dict
+
+SMALL = {
+    "vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+OWN = """
+from dataclasses import dataclass
+from patchgen.runtime.objectives import Objective
+
+@dataclass(frozen=True)
+class Mine(Objective):
+    strength: float = 1.0
+
+class Other: ...
+"""
+
+
+def recipe_of(name: str, kind: str, **sections):
+    values = {
+        "model": {"source": "qwen3_moe", "overrides": SMALL},
+        "data": {"sources": [{"path": "builtin:pairs" if kind == "preference" else "builtin:labels"}], "kind": kind},
+        "objective": {"name": name},
+    }
+    return from_dict({**values, **sections})
+
+
+def test_options_are_those_of_the_class():
+    assert choose.objective_of(ObjectiveConfig()) == NextToken()
+    assert choose.objective_of(ObjectiveConfig(name="dpo", options={"beta": 0.5})) == DPO(beta=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "told"),
+    [
+        ("dop", {}, "Did you mean dpo"),
+        ("dpo", {"betta": 1}, "no such option. Did you mean beta"),
+        ("dpo", {"beta": -1}, "beta must be above 0, not -1"),
+        ("dpo", {"beta": "much"}, "beta: input should be a valid number"),
+        ("next_token", {"beta": 1}, "There are: none"),
+        ("nowhere:Mine", {}, "cannot be imported: ModuleNotFoundError"),
+        ("mine:None_", {}, "cannot be imported: AttributeError"),
+        ("mine:Other", {}, "must be a dataclass derived from patchgen.runtime.objectives.Objective"),
+        ("mine:Mine", {"strong": 2}, "Did you mean strength"),
+    ],
+)
+def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RecipeError, match=told):
+        choose.objective_of(ObjectiveConfig(name=name, options=options))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (recipe_of("dpo", "classification"), "learns from data.kind = preference, not 'classification'"),
+        (recipe_of("next_token", "preference"), "learns from data.kind = text or chat or multimodal"),
+        (recipe_of("dpo", "preference", kernels={"causal_lm_loss": "chunked"}), "serves the loss of the next token"),
+        (recipe_of("reward", "preference", lora={"rank": 4}), "which adapters would leave untrained"),
+        (recipe_of("distillation", "classification"), "learns from a teacher: name it"),
+        (recipe_of("dpo", "preference", teacher={"source": "qwen3_moe"}), "would not ask"),
+    ],
+)
+def test_what_no_rank_could_train_is_refused(recipe, told):
+    with pytest.raises(RecipeError, match=told):
+        plan.require_valid(recipe, world=1)
+
+
+def test_a_model_without_a_classifier_of_upstreams_is_refused():
+    recipe = recipe_of("reward", "preference", model={"source": "qwen2_vl"})
+    with pytest.raises(
+        RecipeError, match="objective.name = reward: transformers has no sequence classifier for a Qwen2VL"
+    ):
+        checks.require_runnable(recipe, 1)
+
+
+def test_a_dry_run_says_what_is_learned():
+    recipe = recipe_of("reward", "preference")
+    text = plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    assert "Qwen3MoeForSequenceClassification" in text and "objective    reward" in text
+    assert "causal_lm_loss" not in text

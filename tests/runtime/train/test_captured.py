@@ -1,0 +1,84 @@
+"""What a step must be like to be replayed: forms of rows, and recipes that are refused."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from patchgen.runtime.parallel import ParallelConfig
+from patchgen.runtime.parallel.batch import slice_batch
+from patchgen.runtime.train.captured import Form, completed, require_possible
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+
+TOKENS = 64
+
+
+def row(lengths: list[int]) -> dict:
+    ids = torch.arange(sum(lengths))[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return completed(slice_batch({"input_ids": ids, "labels": ids, "position_ids": positions}, sp=1, sp_rank=0), sp=1)
+
+
+@st.composite
+def partitions(draw) -> list[int]:
+    """Lengths of documents that fill a row."""
+    cuts = draw(st.sets(st.integers(1, TOKENS - 1), max_size=TOKENS - 1))
+    bounds = [0, *sorted(cuts), TOKENS]
+    return [b - a for a, b in itertools.pairwise(bounds)]
+
+
+@given(partitions(), partitions())
+def test_a_form_keeps_the_documents_and_is_one_for_all_that_fit(first: list[int], second: list[int]):
+    form = Form.that_fits(row(first))
+    assert form.fits(row(first))
+    if not form.fits(row(second)):
+        assert len(second) + 1 > form.num_bounds or max(second) > form.longest
+        return
+    brought = form.bring(row(second))
+    bounds = brought["cu_seq_lens_q"]
+    assert bounds.dtype == torch.int32 and len(bounds) == form.num_bounds
+    lengths = bounds.diff().tolist()
+    assert lengths[: len(second)] == second and not any(lengths[len(second) :])
+    assert max(second) <= brought["max_length_q"] == form.longest <= TOKENS
+    assert brought["cu_seq_lens_k"].equal(bounds) and brought["real_tokens"].all()
+
+
+def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
+    form = Form.that_fits(row([40, 24]))
+    assert not form.fits(row([40, 25]))
+    assert not form.fits({**row([40, 24]), "labels": row([40, 24])["labels"].int()})
+    assert completed({"input_ids": torch.zeros(1, 4, dtype=torch.long), "pixel_values": torch.zeros(3)}, sp=1) is None
+    assert completed({"inputs_embeds": torch.zeros(1, 4, 2)}, sp=1) is None
+    unpacked = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "shift_labels": torch.zeros(2, 4)}
+    assert completed(unpacked, sp=1) is None, "two rows have no lengths that one would add"
+
+
+@pytest.mark.parametrize(
+    ("sections", "world", "told"),
+    [
+        ({"data": {"pad_batches": False}}, 1, "set data.pad_batches: true"),
+        ({"data": {"kind": "multimodal"}}, 1, "data.kind is multimodal"),
+        ({"train": {"batches_per_step": 4}}, 2, "2 are accumulated: set train.batches_per_step: 2"),
+        ({"parallel": {"cpu_offload": True}}, 1, "remove parallel.cpu_offload"),
+        ({"parallel": {"activation_checkpointing": "offload"}}, 1, "set parallel.activation_checkpointing to none"),
+        ({"optim": {"name": "muon"}}, 1, "set optim.name: adamw"),
+        ({"parallel": {"ep": 2, "expert_exchange": "all_to_all"}}, 2, "set parallel.expert_capacity"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_with_what_to_do(sections, world, told, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    values = {"model": {"source": "qwen3_moe"}, "data": {"pad_batches": True}, "train": {"cuda_graph": True}}
+    values["train"]["batches_per_step"] = world
+    layout = ParallelConfig.for_world(world, ep=sections.get("parallel", {}).get("ep", 1))
+    require_possible(from_dict(values), layout)
+    for name, fields in sections.items():
+        values[name] = {**values.get(name, {}), **fields}
+    with pytest.raises(RecipeError, match=told):
+        require_possible(from_dict(values), layout)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match="runs on GPUs"):
+        require_possible(from_dict(values), layout)
