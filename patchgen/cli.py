@@ -27,6 +27,8 @@ Model = Annotated[str, Argument(help="a model type, for example qwen3_moe", show
 Transformers = Annotated[str | None, Option("--transformers", help="a release, for example 5.17.0")]
 Every = Annotated[bool, Option("--all", help="every committed model")]
 Source = Annotated[Path | None, Option("--source", help="a modeling file, or a folder with one")]
+Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
+GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 
 
 @app.command()
@@ -151,6 +153,8 @@ def verify(
     ep: Annotated[int, Option(help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
     outdated: Annotated[bool, Option("--outdated", help="only those whose recorded proof does not hold")] = False,
+    code: Code = None,
+    generated: GeneratedIn = None,
 ) -> None:
     """Prove generated models equal to upstream: loss, logits, every gradient. Exit 1 if one is not.
 
@@ -162,6 +166,7 @@ def verify(
         raise ConfigError("--sp, --ep and --fsdp say how ranks share the work: name their number, as in --ranks 4.")
     layout = commands.proof.Layout(ranks, sp=sp, ep=ep, fsdp=fsdp) if ranks > 1 else None
     what = {"every": every, "directory": directory, "head": head, "outdated": outdated}
+    what |= {"code": code, "generated": generated}
     raise typer.Exit(commands.proof.verify(models or [], layout, **what))
 
 
@@ -263,8 +268,6 @@ def data(
 
 
 Layout = Annotated[str | None, Option("--layout", help="per-expert or stacked; else as the original was")]
-Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
-GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 DType = Annotated[str | None, Option("--dtype", help="bfloat16, float16 or float32; else as it is stored")]
 
 

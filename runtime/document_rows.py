@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from patchgen.runtime.parallel.fields import COUNTING, RULES
+from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel.fields import COUNTING
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BY_TOKEN = ("logits", "last_hidden_state")
 """The outputs with a row of numbers for each token."""
-_TOKENS = {name: rule for name, rule in RULES.items() if rule.pad_scale == 1}
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class DocumentRows:
         return done
 
     def _take(self, name: str, value: Any) -> Any:
-        rule = _TOKENS.get(name)
-        if rule is None or not isinstance(value, Tensor):
+        rule = fields.RULES.get(name)
+        if rule is None or rule.pad_scale != 1 or not isinstance(value, Tensor):
             return value
         dim = rule.pack_dim % value.ndim
         value = value.expand(*value.shape[: dim - 1], *self.shape, *value.shape[dim + 1 :])

@@ -18,10 +18,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import importlib
+import importlib.util
 import json
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -40,45 +41,149 @@ class UnknownModelError(LookupError):
     """No generated model of that name or for that config."""
 
 
+class NoUpstreamError(ValueError):
+    """What a model was made from is a file that is not there, or not the one that it was made from any more."""
+
+
 @dataclass(frozen=True)
 class GeneratedModel:
-    """One generated model: its folder, and what `provenance.json` says of it."""
+    """One generated model: its folder, what `provenance.json` says of it, and where the file lies that it was made from.
+
+    Attributes:
+        upstream_sha256: of the text that it was made from.
+        source: the file that it was made from, where that is one of the user's own and its folder was named.
+    """
 
     name: str
     directory: Path
     upstream_module: str
+    upstream_sha256: str
     upstream_version: str
     model_types: tuple[str, ...]
     heads: tuple[str, ...]
     classes: tuple[str, ...]
+    source: Path | None = None
 
     @property
     def file(self) -> Path:
         """The generated modeling file."""
         return self.directory / f"modeling_{self.name}.py"
 
+    @property
+    def is_own(self) -> bool:
+        """Whether it was made from a file of the user's own, and not from a module of an installed package."""
+        return self.upstream_module.startswith(f"{PACKAGE}.")
+
+    def made_from(self, folder: Path) -> Path | None:
+        """The file in a folder whose text is what this model was made from."""
+        return next(
+            (file for file in sorted(folder.glob("modeling_*.py")) if digest(file) == self.upstream_sha256), None
+        )
+
+    def upstream(self) -> ModuleType:
+        """The module that it was made from.
+
+        A file of the user's own is imported beside the generated one: the configuration classes of both are the same.
+
+        Raises:
+            NoUpstreamError: its folder was not named, or the file has changed since.
+        """
+        if not self.is_own:
+            return importlib.import_module(self.upstream_module)
+        name = f"{self.upstream_module.rpartition('.')[2]}.py"
+        if self.source is None:
+            raise NoUpstreamError(
+                f"'{self.name}' was made from a file {name} of no installed package, and nothing says where it lies, so there "
+                "is no upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
+                "pyproject.toml."
+            )
+        if not self.source.is_file() or digest(self.source) != self.upstream_sha256:
+            raise NoUpstreamError(
+                f"{self.source} is not the file that '{self.name}' in {self.directory} was made from. Make it anew with "
+                f"`patchgen generate {self.name} --source {self.source.parent} --output {self.directory.parent}`."
+            )
+        return _import_beside(self.source, self.load())
+
     def load(self) -> ModuleType:
-        """The imported generated module, in `sys.modules` (transformers looks for a class's source there)."""
+        """The imported generated module, in `sys.modules` (transformers looks for a class's source there).
+
+        The rules that its heads have for inputs of their own hold in this process from here on.
+        """
         if self.directory.parent == installed_directory():
-            return importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
-        if not self.file.is_file():
+            module = importlib.import_module(f"{PACKAGE}.{self.name}.{self.file.stem}")
+        elif self.file.is_file():
+            module = import_file(self.file)
+        else:
             raise FileNotFoundError(
                 f"{self.file} does not exist, but provenance.json is beside it. Run `make regen MODEL={self.name}`."
             )
-        return import_file(self.file)
+        for head in (getattr(module, name) for name in self.heads):
+            _declare_inputs(head)
+        return module
+
+
+def _declare_inputs(head: type) -> None:
+    """The rules of `input_rules`, whose examples are for proofs alone."""
+    given = getattr(head, "input_rules", {})
+    if given:
+        from patchgen.runtime.parallel import fields
+
+        rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
+        fields.declare(rules, f"{head.__name__}.input_rules")
 
 
 LOCAL_PACKAGE = "patchgen_generated_"
+
+
+def digest(file: Path) -> str:
+    """A hash of a file's text, as `patchgen generate` records it."""
+    return hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest()
+
+
+def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
+    """The module of the file that a generated one was made from, in the package of the generated one.
+
+    What both import from their neighbours is one module, with one set of classes; what was not generated along comes from
+    the file's own folder.
+    """
+    package = importlib.import_module(generated.__package__)
+    name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    if name not in sys.modules:
+        if str(file.parent) not in package.__path__:
+            package.__path__.append(str(file.parent))
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def import_file(file: Path) -> ModuleType:
     """The module of a generated file outside this installation, under a name that follows from its place."""
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
-    if package not in sys.modules:
-        sys.modules[package] = ModuleType(package)
-        sys.modules[package].__path__ = [str(file.parent.resolve())]
+    know_packages({package: [str(file.parent.resolve())]})
     return importlib.import_module(f"{package}.{file.stem}")
+
+
+def local_packages() -> dict[str, list[str]]:
+    """The folders that this process imports as packages, by their names: what another one needs to unpickle their classes."""
+    return {
+        name: list(module.__path__)
+        for name, module in sys.modules.items()
+        if name.startswith(LOCAL_PACKAGE) and "." not in name
+    }
+
+
+def know_packages(packages: Mapping[str, Sequence[str]]) -> None:
+    """Makes folders importable as packages, as `local_packages` gives them."""
+    for name, places in packages.items():
+        if name not in sys.modules:
+            sys.modules[name] = ModuleType(name)
+            sys.modules[name].__path__ = list(places)
 
 
 def installed_directory() -> Path:
@@ -104,6 +209,7 @@ def read_model(directory: Path) -> GeneratedModel:
             name=fields["model"],
             directory=directory,
             upstream_module=fields["upstream"]["module"],
+            upstream_sha256=fields["upstream"]["sha256"],
             upstream_version=fields["upstream"]["version"],
             model_types=tuple(fields["model_types"]),
             heads=tuple(fields["heads"]),

@@ -12,6 +12,8 @@ from patchgen.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from patchgen.runtime.train.architecture import Architecture
+
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -30,7 +32,7 @@ def export(
     with _named_errors():
         from patchgen.runtime import checkpoint
 
-        _register(code, generated)
+        register(code, generated)
         folder = checkpoint.export_run(run, output, step=step, layout=layout, dtype=_dtype(dtype), source=source)
     print(f"{folder} -> {output}")
 
@@ -42,7 +44,7 @@ def convert(
     with _named_errors():
         from patchgen.runtime import checkpoint
 
-        _register(code, generated)
+        register(code, generated)
         written = checkpoint.convert(source, output, layout=layout, dtype=_dtype(dtype))
     size = sum(tensor.num_bytes for tensor in written.outputs + written.unchanged)
     print(f"{source} -> {output}: {len(written.outputs) + len(written.unchanged)} tensors, {size / 1e9:.2f} GB")
@@ -55,14 +57,14 @@ def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> 
     with _named_errors():
         from patchgen.runtime.checkpoint import offline
 
-        _register(code, generated)
+        register(code, generated)
         hashes = offline.fingerprint(directory)
     for name, value in hashes.items():
         print(f"{value}  {name}")
     print(f"{offline.hash_of(hashes)}  all {len(hashes)} tensors")
 
 
-def _register(code: str | None, generated: str | None) -> None:
+def register(code: str | None, generated: str | None) -> Architecture | None:
     """Registers the architecture that the command or the project names. Never one that a run or a folder names: those may
     come from somebody else, and code that is registered runs."""
     from patchgen.runtime.train import architecture, project
@@ -70,7 +72,7 @@ def _register(code: str | None, generated: str | None) -> None:
 
     try:
         said = {"code": code, "generated": generated} if code or generated else project.code(Path())
-        architecture.register(ModelConfig(source="", **said))
+        return architecture.register(ModelConfig(source="", **said))
     except (RecipeError, ValueError) as error:
         raise ConfigError(
             str(error).replace("model.code", "--code").replace("model.generated", "--generated")

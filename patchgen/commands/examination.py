@@ -97,7 +97,7 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
     from patchgen.runtime.verify.verify_model import head_with_media, judge
 
     head = head_with_media(directory) if takes_media else upstream.open_release().auto_map(CAUSAL_MAP).get(model_type)
-    found, proof = judge(model_type, directory=directory, implementations=IMPLEMENTATIONS, head=head)
+    found, proof = judge(directory, implementations=IMPLEMENTATIONS, head=head)
     if proof is None:
         return {"status": found.status, "reason": found.reason}
     return {

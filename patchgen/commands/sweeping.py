@@ -194,7 +194,7 @@ def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> 
         near = ", ".join(difflib.get_close_matches(kind, here, n=3)) or "none"
         raise ConfigError(
             f"--only {kind}: {release.origin} has no such type (nearest: {near}). A model of your own is no type of a "
-            f"release: `patchgen verify --directory FOLDER` is about it."
+            f"release: `patchgen verify --code FOLDER` proves it."
         )
     return list(dict.fromkeys(only))
 

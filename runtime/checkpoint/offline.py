@@ -127,6 +127,12 @@ def export_run(
     stored = _stored_shards(folder)
     origin = Origin.from_json(manifest.origin) if manifest.origin else None
     model = next((model for model in empty_models(folder) if distinct_state(model).keys() == stored.keys()), None)
+    if model is None and any(".lora_A." in name for name in stored):
+        raise CheckpointError(
+            f"{folder} holds adapters beside the weights. The run wrote them to its folder `adapter`, as PEFT loads them. For the "
+            "model with both added up set lora.merge: true and start the run again: it trains nothing that is trained, and "
+            "writes `export`."
+        )
     if model is None:
         raise CheckpointError(
             f"{folder} holds tensors that are not those of {manifest.model_class}: no class that transformers or "

@@ -12,7 +12,7 @@ from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import REMEMBERED, Counters, refuse_long, too_long
+from patchgen.runtime.data.problems import REMEMBERED, Counters, refuse_long, told_long
 
 
 class Documents:
@@ -49,15 +49,22 @@ class Documents:
         if on_long == "split":
             self._split(limit)
             return
-        reasons = [too_long(int(length), limit) for length in longest[long[:REMEMBERED]]]
-        places = zip(self.cache.places.of(long[:REMEMBERED]), reasons, strict=True)
-        if on_long == "skip":
-            self.counters.add_many("skipped", len(long), places)
-            self.numbers = np.delete(np.arange(len(self.parts)), long)
-            self.starts, self.parts = self.starts[self.numbers], self.parts[self.numbers]
-        else:
-            self.counters.add_many("truncated", len(long), places)
-            self.parts = np.minimum(self.parts, limit)
+        kept = [on_long == "truncate" and self._learns(int(number), limit) for number in long]
+        for outcome, own in (("truncated", long[kept]), ("skipped", long[np.logical_not(kept)])):
+            first = own[:REMEMBERED]
+            reasons = [
+                told_long(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome) for number in first
+            ]
+            if len(own):
+                self.counters.add_many(outcome, len(own), zip(self.cache.places.of(first), reasons, strict=True))
+        self.numbers = np.delete(np.arange(len(self.parts)), long[np.logical_not(kept)])
+        self.starts, self.parts = self.starts[self.numbers], np.minimum(self.parts[self.numbers], limit)
+
+    def _learns(self, number: int, limit: int) -> bool:
+        """Whether the first `limit` tokens of each document of a sample hold some that are learned."""
+        targets = self.cache.targets
+        parts = zip(self.starts[number], np.minimum(self.parts[number], limit), strict=True)
+        return targets is None or all(bool(targets[start + 1 : start + length].any()) for start, length in parts)
 
     def _split(self, limit: int) -> None:
         """Each document becomes pieces of `limit` tokens and a rest; pairs are never split."""

@@ -24,7 +24,7 @@ from patchgen.runtime.data.items import Items
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.media_options import MediaOptions
 from patchgen.runtime.data.prepare import Prepared
-from patchgen.runtime.data.problems import BadSample, DataError, refusals_of, refuse_long, too_long
+from patchgen.runtime.data.problems import BadSample, DataError, Outcome, refusals_of, refuse_long, told_long, too_long
 from patchgen.runtime.data.processors import ProcessorAdapter
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.roles import named, role_spans
@@ -244,7 +244,9 @@ class PrepareMultimodal:
         if self.config.on_long == "truncate" and not is_media[limit:].any():
             tokens = ("input_ids", "labels", "position_ids", "mm_token_type_ids", "token_type_ids")
             cut = {name: value[..., :limit] if name in tokens else value for name, value in sample.items()}
-            return Prepared([cut], ("truncated", where, too_long(length, limit)))
+            outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
+            problem = (outcome, where, told_long(length, limit, cut=True, outcome=outcome))
+            return Prepared([cut] if outcome == "truncated" else [], problem)
         reason = too_long(length, limit)
         return Prepared(
             problem=("skipped", where, reason if self.config.on_long == "skip" else f"{reason}, media among them")

@@ -11,7 +11,7 @@ import torch
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import BadSample, Outcome, refuse_long, too_long
+from patchgen.runtime.data.problems import BadSample, Outcome, refuse_long, told_long
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Encoder, Tokens
 
@@ -57,11 +57,12 @@ class PrepareText:
             return Prepared([_sample(found, self.limit)])
         if self.on_long == "split":
             return Prepared([_piece(found, start, start + self.limit) for start in range(0, length, self.limit)])
-        if self.on_long == "truncate":
-            return Prepared([_sample(found, self.limit)], ("truncated", record.where, too_long(length, self.limit)))
-        if self.on_long == "skip":
-            return Prepared(problem=("skipped", record.where, too_long(length, self.limit)))
-        raise refuse_long(record.where, length, self.limit)
+        if self.on_long == "error":
+            raise refuse_long(record.where, length, self.limit)
+        cut = self.on_long == "truncate"
+        outcome: Outcome = "truncated" if cut and _learns(found, self.limit) else "skipped"
+        problem = (outcome, record.where, told_long(length, self.limit, cut=cut, outcome=outcome))
+        return Prepared([_sample(found, self.limit)] if outcome == "truncated" else [], problem)
 
     def _encode(self, source: int, record: Record) -> Tokens | BadSample:
         try:
@@ -77,6 +78,11 @@ def _halves(tokens: Tokens) -> list[Tokens]:
         return [tokens]
     cut = [slice(None, tokens.split), slice(tokens.split, None)]
     return [Tokens(tokens.ids[half], None if tokens.targets is None else tokens.targets[half]) for half in cut]
+
+
+def _learns(tokens: Tokens, limit: int) -> bool:
+    """Whether the first `limit` tokens of each document hold some that are learned."""
+    return tokens.targets is None or all(bool(half.targets[1:limit].any()) for half in _halves(tokens))
 
 
 def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:

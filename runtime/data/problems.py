@@ -81,6 +81,13 @@ def too_long(length: int, limit: int) -> str:
     return f"{length} tokens, more than the {limit} that a sample may have (data.max_length, data.tokens_per_batch)"
 
 
+def told_long(length: int, limit: int, *, cut: bool, outcome: Outcome) -> str:
+    """Why a long sample is cut, or left out: as asked, or because of what is learned none would be left."""
+    return too_long(length, limit) + (
+        ", and none that is learned among the first" if cut and outcome == "skipped" else ""
+    )
+
+
 def refuse_long(where: str, length: int, limit: int) -> DataError:
     return DataError(
         f"{where}: {too_long(length, limit)}. Set data.on_long to skip, truncate or split, or raise the limit."

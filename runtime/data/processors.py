@@ -40,7 +40,7 @@ class ProcessorAdapter:
         self.processor = processor
         self.name = type(processor).__name__
         self.tokenizer = processor.tokenizer
-        self._parameters = inspect.signature(processor.__call__).parameters
+        self._parameters = frozenset(inspect.signature(processor.__call__).parameters)  # workers are sent it
         audio = next((name for name in AUDIO_NAMES if name in self._parameters), AUDIO_NAMES[0])
         self._names = {"images": "images", "videos": "videos", "audios": audio}
         self.modalities = tuple(name for name in PARTS if self.part(name) is not None)

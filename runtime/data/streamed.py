@@ -15,11 +15,13 @@ again. The positions of all ranks together say which records are left, so any ot
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
 
+from patchgen.runtime import registry
 from patchgen.runtime.data.agreement import BATCH, NOTHING, REFUSAL
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.loader import Loader, make_batch, require_same
@@ -28,6 +30,7 @@ from patchgen.runtime.data.prepare import Prepare, Prepared
 from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere, refuse_bad
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.stream import MixedStream, Share
+from patchgen.runtime.parallel import fields
 
 PLACE_EVERY = 64  # records between two places that a position can start from
 POSITIONS = 2  # of this form: records are numbered over all ranks
@@ -50,6 +53,10 @@ class _Workers(Dataset):
 
     def __init__(self, prepare: Prepare) -> None:
         self.prepare = prepare
+
+    def __reduce__(self) -> tuple:
+        # A worker that was not forked knows neither the folders of the user's own classes nor the rules of their inputs.
+        return _in_fresh_process, (registry.local_packages(), fields.declared(), pickle.dumps(self.prepare))
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
@@ -282,6 +289,12 @@ def dealt_anew(states: Sequence[dict[str, Any]], index: int, count: int) -> dict
         "waiting": [[number, piece] for number in mine for piece in left[number] or ()],
         "counters": counters.as_dict(),
     }
+
+
+def _in_fresh_process(packages: dict[str, list[str]], rules: dict[str, fields.FieldRule], prepare: bytes) -> _Workers:
+    registry.know_packages(packages)
+    fields.declare(rules, "the process that started this one")
+    return _Workers(pickle.loads(prepare))
 
 
 def _as_it_is(sample: Any) -> Any:

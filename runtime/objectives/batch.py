@@ -115,6 +115,11 @@ class Batch:
 # ------------------------------------------------------------------------------------ around the forward
 
 
+def inputs_of(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a micro-batch the model takes."""
+    return {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
+
+
 def split(
     rows: Mapping[str, Any], state: ParallelState, device: torch.device, padding: int | None
 ) -> tuple[dict[str, Any], Batch]:
@@ -128,7 +133,7 @@ def split(
     Raises:
         ValueError: several rows, or no `document_sources`.
     """
-    inputs = {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
+    inputs = inputs_of(rows)
     extra = {name.removeprefix(OF_DOCUMENTS): value for name, value in rows.items() if name not in inputs}
     ids = inputs["input_ids"]
     if ids.shape[0] != 1:

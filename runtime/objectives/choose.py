@@ -17,6 +17,7 @@ from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, 
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 SHIPPED = {
     "next_token": "patchgen.runtime.objectives.base:NextToken",
@@ -118,6 +119,19 @@ def teacher_recipe(recipe: Recipe) -> Recipe | None:
         return None
     alone = {"objective": ObjectiveConfig(), "teacher": None, "lora": None}
     return dataclasses.replace(recipe, model=recipe.teacher, optim=OptimConfig(), **alone)
+
+
+def require_same_tokens(model: PreTrainedModel, teacher: PreTrainedModel) -> None:
+    """Refuses a teacher with another vocabulary.
+
+    Raises:
+        RecipeError: with both sizes.
+    """
+    own, others = (one.config.get_text_config().vocab_size for one in (model, teacher))
+    if own != others:
+        raise RecipeError(
+            f"teacher: its vocab_size is {others} and that of the model {own}. They must have the same tokens."
+        )
 
 
 def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:

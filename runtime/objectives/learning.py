@@ -15,14 +15,14 @@ from torch import Tensor
 
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import NextToken, Objective
-from patchgen.runtime.objectives.batch import OF_DOCUMENTS, Batch, computing, share, split
-from patchgen.runtime.objectives.choose import objective_of, teacher_recipe
+from patchgen.runtime.objectives.batch import Batch, computing, inputs_of, share, split
+from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import to_device
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
+from patchgen.runtime.train.recipe import Recipe, to_dict
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -60,18 +60,13 @@ class Learning:
             rows: of this rank, on the host.
         """
         if isinstance(self.objective, NextToken):
-            return to_device(self.inputs_of(rows), self.device), None
+            return to_device(inputs_of(rows), self.device), None
         inputs, batch = self._split(rows)
         if self.objective.needs_reference:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
             batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
         return inputs, share(self.objective, batch)
-
-    @staticmethod
-    def inputs_of(rows: Mapping[str, Any]) -> dict[str, Any]:
-        """Rows without what they say of documents, which is for objectives."""
-        return {name: value for name, value in rows.items() if not name.startswith(OF_DOCUMENTS)}
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
         """Computes the reference of the documents that the table lacks, with the model as it is now, and keeps it.
@@ -117,12 +112,7 @@ def build(
         table = ReferenceTable(recipe.directory, digest([to_dict(recipe)["model"], recipe.train.seed]))
     if (other := teacher_recipe(recipe)) is not None:
         teacher = models.build_model(other, state, device).requires_grad_(False)
-        sizes = [one.config.get_text_config().vocab_size for one in (model, teacher)]
-        if sizes[0] != sizes[1]:
-            raise RecipeError(
-                f"The teacher '{other.model.source}' has a vocab_size of {sizes[1]} and the model one of {sizes[0]}: they must "
-                "have the same tokens."
-            )
+        require_same_tokens(model, teacher)
     return Learning(objective, model, state, device, adapted=adapted, table=table, teacher=teacher)
 
 

@@ -8,14 +8,18 @@
     pixel_values          0 (patches)   no       0              -
     image_grid_thw        0 (images)    no       -              -
 
+A model's class has rules for inputs of its own (`input_rules`), a recipe for whatever its processor makes (`inputs`).
+
 Samples are put together along `pack_dim`; where their other dimensions differ (sounds of different lengths), the shorter
 ones are filled up. Media stay whole on every rank of a sequence-parallel group: the towers divide them (`media.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,16 +35,26 @@ class FieldRule:
     """The rule of one field.
 
     Attributes:
-        pack_dim: samples are put together along this dimension.
+        pack_dim: samples are put together along this dimension: 0 for images and sounds, -1 for tokens.
         sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
-        pad_value: fills up; COUNTING: 0, 1, 2 ...
-        pad_scale: padded to a multiple of this times the size of the group; 0: as it is.
+        pad_value: fills up; "counting": 0, 1, 2 ...
+        pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: as it is.
     """
+
+    __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a key
 
     pack_dim: int
     sliced: bool = False
     pad_value: int | str = 0
     pad_scale: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sliced and not self.pad_scale:
+            raise ValueError(
+                "sliced: true needs a pad_scale, 1 or more: what cannot be divided evenly is filled up first."
+            )
+        if isinstance(self.pad_value, str) and self.pad_value != COUNTING:
+            raise ValueError(f"pad_value is a number or '{COUNTING}', not '{self.pad_value}'.")
 
     def part(self, value: Tensor, *, sp: int, sp_rank: int, fill: int | str) -> Tensor:
         """What rank `sp_rank` of `sp` holds of a whole value; `fill` in the place of `pad_value`."""
@@ -97,14 +111,45 @@ RULES: dict[str, FieldRule] = {
 }
 
 
+BUILT_IN = frozenset(RULES)
+ATTRIBUTES = tuple(field.name for field in dataclasses.fields(FieldRule))
+
+
 def rule_of(field: str) -> FieldRule:
     """The rule of a field; KeyError with what to do for a field that has none."""
     if field not in RULES:
         raise KeyError(
-            f"No rule says how the field {field!r} is packed and sliced. Add it to RULES in runtime/parallel/fields.py, "
-            "or keep the processor from making it."
+            f"No rule says how the field {field!r} is packed and sliced. Give it one, in the recipe's inputs: "
+            f"{{{field}: {{pack_dim: 0}}}}, or as input_rules = {{{field!r}: {{'pack_dim': 0}}}} of the model's class. Attributes: "
+            "pack_dim (samples are put together along it: 0 for items, -1 for tokens), sliced (a rank of a sequence-parallel "
+            "group holds its part; default: all of it), pad_value (fills up; default 0), pad_scale (1 for tokens; default 0: "
+            "never padded to a multiple). Or keep the processor from making it."
         )
     return RULES[field]
+
+
+def declare(rules: Mapping[str, FieldRule | Mapping[str, Any]], where: str) -> None:
+    """Gives fields their rules in this process.
+
+    Args:
+        rules: name -> a rule, or its attributes.
+        where: who says so, for the message.
+
+    Raises:
+        ValueError: an attribute that a rule does not have, or another rule for a field that has one.
+    """
+    for name, given in rules.items():
+        try:
+            rule = given if isinstance(given, FieldRule) else FieldRule(**given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {name}: {error} Attributes: {', '.join(ATTRIBUTES)}.") from error
+        if RULES.setdefault(name, rule) != rule:
+            raise ValueError(f"{where}: {name} has the rule {RULES[name]}, and is given {rule}.")
+
+
+def declared() -> dict[str, FieldRule]:
+    """The rules that were given in this process, beside those of the table."""
+    return {name: rule for name, rule in RULES.items() if name not in BUILT_IN}
 
 
 def pack(field: str, values: Sequence[Tensor]) -> Tensor:

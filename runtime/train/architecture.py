@@ -15,14 +15,13 @@ model belongs to the code is decided by the hash of the modeling file that it wa
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.util
 import json
 import site
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -31,7 +30,8 @@ from torch import nn
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import ReleaseMismatch
-from patchgen.runtime.train.recipe import ModelConfig, RecipeError
+from patchgen.runtime.parallel import fields
+from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -83,6 +83,29 @@ def register(model: ModelConfig) -> Architecture | None:
     return _register(key, folder, module, model.generated)
 
 
+def prepare(recipe: Recipe) -> Architecture | None:
+    """Registers in this process what a recipe brings of its own: its code, and the rules of its inputs.
+
+    Raises:
+        RecipeError: code that cannot be registered, or a rule beside another of the same input.
+    """
+    found = register(recipe.model)
+    try:
+        fields.declare(recipe.inputs, "inputs")
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    return found
+
+
+_GENERATED: dict[type, registry.GeneratedModel] = {}
+"""Heads of what recipes named -> the generated model, which knows the file that it was made from."""
+
+
+def generated_of(head: type[PreTrainedModel]) -> registry.GeneratedModel:
+    """The generated model that a head belongs to; of code that was registered with the file that it was made from."""
+    return _GENERATED.get(head) or registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+
+
 @functools.lru_cache(maxsize=8)
 def _register(key: str, folder: Path, module: str | None, root: str | None) -> Architecture:
     if module is not None:
@@ -90,6 +113,7 @@ def _register(key: str, folder: Path, module: str | None, root: str | None) -> A
     generated = _generated_from(key, folder, Path(root) if root is not None else None)
     loaded = _imported(key, generated.load, generated.file)
     found = Architecture(folder, generated, tuple(getattr(loaded, name) for name in generated.heads))
+    _GENERATED.update(dict.fromkeys(found.heads, generated))
     _register_models(key, found, loaded)
     _register_processing(key, found, module)
     return found
@@ -146,7 +170,7 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
     """The generated model in `folder`, or the one among those of `root` that was made from the modeling file there."""
     if (folder / "provenance.json").is_file():
         return registry.read_model(folder)
-    sources = {file: _digest(file) for file in sorted(folder.glob("modeling_*.py"))}
+    sources = sorted(folder.glob("modeling_*.py"))
     if not sources:
         raise RecipeError(
             f"{key}: {folder} holds neither modeling_*.py nor the provenance.json of a generated model; it holds "
@@ -158,9 +182,10 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
     older = []
     for generated in registry.generated_models(place):
         record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
-        if record["upstream"]["sha256"] in sources.values():
+        source = generated.made_from(folder)
+        if source is not None:
             _require_same_files(key, folder, generated, record["other_sha256"])
-            return generated
+            return replace(generated, source=source)
         older += [
             file for file in sources if record["upstream"]["version"] is None and generated.file.name == file.name
         ]
@@ -175,7 +200,7 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
 def _require_same_files(key: str, folder: Path, generated: registry.GeneratedModel, copied: dict[str, str]) -> None:
     """Refuses a generated model whose copies of files of the code are not what stands there now."""
     for name, digest in copied.items():
-        if name.endswith(".py") and (folder / name).is_file() and _digest(folder / name) != digest:
+        if name.endswith(".py") and (folder / name).is_file() and registry.digest(folder / name) != digest:
             command = _command(generated.name, folder, generated.directory.parent)
             raise RecipeError(
                 f"{key}: {folder / name} has changed since {generated.directory} was generated, which has a copy of it. "
@@ -185,11 +210,6 @@ def _require_same_files(key: str, folder: Path, generated: registry.GeneratedMod
 
 def _command(name: str, folder: Path, root: Path | None) -> str:
     return f"patchgen generate {name} --source {folder}" + (f" --output {root}" if root is not None else "")
-
-
-def _digest(file: Path) -> str:
-    """As `patchgen generate` records it: of the text."""
-    return hashlib.sha256(file.read_text(encoding="utf-8").encode()).hexdigest()
 
 
 def _imported(key: str, load: Callable[[], ModuleType], what: Path | str) -> ModuleType:
@@ -267,7 +287,7 @@ def _register_processing(key: str, found: Architecture, module: str | None) -> N
 def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
     """What prepares data, the narrower kind first: its base, the mapping of its auto class, how it gets there."""
     import transformers
-    from transformers.image_processing_backends import PilBackend
+    from transformers.image_processing_backends import PilBackend, TorchvisionBackend
     from transformers.models.auto import (
         feature_extraction_auto,
         image_processing_auto,
@@ -278,9 +298,12 @@ def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     def image(config: type, one: type) -> None:
-        backend = "pil" if issubclass(one, PilBackend) else "torchvision"
+        needed = {"pil": PilBackend, "torchvision": TorchvisionBackend}
+        own = [
+            name for name, backend in needed.items() if issubclass(one, backend)
+        ] or needed  # of neither: needs none
         image_processing_auto.AutoImageProcessor.register(
-            config, image_processor_classes={backend: one}, exist_ok=True
+            config, image_processor_classes=dict.fromkeys(own, one), exist_ok=True
         )
 
     return {

@@ -122,6 +122,8 @@ def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
     parallel = recipe.parallel
     reasons = {
         "runs on GPUs": not torch.cuda.is_available(),
+        f"replays the loss of the next token; objective.name is {recipe.objective.name}": recipe.objective.name
+        != "next_token",
         "replays steps of one shape: set data.pad_batches: true": not recipe.data.pad_batches,
         "replays steps of text, whose shapes do not change; data.kind is multimodal": recipe.data.kind == "multimodal",
         f"replays steps of one micro-batch, and {micro_batches} are accumulated: set train.batches_per_step: "

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from patchgen.runtime.checkpoint.load import require_fitting
 from patchgen.runtime.data.sources import open_source
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
 from patchgen.runtime.train import lora, lora_targets, plan, setup
@@ -52,6 +53,10 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
             open_source(source)
     model = models.build_on_meta(recipe)
     models.configure_seams(recipe, model)
+    if (other := choose.teacher_recipe(recipe)) is not None:
+        teacher = models.build_on_meta(other)
+        choose.require_same_tokens(model, teacher)
+        _require_weights(other, teacher)
     if recipe.lora is not None:
         lora.require_any_layout(lora_targets.find_targets(model, recipe.lora), world)
     layout = models.parallel_config(recipe.parallel, world)
@@ -62,12 +67,16 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         with _named(f"parallel.sp = {layout.sp}"):
             for name, heads in _attention_heads(models.build_on_meta(recipe)).items():
                 key_value_repeats(*heads, layout.sp, where=name)
-    weights = models.find_weights(recipe.model)
-    if isinstance(weights, Path):
-        require_fitting(model, weights, **models.may_differ(recipe, model))
+    _require_weights(recipe, model)
     if folder.is_dir():
         setup.data_parts(recipe)  # a tokenizer that is missing, or that has tokens without an embedding
     return model
+
+
+def _require_weights(recipe: Recipe, model: PreTrainedModel) -> None:
+    weights = models.find_weights(recipe.model)
+    if isinstance(weights, Path):
+        require_fitting(model, weights, **models.may_differ(recipe, model))
 
 
 @contextlib.contextmanager

@@ -13,11 +13,13 @@ import yaml
 
 from patchgen.runtime.checkpoint import Checkpointer
 from patchgen.runtime.train.nested import flat
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict
+from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, to_dict
 
 RECIPE = "recipe.yaml"
-# With another value the trained parameters are others, or the state that is kept of them.
-FIXED = ("optim.name.", "lora.")
+# With another value the trained parameters are others, or the state that is kept of them. A dropout is neither.
+# The reference of an objective is the model before its run, which is none that another objective trained.
+FIXED = ("optim.name.", "lora.", "objective.name.")
+BEFORE_OBJECTIVES = {"objective.name": ObjectiveConfig().name}
 FREE = ("lora.dropout", "lora.merge")
 
 
@@ -33,15 +35,15 @@ def changes(recipe: Recipe) -> str:
     before = _read(folder / RECIPE) if folder is not None else None
     if before is None:
         return ""
-    now = flat(to_dict(recipe))
+    before, now = BEFORE_OBJECTIVES | before, flat(to_dict(recipe))
     keys = [key for key in before | now if before.get(key) != now.get(key)]
     told = {key: f"{key}: {_show(before, key)} -> {_show(now, key)}" for key in keys}
     fixed = [line for key, line in told.items() if f"{key}.".startswith(FIXED) and key not in FREE]
     if fixed:
         listed = "".join(f"\n  {line}" for line in fixed)
         raise RecipeError(
-            f"{recipe.directory} cannot be continued with another optimizer or other adapters than {folder.name} was "
-            f"trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
+            f"{recipe.directory} cannot be continued with another objective, optimizer or other adapters than {folder.name} "
+            f"was trained with:{listed}\nSet them back, name another log.directory, or start anew with --fresh."
         )
     return "\n  ".join([f"Continued with another recipe than that of {folder.name}:", *told.values()]) if told else ""
 

@@ -10,7 +10,7 @@ from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import check_first_rows
-from patchgen.runtime.train import setup
+from patchgen.runtime.train import architecture, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 
@@ -22,6 +22,7 @@ def require_data(recipe: Recipe) -> None:
             the kind, or of several; an option that the
             processor does not have or take; a special token that the tokenizer does not have.
     """
+    architecture.prepare(recipe)
     for name, config in (("data", recipe.data), ("eval_data", recipe.eval_data)):
         if config is None:
             continue

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedModel
 
+ADAPTER = "adapter"
+"""The folder of a run's adapters, in PEFT's format."""
+
 
 def add_adapters(
     model: PreTrainedModel,
@@ -153,6 +156,6 @@ def merge(adapted: PeftModel) -> None:
         if isinstance(module, LoraLayer):
             weight, added = expert_lora.part_of_delta(module)
             own = local_tensor(weight)
-            own.copy_(own.to(added.dtype) + added)
+            own.copy_(own + added)
     model = adapted.unload()
     undivided.forget_copies(model)

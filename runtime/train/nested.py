@@ -19,10 +19,10 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def section_type(kind: Any) -> type | None:
-    """The dataclass that an annotation names, alone, optional or in a tuple."""
+    """The dataclass that an annotation names, alone, optional, in a tuple or by name."""
     if dataclasses.is_dataclass(kind):
         return kind
-    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list):
+    if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list, dict):
         return next(filter(None, map(section_type, typing.get_args(kind))), None)
     return None
 

@@ -87,6 +87,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         f"model        {type(model).__name__}, {cost.parameters / 1e6:,.1f} M parameters, {cost.active / 1e6:,.1f} M "
         f"active per token; weights: {weights or 'random'}",
         f"objective    {recipe.objective.name}",
+        *([f"teacher      {recipe.teacher.source}, which the memory below does not hold"] if recipe.teacher else []),
         f"step         {train.batches_per_step} batches of up to {tokens} tokens, "
         f"{micro_batches_per_step(train.batches_per_step, layout.num_batches)} per batch group; "
         f"{step / 1e12:.3g} TFLOP with documents as long as a batch"

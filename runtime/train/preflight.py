@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import os
 import sys
@@ -162,7 +161,7 @@ def _decide(
     *,
     media: bool,
 ) -> Preflight:
-    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    generated = architecture.generated_of(head)
     upstream_class = _upstream_class(generated, head)
     if upstream_class is not None:
         found, training = _of_type(generated, head)
@@ -186,8 +185,7 @@ def _decide(
 
 def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
     """The same decision, with the pairs of modalities that the model cannot tell apart in one row."""
-    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
-    reference = _upstream_class(generated, head) or head
+    reference = _upstream_class(architecture.generated_of(head), head) or head
     apart = modalities.kept_apart(
         reference,
         head,
@@ -199,10 +197,10 @@ def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTr
 
 
 def _upstream_class(generated: registry.GeneratedModel, head: type[PreTrainedModel]) -> type[PreTrainedModel] | None:
-    """The class that a head was made from; None: it was made from a file."""
-    if generated.upstream_module.startswith(registry.PACKAGE):
+    """The class that a head was made from; None: `model.code` is the generated folder itself, without what it was made from."""
+    if generated.is_own and generated.source is None:
         return None
-    return getattr(importlib.import_module(generated.upstream_module), head.__name__)
+    return getattr(generated.upstream(), head.__name__)
 
 
 def _of_type(
@@ -212,9 +210,7 @@ def _of_type(
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
     if recorded is not None and attention.choose(recorded["asked"], device_type="cpu") == recorded["compared_with"]:
         return verdict.Verdict(verdict.PROVEN), recorded
-    found, proof = judge(
-        generated.name, directory=generated.directory, head=head.__name__, implementations=IMPLEMENTATIONS
-    )
+    found, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     path = proof.training if proof is not None else None
     return found, report.training_record(path) if path is not None else None
 
@@ -260,6 +256,7 @@ def _key(
     parts = {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))],
         "head": head.__name__,
+        "compared": _upstream_class(architecture.generated_of(head), head) is not None,
         "config": config.to_dict(),
         "attention": named_attention,
         "usable": [name for name, backend in BACKENDS.items() if backend.unavailable() is None],

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from patchgen.runtime.data import DataConfig
+from patchgen.runtime.parallel.fields import FieldRule
 from patchgen.runtime.train import project
 from patchgen.runtime.train.nested import section_type, set_at
 
@@ -330,6 +331,7 @@ class Recipe:
         lora: null, or adapters instead of the whole model.
         teacher: null, or the model that the objective learns from; the keys of `model`.
         eval_data: null, or what evaluations read.
+        inputs: rules of inputs that no table knows, by their names: what a processor or a transform of one's own makes.
         name: of the run; by default that of the recipe's file.
     """
 
@@ -345,6 +347,7 @@ class Recipe:
     lora: LoraConfig | None = None
     teacher: ModelConfig | None = None
     eval_data: DataConfig | None = None
+    inputs: dict[str, FieldRule] = Field(default_factory=dict)
     name: str = "run"
 
     def __post_init__(self) -> None:
@@ -491,14 +494,14 @@ def _explain(problem: Mapping[str, Any]) -> str:
 
 
 def all_keys() -> Iterator[tuple[str, Any]]:
-    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list."""
+    """Every dotted key of a recipe with its annotation; `0` stands for the place in a list, `NAME` for a name."""
 
     def walk(kind: type, prefix: str) -> Iterator[tuple[str, Any]]:
         for name, annotation in typing.get_type_hints(kind, include_extras=True).items():
             yield prefix + name, annotation
             inner = section_type(annotation)
             if inner is not None:
-                place = ".0" if typing.get_origin(annotation) in (tuple, list) else ""
+                place = {tuple: ".0", list: ".0", dict: ".NAME"}.get(typing.get_origin(annotation), "")
                 yield from walk(inner, f"{prefix}{name}{place}.")
 
     yield from walk(Recipe, "")

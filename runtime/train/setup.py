@@ -20,6 +20,7 @@ from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, IND
 from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.page import RunPage
@@ -29,6 +30,7 @@ from patchgen.runtime.train.run_log import RunLog, Tracker
 from patchgen.runtime.train.view import view
 from patchgen.runtime.verify.verdict import one_line
 
+EXPORT = "export"  # the folder of a run's model
 SHARED_SECONDS = 90.0  # network file systems remember for up to a minute that a file was not there
 
 
@@ -45,6 +47,7 @@ def data_parts(recipe: Recipe) -> DataParts:
     """The tokenizer and processor that come with `model.source`; a bare model type gets a tokenizer trained on its data."""
     from transformers import CONFIG_MAPPING, AutoTokenizer
 
+    architecture.prepare(recipe)
     source, config = recipe.model.source, models.read_config(recipe.model)
     if not Path(source).is_dir() and source in CONFIG_MAPPING:
         return DataParts(tokenizer=train_tokenizer(recipe.data, vocab_size=config.get_text_config().vocab_size))
@@ -175,7 +178,7 @@ def checkpointer(recipe: Recipe) -> Checkpointer:
 
 def export(recipe: Recipe, model, parts: DataParts) -> Path:
     """Writes the model, and the tokenizer if it has one, to `export/`; every rank must call it."""
-    folder = recipe.directory / "export"
+    folder = recipe.directory / EXPORT
     export_pretrained(model, folder, source=models.weights_folder(recipe.model))
     if dist.get_rank() == 0:
         for part in (parts.tokenizer, parts.processor):

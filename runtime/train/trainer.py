@@ -29,6 +29,7 @@ from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.base import NextToken
+from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
@@ -202,7 +203,7 @@ class Trainer:
         items, tokens = max(1, batches.items), max(1, batches.real_tokens)
         if self.captured is not None:
             (rows,) = batches.micro_batches
-            share = self.captured(self.learning.inputs_of(rows), items, tokens)
+            share = self.captured(inputs_of(rows), items, tokens)
             if self.captured.replayed == 1 and dist.get_rank() == 0:
                 print(f"Steps are replayed as a CUDA graph from step {self.step + 1} on.", flush=True)
         else:
@@ -418,9 +419,9 @@ class Trainer:
         """Writes the model, or its adapters; every rank must call it."""
         if self.adapted is None:
             return setup.export(self.recipe, self.model, self.parts)
-        lora.save(self.adapted, self.recipe.directory / "adapter")
+        lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
         if not self.recipe.lora.merge:
-            return self.recipe.directory / "adapter"
+            return folder
         lora.merge(self.adapted)
         return setup.export(self.recipe, self.model, self.parts)
 
@@ -429,7 +430,8 @@ class Trainer:
         found = [None]
         if dist.get_rank() == 0:
             before = run_log.read_summary(self.recipe.directory)
-            if before is not None and before["steps"] == self.step and before["export"]:
+            wanted = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
+            if before is not None and before["steps"] == self.step and Path(before["export"] or "").name == wanted:
                 found = [before["export"] if setup.is_whole(Path(before["export"])) else None]
         dist.broadcast_object_list(found, src=0)
         return Path(found[0]) if found[0] is not None else None

@@ -14,6 +14,7 @@
 | `inputs.py` | the fixed inputs of text: plain, padded, packed |
 | `multimodal_inputs.py` | batches with images, videos and audio, upstream telling what the config does not; items in `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |
+| `correspondence.py` | upstream's tensors by our names: lists of experts become stacks, weights and gradients alike |
 | `comparison.py` | one training step, and how far two of them are apart |
 | `seam_proof.py` | the kernels behind the seams |
 | `layout.py` | how ranks share the work of a proof |

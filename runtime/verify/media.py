@@ -84,7 +84,16 @@ class MediaMaker:
 
     def item(self, kind: str, number: int) -> Item:
         """The item of that kind; different numbers have different sizes."""
-        return {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
+        found = {IMAGE: self._image, VIDEO: self._video, AUDIO: self._audio}[kind](number)
+        return replace(found, arguments=found.arguments | self._own_inputs(kind))
+
+    def _own_inputs(self, kind: str) -> dict[str, Tensor]:
+        """The inputs of a modality that the model's class has rules and examples for: a row of numbers for each item."""
+        return {
+            name: self._noise(1, *rule["example"]["shape"])
+            for name, rule in getattr(type(self.model), "input_rules", {}).items()
+            if rule.get("example", {}).get("of") == kind
+        }
 
     def sound(self, number: int) -> Item:
         """A video with its audio."""

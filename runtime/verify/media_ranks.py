@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.multimodal_inputs import Sample
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
-from patchgen.runtime.verify.yardstick import NotApplicable, Yardstick, find, state_of, yardstick
+from patchgen.runtime.verify.yardstick import NotApplicable, Subject, Yardstick, find, state_of, yardstick
 
 TOLERANCE = 1e-5
 WATCHDOG = 60.0  # seconds: a batch that takes longer on the ranks hangs
@@ -54,7 +53,7 @@ class RankResult:
 # ------------------------------------------------------------------------------------------ on every rank
 
 
-def case_names(model: str | Path, head: str, *, has_several_batches: bool = False) -> list[str]:
+def case_names(model: Subject, head: str, *, has_several_batches: bool = False) -> list[str]:
     """The batches of a model; runs on every rank, the answer is the same.
 
     Args:
@@ -65,7 +64,7 @@ def case_names(model: str | Path, head: str, *, has_several_batches: bool = Fals
 
 
 def compare(
-    model: str | Path, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
+    model: Subject, head: str, name: str, *, sp: int, fsdp: bool, ep: int = 1, training: bool = True
 ) -> dict[str, Any]:
     """One batch on this layout against one rank; runs on every rank, with the same answer on all."""
     return compare_with(yardstick(model, head), name, sp=sp, fsdp=fsdp, ep=ep, training=training)
@@ -89,7 +88,7 @@ def compare_with(
 
 
 def mixed_steps(
-    model: str | Path, head: str, *, sp: int = 1, ep: int = 1, num_steps: int = 10, fsdp: bool = True
+    model: Subject, head: str, *, sp: int = 1, ep: int = 1, num_steps: int = 10, fsdp: bool = True
 ) -> list[dict[str, Any]]:
     """Each batch index its own modality, optimizer steps in a row; runs on every rank.
 
@@ -114,7 +113,7 @@ def mixed_steps(
             whole = [dict(known.builder.case("mixed", piece).batch) for piece in pieces]
             mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
             mine["position_ids"] = known.positions(mine)
-            known.model.load_state_dict(_whole_state(generated))
+            known.model.load_state_dict(known.correspondence.undo(generated, _whole_state(generated)))
             expected_loss, expected = known.one_rank(whole)
             got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, kernels=known.seams)
             optimizer.step()
@@ -260,7 +259,7 @@ def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
 
 
 def verify_on_ranks(
-    model: str | Path,
+    model: Subject,
     pool: RankPool,
     *,
     sp: int,
@@ -273,7 +272,7 @@ def verify_on_ranks(
     """Proves a generated model on gloo ranks; prints nothing.
 
     Args:
-        model: its name, or the folder of one outside `generated_models/`.
+        model: it, its name, or the folder of one outside `generated_models/`.
         pool: processes on this machine.
         sp: how many of them share a sequence.
         fsdp: whether parameters are sharded over all ranks; otherwise every rank holds all.

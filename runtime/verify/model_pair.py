@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from patchgen.runtime.verify.correspondence import Correspondence, correspondence
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -23,6 +25,8 @@ class ModelPair:
 
     upstream: PreTrainedModel
     generated: PreTrainedModel
+    correspondence: Correspondence = field(default_factory=Correspondence)
+    """How upstream's tensors become those of the generated model."""
     problems: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Classes in the generated model that live in modeling files of other models; towers of their own right."""
@@ -39,16 +43,16 @@ def build_pair(
 
 def paired(upstream: PreTrainedModel, generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> ModelPair:
     """The generated class, built as `upstream` was and with its weights."""
-    pair = ModelPair(upstream, build_model(generated_class, config))
-    pair.problems += _class_problems(pair.generated, type(upstream))
-    pair.problems += _tensor_problems(
-        "parameter", dict(pair.generated.named_parameters()), pair.upstream.named_parameters()
-    )
+    generated = build_model(generated_class, config)
+    pair = ModelPair(upstream, generated, correspondence(upstream, generated))
+    pair.problems += [*_class_problems(pair.generated, type(upstream)), *pair.correspondence.problems]
+    theirs = pair.correspondence.apply(dict(pair.upstream.named_parameters()))
+    pair.problems += _tensor_problems("parameter", dict(pair.generated.named_parameters()), theirs.items())
     pair.problems += _tensor_problems("buffer", dict(pair.generated.named_buffers()), pair.upstream.named_buffers())
     pair.foreign = _foreign_classes(pair.generated, type(upstream))
     if pair.problems:
         return pair
-    pair.generated.load_state_dict(pair.upstream.state_dict(), strict=True)
+    pair.generated.load_state_dict(pair.correspondence.apply(pair.upstream.state_dict()), strict=True)
     pair.problems += _buffer_value_problems(pair)
     return pair
 

@@ -29,6 +29,7 @@ from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, shaken_step
+from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
@@ -75,11 +76,9 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
 
 def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: bool) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
-    import transformers
-
     started = time.perf_counter()
     state = state_of(sp, ep)
-    upstream_class = getattr(transformers, head)
+    upstream_class = getattr(registry.read_model(Path(file).parent).upstream(), head)
     config = training_config(upstream_class)
     generated = generated_class(head, file)
     row = {"model_type": model_type}
@@ -90,15 +89,16 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
     yardstick = build_model(upstream_class, config)
     perturb(yardstick)
     switch_dropout_off(yardstick)
+    ours = correspondence(yardstick, build_model(generated, config))
     for packed in (False, True):
         cases = {case.name: dict(case.batch) for case in text_cases(config, upstream_class)}
         inputs = cases.get("packed" if packed else "plain")
         if inputs is None:
             continue
-        one_rank = functools.partial(_one_rank, inputs=inputs, packed=packed, functions=functions)
+        one_rank = functools.partial(_one_rank, inputs=inputs, packed=packed, functions=functions, ours=ours)
         expected_loss, expected = one_rank(yardstick)
         model = generated._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
-        model.load_state_dict(yardstick.state_dict())
+        model.load_state_dict(ours.apply(yardstick.state_dict()))
         switch_dropout_off(model)
         if separates:
             model_calls.separate_documents(model)
@@ -127,16 +127,18 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
 
 
 def _one_rank(
-    model: nn.Module, inputs: dict, packed: bool, functions: Sequence[str]
+    model: nn.Module, inputs: dict, packed: bool, functions: Sequence[str], ours: Correspondence
 ) -> tuple[float, dict[str, Tensor]]:
-    """Upstream's step: a batch as it is, or each document of each packed row by itself."""
+    """Upstream's step, its gradients by our names: a batch as it is, or each document of each packed row by itself."""
     if not packed:
-        return reference_loss.one_rank(model, [inputs], router_functions=functions)
+        total, gradients = reference_loss.one_rank(model, [inputs], router_functions=functions)
+        return total, ours.present(gradients)
     pieces, rows = [], []
     for row, places in enumerate(_documents(inputs)):
         pieces += [{name: inputs[name][row : row + 1, one] for name in ("input_ids", "labels")} for one in places]
         rows += [row] * len(places)
-    return reference_loss.one_rank(model, pieces, router_functions=functions, packed_rows=rows)
+    total, gradients = reference_loss.one_rank(model, pieces, router_functions=functions, packed_rows=rows)
+    return total, ours.present(gradients)
 
 
 def _documents(inputs: dict) -> list[list[slice]]:

@@ -25,7 +25,8 @@ FILE_NAME = "verify.json"
 def print_proof(proof: Proof, console: Console | None = None) -> None:
     """Prints the small config, every case, every seam, and what failed."""
     console = console or Console()
-    console.print(f"[bold]{proof.model}[/bold] {proof.head} against transformers {transformers.__version__}")
+    against = "the file that it was made from, with " if proof.upstream_version is None else ""
+    console.print(f"[bold]{proof.model}[/bold] {proof.head} against {against}transformers {transformers.__version__}")
     console.print(f"small config: {_describe_overrides(proof.overrides)}", style="dim", highlight=False)
     table = Table("case", "variant", "loss", "logits", "all outputs", "gradients", "gradients compared")
     for case in proof.cases:
@@ -84,6 +85,8 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
     """
     path = directory / FILE_NAME
     record = proof_record(proof) | {"made_with": dict(made_with or {})}
+    if copies := _copies(directory, proof.model):
+        record["copies"] = copies
     if path.is_file():
         before = json.loads(path.read_text())
         if before.get("sha256") == proof.file_sha256:
@@ -91,6 +94,12 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
             record["transformers"] = sorted(others.union(record["transformers"]), key=Version)
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def _copies(directory: Path, model: str) -> dict[str, str]:
+    """Hashes of what stands beside a generated file and was copied along: a configuration of the user's own."""
+    files = (file for file in sorted(directory.glob("*.py")) if file.name != f"modeling_{model}.py")
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def proof_record(proof: Proof) -> dict[str, object]:
@@ -151,6 +160,7 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
         and record.get("made_with", {}).get("prover") == source_closure.prover()
         and record["head"] == head
         and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        and record.get("copies", {}) == _copies(directory, record["model"])
         and transformers.__version__ in record["transformers"]
         and record["torch"] == torch.__version__.partition("+")[0]
     )

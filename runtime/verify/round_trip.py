@@ -24,16 +24,16 @@ NUM_NAMED = 3
 def round_trip_problems(pair: ModelPair) -> list[str]:
     """What goes wrong between the two: empty if both directions keep every key and every value.
 
-    The models of `pair` hold the same weights; what each saves is loaded by the other's class and compared with them.
+    The models of `pair` hold the same weights; what each saves is loaded by the other's class and compared with the other.
     """
     with tempfile.TemporaryDirectory() as directory, _no_progress_bars():
         ours, theirs = Path(directory) / "generated", Path(directory) / "upstream"
         pair.generated.save_pretrained(ours)
         pair.upstream.save_pretrained(theirs)
         problems = _key_problems(_saved_keys(ours), _saved_keys(theirs))
-        problems += _load_problems(type(pair.upstream), ours, pair.generated, "saved by generated, loaded by upstream")
+        problems += _load_problems(type(pair.upstream), ours, pair.upstream, "saved by generated, loaded by upstream")
         problems += _load_problems(
-            type(pair.generated), theirs, pair.upstream, "saved by upstream, loaded by generated"
+            type(pair.generated), theirs, pair.generated, "saved by upstream, loaded by generated"
         )
     return problems
 
@@ -76,7 +76,7 @@ def _some(names: Iterable[object]) -> str:
 
 
 def _load_problems(
-    model_class: type[PreTrainedModel], directory: Path, saved: PreTrainedModel, direction: str
+    model_class: type[PreTrainedModel], directory: Path, same: PreTrainedModel, direction: str
 ) -> list[str]:
     loaded, info = model_class.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
@@ -89,7 +89,7 @@ def _load_problems(
     actual = loaded.state_dict()
     changed = [
         name
-        for name, tensor in saved.state_dict().items()
+        for name, tensor in same.state_dict().items()
         if name not in actual or not torch.equal(tensor, actual[name])
     ]
     if changed:

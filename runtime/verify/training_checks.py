@@ -31,6 +31,7 @@ from patchgen.runtime.verify.comparison import (
     difference,
 )
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
+from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.training_inputs import Batch, Documents
@@ -82,6 +83,7 @@ class Comparison:
         self.state: ParallelState | None = None
         self.ran_with = ""
         self.separates_documents = False
+        self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
 
@@ -89,7 +91,8 @@ class Comparison:
         """The generated class under an attention, with upstream's weights."""
         torch.manual_seed(SEED)
         model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
-        model.load_state_dict(self.reference.state_dict(), strict=True)
+        self.correspondence = correspondence(self.reference, model)
+        model.load_state_dict(self.correspondence.apply(self.reference.state_dict()), strict=True)
         return model.train()
 
     @cached_property
@@ -189,7 +192,7 @@ class Comparison:
         self._compare(
             name,
             actual=self._step([handed], items, {"logits": self._logits(handed)[counts]}),
-            reference=lambda model: _reference_step(model, [rows], items, logits(model)),
+            upstream_step=lambda model: _reference_step(model, [rows], items, logits(model)),
         )
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
@@ -301,7 +304,10 @@ class Comparison:
 
     # --------------------------------------------------------------------------------------------- comparing
 
-    def _compare(self, name: str, actual: Step, reference: Callable[[nn.Module], Step]) -> None:
+    def _compare(self, name: str, actual: Step, upstream_step: Callable[[nn.Module], Step]) -> None:
+        def reference(model: nn.Module) -> Step:
+            return self.correspondence.step(upstream_step(model))
+
         expected = reference(self.reference)
         found = {key: difference(actual.outputs[key], expected.outputs[key]) for key in actual.outputs}
         gradients = compare_gradients(actual, expected)

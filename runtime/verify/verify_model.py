@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, t
 from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
+from patchgen.runtime.verify.yardstick import Subject, find
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -34,25 +34,20 @@ ALL_CASES = ("router_logits", "window", "no_window")
 TRAINED = (BASE, "window", "no_window", "experts")
 
 
-class NoUpstreamError(ValueError):
-    """The model was made from a file that is no module of an installed package: there is nothing to compare it with."""
-
-
 def verify_model(
-    model: str,
+    model: Subject,
     *,
-    directory: Path | None = None,
     head: str | None = None,
     variants: Iterable[str] | None = None,
     implementations: Collection[str] | None = None,
     training_path: bool = True,
 ) -> Proof:
-    """Proves a generated model against the upstream module that `provenance.json` names.
+    """Proves a generated model against what it was made from: the upstream module that `provenance.json` names, or the
+    user's own file.
 
     Args:
-        model: its name ("qwen3_moe").
-        directory: the folder that holds `modeling_<model>.py` and `provenance.json`; default: the model of this name
-            among the installed ones.
+        model: it, its name among the installed ones ("qwen3_moe"), or the folder that holds `modeling_<model>.py` and
+            `provenance.json`.
         head: the class to prove; default: the first of the heads in `provenance.json`.
         variants: names out of `small_config.VARIANTS`, "checkpointing" and "evaluation"; default: all that the config knows.
         implementations: names of the implementations of seams to compare (compiled ones take seconds); default: all.
@@ -60,30 +55,24 @@ def verify_model(
 
     Raises:
         registry.UnknownModelError: no such model, or no such head in it.
-        NoUpstreamError: the model was made from a file on disk.
+        registry.NoUpstreamError: the model was made from a file on disk, which is not known or has changed.
         SmallConfigError: upstream's config class refuses every small config.
     """
-    generated = registry.read_model(directory) if directory is not None else registry.find_model(model)
+    generated = find(model)
     head = head or generated.heads[0]
     if head not in generated.classes:
         raise registry.UnknownModelError(
             f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
             f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
         )
-    if generated.upstream_module.startswith(registry.PACKAGE):
-        raise NoUpstreamError(
-            f"it was made from the file {generated.upstream_module.rpartition('.')[2]}.py, which no installed package "
-            "holds, so there is no upstream class to compare with. What was changed stands in "
-            f"{generated.file.with_suffix('.diff').name}; compare the two classes with "
-            "patchgen.runtime.verify.proof.prove(upstream_class, generated_class, config, cases)."
-        )
-    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
     config_class = upstream_class.config_class
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
     proofs: list[Proof] = []
+    fed: set[str] = set()
     trained: dict[str, PreTrainedConfig] = {}
     refused: dict[str, str] = {}
     for variant in chosen:
@@ -100,11 +89,13 @@ def verify_model(
         media = MediaCases()
         if takes_media(upstream_class):
             media = media_cases(build_model(upstream_class, small.config))
+        cases = (*cases, *media.cases)
+        fed.update(name for case in cases for name in case.batch)
         proof = prove(
             upstream_class,
             generated_class,
             small.config,
-            (*cases, *media.cases),
+            cases,
             variant=variant,
             gradient_checkpointing=variant == CHECKPOINTING,
             training=variant != EVALUATION,
@@ -119,6 +110,7 @@ def verify_model(
             trained[variant] = small.config
     merged = merge(proofs)
     merged.refused = refused
+    merged.not_compared = merged.not_compared | _without_example(upstream_class, fed)
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version
@@ -127,26 +119,33 @@ def verify_model(
     return merged
 
 
+def _without_example(upstream_class: type, fed: Collection[str]) -> dict[str, str]:
+    """The inputs of a model's own that no case held."""
+    reason = (
+        "input_rules of the model's class gives no example of it that its cases hold: {'of': 'image', 'shape': [2]}"
+    )
+    return {name: reason for name in getattr(upstream_class, "input_rules", {}) if name not in fed}
+
+
 def judge(
-    model: str, *, directory: Path, head: str | None, implementations: Collection[str] | None = None
+    model: Subject, *, head: str | None, implementations: Collection[str] | None = None
 ) -> tuple[verdict.Verdict, Proof | None]:
     """The verdict on a model with all its variants, and the proof; None where upstream's class or config refused it."""
     try:
-        proof = verify_model(model, directory=directory, head=head, implementations=implementations)
+        proof = verify_model(model, head=head, implementations=implementations)
     except SmallConfigError as refusal:
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
     except REFUSALS as refusal:
-        own = _upstream_refusal(directory, head)
+        own = _upstream_refusal(find(model), head)
         found = f"upstream's own class fails: {_named(own)}" if own else f"not compared: {_named(refusal)}"
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(found)), None
     return verdict.of(proof), proof
 
 
-def _upstream_refusal(directory: Path, head: str | None) -> Exception | None:
+def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> Exception | None:
     """What upstream's class alone raises on a small config or on what it is compared with, if it does."""
-    generated = registry.read_model(directory)
     try:
-        upstream_class = getattr(importlib.import_module(generated.upstream_module), head or generated.heads[0])
+        upstream_class = getattr(generated.upstream(), head or generated.heads[0])
         config = small_config(upstream_class.config_class).config
         model = build_model(upstream_class, config)
         media = media_cases(model).cases if takes_media(upstream_class) else ()
@@ -175,8 +174,8 @@ def _training_path(
 def head_with_media(directory: Path) -> str | None:
     """The first head of a generated model whose forward takes images, videos or audio."""
     generated = registry.read_model(directory)
-    upstream_module = importlib.import_module(generated.upstream_module)
-    return next((head for head in generated.heads if takes_media(getattr(upstream_module, head))), None)
+    upstream = generated.upstream()
+    return next((head for head in generated.heads if takes_media(getattr(upstream, head))), None)
 
 
 def _variants(upstream_class: type) -> tuple[str, ...]:

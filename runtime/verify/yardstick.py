@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import json
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from patchgen.runtime import attention, registry
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
+from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
 from patchgen.runtime.verify.small_config import small_config
@@ -33,8 +35,14 @@ class NotApplicable(ValueError):
     """There is nothing to compare here."""
 
 
-def find(model: str | Path) -> registry.GeneratedModel:
-    """A generated model by its name, or by the folder that holds it."""
+Subject = str | Path | registry.GeneratedModel
+"""What is compared: a generated model, its name, or the folder that holds it."""
+
+
+def find(model: Subject) -> registry.GeneratedModel:
+    """The generated model."""
+    if isinstance(model, registry.GeneratedModel):
+        return model
     return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
 
 
@@ -95,7 +103,8 @@ class Yardstick:
     """
 
     def __init__(self, generated: registry.GeneratedModel, head: str, upstream_module: str | None = None) -> None:
-        self.upstream_class = getattr(importlib.import_module(upstream_module or generated.upstream_module), head)
+        module = importlib.import_module(upstream_module) if upstream_module else generated.upstream()
+        self.upstream_class = getattr(module, head)
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
@@ -106,6 +115,11 @@ class Yardstick:
         self.builder = SampleBuilder(self.model, seed=SEED)
         self.pad = int(self.builder.drawable[0])
         self._refused: dict[str, str] = {}
+
+    @functools.cached_property
+    def correspondence(self) -> Correspondence:
+        """How upstream's tensors become those of the generated model."""
+        return correspondence(self.model, build_model(self.generated_class, self.config))
 
     def batches(self) -> dict[str, tuple[Sample, ...]]:
         """The batches by name; the items of `boundary` are on the middle, those of `first` in the first slice."""
@@ -154,30 +168,32 @@ class Yardstick:
     def one_rank(
         self, batches: Sequence[dict[str, Any]], *, is_one_row: bool = False, training: bool = True
     ) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of upstream's class on one rank, as `reference_loss.one_rank` defines them.
+        """Loss and gradients, by the generated model's names, of upstream's class on one rank, as `reference_loss.one_rank`
+        defines them.
 
         Args:
             is_one_row: whether all are documents of one packed row.
         """
         packed_rows = [0] * len(batches) if is_one_row else None
-        return reference_loss.one_rank(
+        loss, gradients = reference_loss.one_rank(
             self.model, batches, router_functions=self.router_functions, packed_rows=packed_rows, training=training
         )
+        return loss, self.correspondence.present(gradients)
 
     def generated(self) -> PreTrainedModel:
         """The generated class with the same weights, attending as a run does."""
         model = self.generated_class._from_config(
             copy.deepcopy(self.config), attn_implementation=self.attention, dtype=torch.float32
         )
-        model.load_state_dict(self.model.state_dict())
+        model.load_state_dict(self.correspondence.apply(self.model.state_dict()))
         switch_dropout_off(model)
         return model
 
 
-_YARDSTICKS: dict[tuple[str | Path, str], Yardstick] = {}
+_YARDSTICKS: dict[tuple[Subject, str], Yardstick] = {}
 
 
-def yardstick(model: str | Path, head: str) -> Yardstick:
+def yardstick(model: Subject, head: str) -> Yardstick:
     """One per process: building models costs more than most batches."""
     if (model, head) not in _YARDSTICKS:
         attention.register()

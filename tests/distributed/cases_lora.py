@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import cases_models
 import torch
 import torch.distributed as dist
 from cases_trainer import PROBE, Kept
 from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import parallel
-from patchgen.runtime.train import lora
-from patchgen.runtime.train.recipe import from_dict
+from patchgen.runtime.parallel import ParallelConfig, loss, sharding
+from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.train import expert_lora, lora
+from patchgen.runtime.train.recipe import LoraConfig, from_dict
 from patchgen.runtime.train.trainer import Trainer
 
 
@@ -73,3 +76,28 @@ def size(tensor: torch.Tensor) -> int:
     """Bytes on this rank."""
     own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return own.numel() * own.element_size()
+
+
+def adapted(name: str, parameters: tuple[str, ...], folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Logits of a generated model with random adapters of experts, which are saved in `folder`; and their gradients, as
+    PEFT names and lays them out."""
+    state = ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), ep=dist.get_world_size()), "cpu")
+    model = sharding.shard_model(cases_models.build(name, generated=True, attention_name="eager"), state)
+    wanted = LoraConfig(rank=3, target_modules=(), target_parameters=parameters)
+    view = lora.add_adapters(model, wanted, state, source="", seed=0)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "lora_B" in path:
+                parameter.to_local().normal_(0, 0.1)
+    lora.save(view, Path(folder))
+    with parallel.using(state), loss.step(torch.tensor(1)):
+        logits = model(input_ids=torch.tensor([PROBE]) % cases_models.VOCABULARY, use_cache=False).logits
+        (logits.square().sum() / dist.get_world_size()).backward()  # gradients are summed over the ranks
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().copy_(parameter.grad.to_local())
+    names = {f"base_model.model.{path}" for path, parameter in model.named_parameters() if parameter.requires_grad}
+    found = expert_lora.in_peft_layout(view)
+    assert found.keys() == names
+    return logits.detach(), {path.replace(".default", ""): gradient for path, gradient in found.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shutil
 import subprocess
@@ -37,7 +36,7 @@ def upstream_checkpoint(name: str, folder: Path) -> tuple[str, str]:
     """Made-up weights, saved by upstream's own class in several files; the class's name and the generated file."""
     model = registry.find_model(name)
     head = model.heads[0]
-    upstream = getattr(importlib.import_module(model.upstream_module), head)
+    upstream = getattr(model.upstream(), head)
     config = small_config(upstream.config_class).config
     torch.manual_seed(0)
     original = upstream._from_config(config, dtype=torch.float32)

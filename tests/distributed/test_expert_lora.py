@@ -9,8 +9,10 @@ import cases_trainer
 import pytest
 import torch
 from plain_training import plain_loop
-from rounding import error, require_rounding
+from rounding import UNITS, error, require_rounding
 from safetensors.torch import load_file
+
+from patchgen.runtime.checkpoint import CheckpointError, export_run
 
 LORA = {
     "rank": 3,
@@ -67,10 +69,10 @@ def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
     return max(error(found[name], expected[name]) for name in found)
 
 
-def compare(folder: Path, place: Path, steps: int, one_rank, two_ranks, four_ranks) -> None:
+def compare(folder: Path, place: Path, steps: int, one_rank, two_ranks, four_ranks, on_four: dict = ON_FOUR) -> None:
     alone = values_of(folder, place / "alone", steps)
     found = one_rank.run(cases.train_all, {"one rank": (alone, str(place / "start"))})[0]
-    for ranks, layouts in ((two_ranks, ON_TWO), (four_ranks, ON_FOUR)):
+    for ranks, layouts in ((two_ranks, ON_TWO), (four_ranks, on_four)):
         runs = {name: (values_of(folder, place / name, steps, layout), None) for name, layout in layouts.items()}
         for rank, mine in enumerate(ranks.run(cases.train_all, runs, timeout=900)):
             found |= mine if rank == 0 else {}
@@ -101,7 +103,8 @@ def test_four_steps_in_five_layouts_are_those_of_peft(trainer_folder, tmp_path, 
 
 @pytest.mark.slow
 def test_twenty_steps_in_five_layouts_are_those_of_peft(trainer_folder, tmp_path, one_rank, two_ranks, four_ranks):
-    compare(trainer_folder, tmp_path, 20, one_rank, two_ranks, four_ranks)
+    replicas = {"replicas, EP2": {"dp_replicate": 2, "ep": 2}}
+    compare(trainer_folder, tmp_path, 20, one_rank, two_ranks, four_ranks, ON_FOUR | replicas)
 
 
 def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_folder, tmp_path, one_rank, two_ranks):
@@ -112,11 +115,38 @@ def test_a_run_goes_on_in_another_layout_and_exports_the_merged_model(trainer_fo
         return values | {"optim": values["optim"] | {"schedule": "constant", "warmup_steps": 0}}
 
     straight = one_rank.run(cases.train, part(3, "straight"))[0]["losses"]
-    first = two_ranks.run(cases.train, part(2, "run", parallel={"ep": 2}))[0]["losses"]
-    then = two_ranks.run(cases.train, part(3, "run", merge=True), timeout=900)[0]
-    require_rounding(first + then["losses"], straight)
+    first = two_ranks.run(cases.train, part(2, "run"))[0]["losses"]
+    then = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}))[0]["losses"]
+    require_rounding(first + then, straight)
+    with pytest.raises(
+        CheckpointError, match=r"step-00000003 holds adapters beside the weights\. .* set lora.merge: true"
+    ):
+        export_run(tmp_path / "run", tmp_path / "merged")
+
+    assert not (tmp_path / "run" / "export").exists()
+    again = two_ranks.run(cases.train, part(3, "run", parallel={"ep": 2}, merge=True))[0]
+    assert again["losses"] == [], "nothing is left to train"
 
     merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run" / "export", attn_implementation="eager")
     adapted = logits_of(loaded_by_peft(trainer_folder, tmp_path / "run" / "adapter"))
     require_rounding(logits_of(merged), adapted)
     assert error(adapted, logits_of(upstream(trainer_folder))) > 1e-3, "the adapter must do something"
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+def test_transposed_and_interleaved_experts_with_biases_are_those_of_peft(ranks, tmp_path, request):
+    """gpt_oss keeps `[E, K, N]`, where A and B of PEFT's file change sides."""
+    import cases_models
+    import peft
+
+    which = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    logits, gradients = request.getfixturevalue(ranks).run(cases.adapted, "gpt_oss", which, str(tmp_path))[0]
+    plain = cases_models.build("gpt_oss", generated=False, attention_name="eager")
+    model = peft.PeftModel.from_pretrained(plain, tmp_path, is_trainable=True)
+    expected = model(input_ids=torch.tensor([cases_trainer.PROBE]) % cases_models.VOCABULARY, use_cache=False).logits
+    expected.square().sum().backward()
+    require_rounding(logits, expected.detach())
+    theirs = {path.replace(".default", ""): p.grad for path, p in model.named_parameters() if p.requires_grad}
+    assert gradients.keys() == theirs.keys() and len(theirs) == 8
+    for name, gradient in theirs.items():
+        require_rounding(gradients[name], gradient, units=4 * UNITS, what=name)

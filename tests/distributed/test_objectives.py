@@ -12,6 +12,9 @@ import pytest
 import torch
 from rounding import UNITS, require_rounding
 
+from patchgen.runtime.train import continuing
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+
 OBJECTIVES = {
     "dpo": ({"name": "dpo"}, 2),
     "reward": ({"name": "reward", "options": {"center": 0.01}}, 2),
@@ -79,6 +82,22 @@ def test_twenty_steps_on_one_two_and_four_ranks(name, trainer_folder, tmp_path, 
         require_rounding(losses, alone, units=UNITS * steps**0.5, what=layout)
 
 
+@pytest.mark.parametrize("name", ["dpo", "reward"])
+def test_documents_in_rows_of_their_own_give_the_same(name, trainer_folder, tmp_path, one_rank):
+    packed = curve(name, one_rank, trainer_folder, tmp_path / "packed", steps=2)
+    apart = curve(name, one_rank, trainer_folder, tmp_path / "apart", steps=2, model={"separate_documents": True})
+    require_rounding(apart, packed)
+
+
+def test_the_loss_of_routers_is_added_in_every_layout(trainer_folder, tmp_path, one_rank, two_ranks):
+    model = {"overrides": {"output_router_logits": True, "router_aux_loss_coef": 0.5}}
+    plain = curve("dpo", one_rank, trainer_folder, tmp_path / "plain", steps=2)
+    alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=2, model=model)
+    both = curve("dpo", two_ranks, trainer_folder, tmp_path / "two", steps=2, model=model, parallel={"sp": 2})
+    require_rounding(both, alone)
+    assert alone[0] > plain[0] + 0.1
+
+
 def test_with_adapters_the_reference_is_the_model_without_them(trainer_folder, tmp_path, one_rank, two_ranks):
     lora = {"rank": 4, "alpha": 8.0, "dropout": 0.0}
     alone = curve("dpo", one_rank, trainer_folder, tmp_path / "one", steps=3, lora=lora, optim={"lr": 1e-2})
@@ -96,6 +115,8 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_p
     assert one_rank.run(cases.stopped_and_resumed, values, 2)[0] == whole
     kept = [json.loads((tmp_path / run / "reference.json").read_text()) for run in ("whole", "parts")]
     assert kept[0]["log_probs"] == kept[1]["log_probs"] and kept[0]["log_probs"]
+    with pytest.raises(RecipeError, match=r"(?s)another objective.*objective.name: 'dpo' -> 'reward'"):
+        continuing.changes(from_dict(values | {"objective": {"name": "reward"}}))
 
 
 def test_an_evaluation_is_the_loss_of_the_same_rows(trainer_folder, tmp_path, two_ranks):

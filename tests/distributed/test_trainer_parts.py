@@ -56,8 +56,9 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
     assert {source for source, _, _ in documents} == {0, 1}
     found = {}
     for name, pool, layout, kernel in (
-        ("linear", one_rank, {}, "linear"),
+        ("auto", one_rank, {}, "auto"),
         ("eager", one_rank, {}, "eager"),
+        ("apart", one_rank, {}, "auto"),
         ("four", four_ranks, FOUR, "chunked"),
     ):
         run = {
@@ -66,6 +67,7 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
             "kernels": {"causal_lm_loss": kernel},
             "log": {"directory": str(tmp_path / name)},
         }
+        run["model"] = {**values["model"], "separate_documents": name == "apart"}
         found[name] = pool.run(cases.figures_of_sources, run)[0]
         assert len(found[name]) == 3
         for loss, labels, figures in found[name]:
@@ -75,8 +77,8 @@ def test_sources_are_told_apart_on_any_ranks_as_plain_transformers_has_them(
             own = [(labels, loss) for source, labels, loss in documents if source == number]
             assert figures.labels == sum(labels for labels, _ in own)
             require_rounding(figures.loss, sum(loss for _, loss in own) / figures.labels)
-    for name in ("eager", "four"):
-        for mine, first in zip(found[name], found["linear"], strict=True):
+    for name in ("eager", "apart", "four"):
+        for mine, first in zip(found[name], found["auto"], strict=True):
             for key, figures in mine[2].items():
                 assert (figures.tokens, figures.labels) == (first[2][key].tokens, first[2][key].labels)
                 require_rounding(figures.loss, first[2][key].loss)

@@ -84,7 +84,7 @@ def test_generate_from_a_file(tmp_path: Path):
     text = (tmp_path / "out" / "own" / "modeling_own.py").read_text()
     assert "ops.causal_lm_loss(" in text and f"patchgen generate own --source {source}\n" in text
     pytest.importorskip("torch")
-    with pytest.raises(ConfigError, match=r"made from the file modeling_own\.py.*no upstream class"):
+    with pytest.raises(ConfigError, match=r"made from a file modeling_own\.py.*no upstream class"):
         invoke("verify", "own", "--directory", str(tmp_path / "out" / "own"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ def pair(name: str, **options):
     """Upstream's model and the generated one, with the same weights, as `from_config` builds them."""
     generated = registry.find_model(name)
     ours = getattr(generated.load(), generated.heads[0])
-    theirs = getattr(importlib.import_module(generated.upstream_module), generated.heads[0])
+    theirs = getattr(generated.upstream(), generated.heads[0])
     config = small_config(ours.config_class).config
     models = [one._from_config(copy.deepcopy(config), dtype=torch.float32, **options).eval() for one in (theirs, ours)]
     perturb(models[0])
@@ -81,7 +80,7 @@ def test_a_config_that_upstream_has_used_builds_the_generated_class(name):
     """And the other way round: upstream writes the implementation into the config object that it is built from."""
     generated = registry.find_model(name)
     ours = getattr(generated.load(), generated.heads[0])
-    theirs = getattr(importlib.import_module(generated.upstream_module), generated.heads[0])
+    theirs = getattr(generated.upstream(), generated.heads[0])
     for first, second in ((theirs, ours), (ours, theirs)):
         config = small_config(ours.config_class).config
         with torch.device("meta"):

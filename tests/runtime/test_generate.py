@@ -6,7 +6,6 @@ Where upstream refuses (a stateful model that is to be assisted), the generated 
 from __future__ import annotations
 
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from functools import cache
 
@@ -31,7 +30,7 @@ PADDED[0, :4] = 0
 @cache
 def pair_of(name: str, head: str) -> ModelPair:
     generated = registry.find_model(name)
-    ours, theirs = getattr(generated.load(), head), getattr(importlib.import_module(generated.upstream_module), head)
+    ours, theirs = getattr(generated.load(), head), getattr(generated.upstream(), head)
     pair = build_pair(theirs, ours, small_config(ours.config_class).config)
     assert pair.problems == []
     pair.upstream.eval(), pair.generated.eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 
 import pytest
@@ -41,7 +40,7 @@ def reads_of(model, batch, monkeypatch) -> set[str]:
 def test_nothing_is_read_back(name: str, monkeypatch) -> None:
     generated = registry.find_model(name)
     head = generated.heads[0]
-    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    upstream_class = getattr(generated.upstream(), head)
     config = small_config(upstream_class.config_class).config
     cases = {case.name: dict(case.batch) for case in media_cases(build_model(upstream_class, config)).cases}
     model = build_model(getattr(generated.load(), head), config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import subprocess
 import sys
@@ -87,7 +86,7 @@ HEADS = [(name, head) for name in committed() for head in registry.find_model(na
 def test_logits_come_back_in_evaluation_and_not_in_training(name: str, head: str):
     """Metrics read them; whoever trains reads the loss."""
     generated = registry.find_model(name)
-    ours, theirs = getattr(generated.load(), head), getattr(importlib.import_module(generated.upstream_module), head)
+    ours, theirs = getattr(generated.load(), head), getattr(generated.upstream(), head)
     pair = build_pair(theirs, ours, small_config(ours.config_class).config)
     ids = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}

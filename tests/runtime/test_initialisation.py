@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 
 import pytest
 import torch
@@ -58,7 +57,7 @@ def test_every_weight_is_initialised_as_upstreams(name: str) -> None:
     for head in generated.heads:
         ours, theirs = (
             getattr(generated.load(), head),
-            getattr(importlib.import_module(generated.upstream_module), head),
+            getattr(generated.upstream(), head),
         )
         config = small_config(ours.config_class).config
         got, expected = (from_nothing(one, config) for one in (ours, theirs))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import multiprocessing
 import pickle
 import random
@@ -34,7 +33,7 @@ def upstream_and_function(model: str):
     """Upstream's model with a builder of samples, and the generated model's position function through a pickle."""
     generated = registry.find_model(model)
     head = generated.heads[0]
-    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    upstream_class = getattr(generated.upstream(), head)
     config = small_config(upstream_class.config_class).config
     builder = SampleBuilder(build_model(upstream_class, config))
     function = build_model(getattr(generated.load(), head), config).get_position_id_func()

@@ -18,7 +18,10 @@ def in_one_process(kind: str, output, family: str = "text") -> int:
 
 @pytest.mark.parametrize("start", [on_ranks, in_one_process])
 def test_a_type_that_does_not_exist_is_named_and_leaves_no_row(start, tmp_path):
-    with pytest.raises(ConfigError, match=r"--only qwen3_mo: transformers .* has no such type \(nearest: qwen3_moe"):
+    with pytest.raises(
+        ConfigError,
+        match=r"--only qwen3_mo: transformers .* has no such type \(nearest: qwen3_moe.*--code FOLDER` proves",
+    ):
         start("qwen3_mo", tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -110,6 +110,26 @@ def test_the_halves_of_a_pair_are_cut_alone_and_share_a_row(tmp_path, streaming)
         DataConfig(kind="preference", tokens_per_batch=64, max_length=40)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["chat", "preference"])
+def test_a_sample_of_which_nothing_that_is_learned_is_left_is_skipped_and_counted(tmp_path, kind, streaming):
+    rows = [
+        {"prompt": "Hi" * many, "completion": "Hello" * 9, "chosen": "Hello" * 9, "rejected": "Go"} for many in (1, 60)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = SourceConfig(str(tmp_path / "rows.jsonl"), streaming=streaming)
+    config = DataConfig((source,), kind=kind, tokens_per_batch=120, max_length=60, epochs=1, cache_dir=str(tmp_path))
+    loader = build_loader(config, tokenizer=TOKENIZER, batch_index=0, num_batches=1, agree=int)
+    (batch,) = list(loader)
+    assert len(told(batch)) == (2 if kind == "preference" else 1)
+    assert told(batch)[0][1].startswith("Hello")
+    assert loader.counters.counts == {"truncated": 1, "skipped": 1}
+    reasons = {outcome: (where[-2:], reason) for outcome, where, reason in loader.counters.places}
+    assert reasons["truncated"][0] == ":1"
+    assert reasons["skipped"][0] == ":2"
+    assert reasons["skipped"][1].endswith("and none that is learned among the first")
+
+
 def test_a_pair_learns_what_follows_the_messages_that_both_have(tmp_path):
     before = [ASK, {"role": "assistant", "content": "before"}, {"role": "user", "content": "and?"}]
     (batch,) = batches(tmp_path, "preference", {"chosen": [*before, ANSWER], "rejected": [*before, REJECTED]})

@@ -10,6 +10,7 @@ import pytest
 from patchgen.runtime.data import DataError, SourceConfig
 from patchgen.runtime.data.builtin import NAMES, open_builtin
 from patchgen.runtime.data.records import BadSample, Record
+from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.data.sources import detect_format, open_source
 
 ROWS = [{"text": f"row {number}"} for number in range(700)]
@@ -133,5 +134,8 @@ def test_made_up_sets_are_there_in_every_installation(name):
         assert any("json" in Path(file).parts for file in train.files)
         return
     assert not set(train.numbers) & set(validation.numbers)
-    assert [message["role"] for message in first["messages"]][-1] == "assistant"
+    kind = {"chat": "chat", "pairs": "preference", "labels": "classification"}.get(name, "multimodal")
+    fields = Rows(SourceConfig(f"builtin:{name}"), kind)("x", first)
+    if kind != "classification":
+        assert fields["chosen" if kind == "preference" else "messages"][-1]["role"] == "assistant"
     assert repr(train[5].fields()) == repr(open_builtin(name, "train")[5].fields())

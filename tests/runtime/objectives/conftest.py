@@ -1,20 +1,16 @@
-"""One rank in this process, and a small generated model beside upstream's with the same weights."""
+"""One rank in this process, and the config of a small model."""
 
 from __future__ import annotations
 
-import copy
-
 import pytest
-import torch
 import torch.distributed as dist
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig
 
-from patchgen.runtime import attention, registry
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def state():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield ParallelState.create(ParallelConfig.for_world(1), "cpu")
@@ -39,19 +35,3 @@ def config():
         pad_token_id=0,
         use_cache=False,
     )
-
-
-def of_upstream(config, seed: int) -> Qwen3MoeForCausalLM:
-    """Transformers' model with random weights."""
-    torch.manual_seed(seed)
-    return Qwen3MoeForCausalLM._from_config(copy.deepcopy(config), attn_implementation="eager", dtype=torch.float32)
-
-
-def generated(upstream, head=None):
-    """The generated model with the weights of one of transformers'."""
-    head = head or registry.find_head(upstream.config)
-    attention.register()
-    made = {"attn_implementation": "patchgen_sdpa", "dtype": torch.float32}
-    model = head._from_config(copy.deepcopy(upstream.config), **made)
-    model.load_state_dict(upstream.state_dict())
-    return model

@@ -89,3 +89,12 @@ def test_a_dry_run_says_what_is_learned():
     text = plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
     assert "Qwen3MoeForSequenceClassification" in text and "objective    reward" in text
     assert "causal_lm_loss" not in text
+
+
+def test_a_teacher_has_the_same_tokens():
+    teacher = {"source": "qwen3_moe", "overrides": SMALL}
+    recipe = recipe_of("distillation", "classification", teacher=teacher)
+    assert "teacher      qwen3_moe" in plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    other = teacher | {"overrides": SMALL | {"vocab_size": 384}}
+    with pytest.raises(RecipeError, match="its vocab_size is 384 and that of the model 320"):
+        checks.require_runnable(recipe_of("distillation", "classification", teacher=other), 1)

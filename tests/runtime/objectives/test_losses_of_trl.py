@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import generated, of_upstream
 from datasets import Dataset
+from objective_models import generated, of_upstream
 from rounding import require_rounding
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 

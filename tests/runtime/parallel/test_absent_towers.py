@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import dataclass
 
 import pytest
@@ -39,7 +38,7 @@ class TwoBatches:
 def model_and_cases(name: str):
     generated = registry.find_model(name)
     head = generated.heads[0]
-    upstream_class = getattr(importlib.import_module(generated.upstream_module), head)
+    upstream_class = getattr(generated.upstream(), head)
     config = small_config(upstream_class.config_class).config
     cases = media_cases(build_model(upstream_class, config)).cases
     model = build_model(getattr(generated.load(), head), config)

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patchgen.runtime.document_rows import DocumentRows
+from patchgen.runtime.parallel import fields
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
-from patchgen.runtime.parallel.fields import COUNTING, RULES, pack, rule_of
+from patchgen.runtime.parallel.fields import COUNTING, RULES, declare, declared, pack, rule_of
 
 PAD = 9
 
@@ -93,3 +95,36 @@ def test_position_ids_of_different_rows_are_refused():
     """Three rows (time, height, width) and one: padding that counts goes along the tokens only."""
     with pytest.raises(ValueError, match=r"Samples differ in position_ids beside dimension 1.*\(3, 4\).*\(1, 5\)"):
         pack("position_ids", [torch.zeros(3, 4, dtype=torch.long), torch.zeros(1, 5, dtype=torch.long)])
+
+
+def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
+    monkeypatch.setattr(fields, "RULES", dict(RULES))
+    with pytest.raises(
+        KeyError, match=r"inputs: \{heights: \{pack_dim: 0\}\}.*pack_dim .*sliced .*pad_value .*pad_scale"
+    ):
+        rule_of("heights")
+    declare({"heights": {"pack_dim": -1, "sliced": True, "pad_value": 7, "pad_scale": 1}}, "inputs")
+    declare({"heights": fields.FieldRule(-1, True, 7, 1)}, "inputs")
+    assert declared()["heights"] == rule_of("heights") and "pixel_values" not in declared()
+    value = torch.arange(5)[None]
+    parts = [rule_of("heights").part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
+    assert torch.cat(parts, dim=-1).tolist() == [[0, 1, 2, 3, 4, 7]]
+    rows = DocumentRows.of(torch.tensor([0, 2, 5]), 1, 5)
+    assert rows.apart({"heights": value})["heights"].tolist() == [[0, 1, 7], [2, 3, 4]], "a row for each document"
+
+
+@pytest.mark.parametrize(
+    "rule, told",
+    [
+        ({}, "'pack_dim'"),
+        ({"pack_dim": 0, "slice": True}, "'slice'.*Attributes: pack_dim, sliced, pad_value, pad_scale"),
+        ({"pack_dim": 0, "sliced": True}, "needs a pad_scale"),
+        ({"pack_dim": 0, "pad_value": "zero"}, "a number or 'counting'"),
+    ],
+)
+def test_a_rule_that_says_nothing_is_refused(monkeypatch, rule, told):
+    monkeypatch.setattr(fields, "RULES", dict(RULES))
+    with pytest.raises(ValueError, match=f"inputs: heights: .*{told}"):
+        declare({"heights": rule}, "inputs")
+    with pytest.raises(ValueError, match=r"inputs: pixel_values has the rule .*, and is given"):
+        declare({"pixel_values": {"pack_dim": 1}}, "inputs")

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoProcessor
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-from patchgen.commands import checkpoints, generation
-from patchgen.errors import ConfigError
-from patchgen.runtime.train import architecture, model, recipe
+from patchgen.commands import checkpoints, generation, proof
+from patchgen.errors import ConfigError, UpstreamNotFound
+from patchgen.runtime.parallel import fields
+from patchgen.runtime.train import architecture, model, preflight, recipe
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError
 
 SOURCE = Path(__file__).parents[2] / "patchgen" / "data" / "lattice_moe"
@@ -34,7 +36,11 @@ def made(tmp_path_factory) -> Path:
     (place / "code" / "processing_lattice_moe.py").write_text(PROCESSOR)
     generation.generate(["lattice_moe"], False, None, place / "code", place / "generated", dry_run=False, force=False)
     (place / "start").mkdir()
-    config = {"model_type": "lattice_moe", "architectures": ["LatticeMoeForCausalLM"], "num_hidden_layers": 3}
+    config = {
+        "model_type": "lattice_moe",
+        "architectures": ["LatticeMoeForConditionalGeneration"],
+        "num_hidden_layers": 3,
+    }
     (place / "start" / "config.json").write_text(json.dumps(config))
     (place / "start" / "processor_config.json").write_text(json.dumps({"processor_class": "LatticeMoeProcessor"}))
     return place
@@ -44,7 +50,7 @@ def made(tmp_path_factory) -> Path:
 def process(monkeypatch):
     """A process that has registered nothing yet."""
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
-    for mapping in (CONFIG_MAPPING, PROCESSOR_MAPPING, modeling_auto.MODEL_MAPPING, causal):
+    for mapping in (CONFIG_MAPPING, PROCESSOR_MAPPING, IMAGE_PROCESSOR_MAPPING, modeling_auto.MODEL_MAPPING, causal):
         monkeypatch.setattr(mapping, "_extra_content", {})
     architecture._register.cache_clear()
     yield
@@ -181,3 +187,51 @@ def test_checkpoints_are_converted_with_code_that_the_command_names(made, tmp_pa
     del CONFIG_MAPPING._extra_content["lattice_moe"]
     with pytest.raises(ConfigError, match="code of your own is named with --code FOLDER"):
         checkpoints.convert(tmp_path / "in", tmp_path / "again", layout=None, dtype=None, code=None, generated=None)
+
+
+def test_it_is_proven_against_the_users_file_before_it_trains(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(made / "generated", tmp_path / "generated", ignore=shutil.ignore_patterns("__pycache__"))
+    file = tmp_path / "generated" / "lattice_moe" / "modeling_lattice_moe.py"
+    file.write_text(file.read_text().replace("output + self.shared_expert(hidden_states)", "output"))
+    values = {"model": vars(named(made, generated=str(tmp_path / "generated"))), "data": {}}
+    found = preflight.examine(recipe.from_dict(values))
+    assert "'logits' differs" in found.refusal, "compared with itself it would agree"
+
+
+def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch):
+    monkeypatch.setattr(fields, "RULES", dict(fields.RULES))
+    fields.RULES.pop("pixel_spacing", None)
+    values = {"model": vars(named(made)), "data": {}}
+    architecture.prepare(recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": -1, "pad_scale": 1}}}))
+    assert fields.rule_of("pixel_spacing") == fields.FieldRule(0), "from the class"
+    assert fields.rule_of("heights") == fields.FieldRule(-1, pad_scale=1), "from the recipe"
+    with pytest.raises(RecipeError, match=r"inputs: pixel_spacing has the rule FieldRule\(pack_dim=0"):
+        architecture.prepare(recipe.from_dict(values | {"inputs": {"pixel_spacing": {"pack_dim": 1}}}))
+    with pytest.raises(RecipeError, match="inputs.heights.pack_dim"):
+        recipe.from_dict(values | {"inputs": {"heights": {}}})
+    with pytest.raises(RecipeError, match=r"inputs.heights.packdim.*no such key"):
+        recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": 0, "packdim": 1}}})
+    with pytest.raises(RecipeError, match=r"sliced: true needs a pad_scale"):
+        recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": 0, "sliced": True}}})
+    read = recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": -1}}})
+    assert recipe.from_dict(recipe.to_dict(read)).inputs == read.inputs
+
+
+def test_verify_finds_the_model_of_the_project_or_of_the_command(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = {"every": False, "directory": None, "code": None, "generated": None}
+    with pytest.raises(UpstreamNotFound, match="No model was named"):
+        proof._subjects([], **nothing)
+    own = {"code": str(made / "code"), "generated": str(made / "generated")}
+    directory = made / "generated" / "lattice_moe"
+    (found,) = proof._subjects([], **nothing | own)
+    assert found.source == made / "code" / "modeling_lattice_moe.py"
+    assert proof._subjects([], **nothing | {"directory": directory})[0].source is None
+    assert proof._subjects([], **nothing | {"directory": directory, "code": own["code"]}) == [found]
+    Path("pyproject.toml").write_text(f'[tool.patchgen]\ncode = "{own["code"]}"\ngenerated = "{own["generated"]}"\n')
+    assert proof._subjects([], **nothing) == proof._subjects(["lattice_moe"], **nothing) == [found]
+    assert proof._subjects([], **nothing | {"directory": directory}) == [found]
+    assert [one.name for one in proof._subjects(["llama"], **nothing)] == ["llama"]
+    with pytest.raises(UpstreamNotFound, match="no generated model 'latice_moe'"):
+        proof._subjects(["latice_moe"], **nothing)

@@ -62,6 +62,7 @@ def test_rows_of_other_sizes_and_of_more_than_text_do_not_fit():
     [
         ({"data": {"pad_batches": False}}, 1, "set data.pad_batches: true"),
         ({"data": {"kind": "multimodal"}}, 1, "data.kind is multimodal"),
+        ({"objective": {"name": "dpo"}}, 1, "objective.name is dpo"),
         ({"train": {"batches_per_step": 4}}, 2, "2 are accumulated: set train.batches_per_step: 2"),
         ({"parallel": {"cpu_offload": True}}, 1, "remove parallel.cpu_offload"),
         ({"parallel": {"activation_checkpointing": "offload"}}, 1, "set parallel.activation_checkpointing to none"),

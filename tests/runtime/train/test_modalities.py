@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
@@ -23,7 +22,7 @@ def classes(name: str):
     """Upstream's head, the generated one and a small config."""
     model = registry.find_model(name)
     ours = getattr(model.load(), model.heads[0])
-    theirs = getattr(importlib.import_module(model.upstream_module), model.heads[0])
+    theirs = getattr(model.upstream(), model.heads[0])
     return theirs, ours, small_config(ours.config_class).config
 
 

@@ -58,7 +58,7 @@ def recipe_of(source: str, directory: Path, **model: object) -> dict:
 
 
 def test_it_is_refused_in_the_proofs_words_before_any_rank(planted, tmp_path, monkeypatch):
-    found, _ = judge("llama", directory=planted, head=None, implementations=preflight.IMPLEMENTATIONS)
+    found, _ = judge(planted, head=None, implementations=preflight.IMPLEMENTATIONS)
     assert found.status == verdict.EAGER_ONLY and "a later token changes earlier logits" in found.reason
 
     def started(*arguments: object, **options: object) -> None:

@@ -36,7 +36,7 @@ def with_seam(guard: str = 'ops.serves("fused_moe")', extra: str = "") -> tuple[
 def prove_with(tmp_path, model_type, *edits, **options):
     options.setdefault("implementations", ())
     options.setdefault("variants", ("base",))
-    return verify_model(model_type, directory=write_stand_in(tmp_path, model_type, edits=edits), **options)
+    return verify_model(write_stand_in(tmp_path, model_type, edits=edits), **options)
 
 
 # ------------------------------------------------------------------------------------------------- it passes
@@ -63,7 +63,7 @@ def test_the_variants_of_qwen3_moe_are_those_its_config_knows(tmp_path):
 def test_a_thinker_is_proven_from_its_own_config_with_text(tmp_path):
     head = "Qwen3OmniMoeThinkerForConditionalGeneration"
     folder = write_stand_in(tmp_path, "qwen3_omni_moe", head=head)
-    proof = verify_model("qwen3_omni_moe", directory=folder, implementations=())
+    proof = verify_model(folder, implementations=())
     assert proof.failures == []
     assert proof.is_equal
     text = [name for name in proof.dead_parameters if "audio_tower" not in name and "visual" not in name]
@@ -158,7 +158,7 @@ FORGOTTEN = """
 import sys
 from pathlib import Path
 from patchgen.runtime.verify.verify_model import verify_model
-proof = verify_model("mixtral", directory=Path(sys.argv[1]), variants=("base",), implementations=())
+proof = verify_model(Path(sys.argv[1]), variants=("base",), implementations=())
 assert proof.cases and all(case.gradient.is_equal for case in proof.cases)  # no number shows it
 print(*proof.failures, sep="\\n")
 """

@@ -16,7 +16,7 @@ def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
     first = write_stand_in(tmp_path / "one", "mixtral")
     second = write_stand_in(tmp_path / "two", "mixtral")
     for folder in (first, second):
-        write_proof(verify_model("mixtral", directory=folder, variants=("base",), implementations=()), folder)
+        write_proof(verify_model(folder, variants=("base",), implementations=()), folder)
     text = (first / "verify.json").read_text()
     assert text == (second / "verify.json").read_text()
     assert str(tmp_path) not in text
@@ -31,7 +31,7 @@ def test_two_runs_write_the_same_bytes_without_paths(tmp_path):
 
 def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
-    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    proof = verify_model(folder, variants=("base",), implementations=())
     record = proof_record(proof) | {"transformers": ["5.9.0"]}
     (folder / "verify.json").write_text(json.dumps(record))
     both = json.loads(write_proof(proof, folder).read_text())["transformers"]
@@ -45,7 +45,7 @@ def test_releases_stay_listed_while_the_file_is_the_same(tmp_path):
 def test_a_failed_proof_claims_no_release_and_prints_why(tmp_path):
     edit = ("logits = self.lm_head(hidden_states)", "logits = self.lm_head(hidden_states) * 2")
     folder = write_stand_in(tmp_path, "llama", edits=(edit,))
-    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    proof = verify_model(folder, variants=("base",), implementations=())
     record = proof_record(proof)
     assert record["status"] == "generated"
     assert "output 'logits' differs" in record["reason"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 
 import pytest
@@ -58,7 +57,7 @@ DROPS_ITEMS = (
 def path_of(folder, **options) -> TrainingPath:
     """The comparison of a generated folder's head with the upstream class that it names, small."""
     generated = registry.read_model(folder)
-    upstream = getattr(importlib.import_module(generated.upstream_module), generated.heads[0])
+    upstream = getattr(generated.upstream(), generated.heads[0])
     head = getattr(generated.load(), generated.heads[0])
     return prove_training_path(upstream, head, small_config(upstream.config_class).config, **options)
 
@@ -83,9 +82,8 @@ def test_upstreams_own_code_trains_as_upstream(tmp_path):
     ],
 )
 def test_what_goes_wrong_only_in_a_run_is_not_proven(tmp_path, edit, told):
-    proof = verify_model(
-        "llama", directory=write_stand_in(tmp_path, "llama", edits=(edit,)), variants=("base",), implementations=()
-    )
+    folder = write_stand_in(tmp_path, "llama", edits=(edit,))
+    proof = verify_model(folder, variants=("base",), implementations=())
     assert proof.is_equal, "eager, on one process, it is upstream's"
     assert not proof.is_proven
     found = verdict.of(proof)
@@ -141,7 +139,7 @@ def test_features_decide_the_attention(tmp_path):
 
 def test_a_reason_is_recorded_and_a_record_holds_for_its_own_file_only(tmp_path):
     folder = write_stand_in(tmp_path, "llama")
-    proof = verify_model("llama", directory=folder, variants=("base",), implementations=())
+    proof = verify_model(folder, variants=("base",), implementations=())
     made_with = {"prover": source_closure.prover()}
     record = json.loads(write_proof(proof, folder, made_with).read_text())
     assert record["status"] == "proven"

@@ -1,4 +1,6 @@
-"""A small MoE model of one's own: rotary attention through transformers' interface, a list of experts in each layer."""
+"""A small MoE model of one's own: rotary attention through transformers' interface, a list of experts in each layer, a tower
+for pictures, and an input that no other model has: `pixel_spacing [N, 2]`, how many pixels of picture n the tower's pixels are
+high and wide."""
 
 import torch
 from torch import nn
@@ -6,10 +8,14 @@ from transformers.activations import ACT2FN
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    BaseModelOutputWithPooling,
+    CausalLMOutputWithPast,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
-from .configuration_lattice_moe import LatticeMoeConfig
+from .configuration_lattice_moe import LatticeMoeConfig, LatticeMoeVisionConfig
 
 
 def rotate_half(x):
@@ -130,6 +136,7 @@ class LatticeMoeBlock(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = nn.ModuleList([LatticeMoeExpert(config) for _ in range(config.num_experts)])
+        self.shared_expert = LatticeMoeExpert(config)
 
     def forward(self, hidden_states):
         batch_size, sequence_length, hidden_dim = hidden_states.shape
@@ -145,6 +152,7 @@ class LatticeMoeBlock(nn.Module):
                 continue
             update = expert(hidden_states[token]) * routing[token, slot, None]
             output.index_add_(0, token, update.to(hidden_states.dtype))
+        output = output + self.shared_expert(hidden_states)
         return output.view(batch_size, sequence_length, hidden_dim)
 
 
@@ -169,6 +177,7 @@ class LatticeMoeDecoderLayer(GradientCheckpointingLayer):
 class LatticeMoePreTrainedModel(PreTrainedModel):
     config: LatticeMoeConfig
     base_model_prefix = "model"
+    input_modalities = ("image", "text")
     supports_gradient_checkpointing = True
     _no_split_modules = ["LatticeMoeDecoderLayer"]
     _supports_sdpa = True
@@ -176,7 +185,28 @@ class LatticeMoePreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
 
-class LatticeMoeModel(LatticeMoePreTrainedModel):
+class LatticeMoeVisionModel(LatticeMoePreTrainedModel):
+    config: LatticeMoeVisionConfig
+
+    def __init__(self, config: LatticeMoeVisionConfig):
+        super().__init__(config)
+        size = config.patch_size
+        self.patch_embed = nn.Conv2d(config.num_channels, config.hidden_size, kernel_size=size, stride=size)
+        self.spacing_embed = nn.Linear(2, config.hidden_size, bias=False)
+        self.fc1 = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.fc2 = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.post_init()
+
+    def forward(self, pixel_values, pixel_spacing=None, **kwargs):
+        hidden_states = self.patch_embed(pixel_values).flatten(2).transpose(1, 2)
+        if pixel_spacing is not None:
+            hidden_states = hidden_states + self.spacing_embed(pixel_spacing.to(hidden_states.dtype))[:, None]
+        hidden_states = hidden_states + self.fc2(self.act_fn(self.fc1(hidden_states)))
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
+
+
+class LatticeMoeTextModel(LatticeMoePreTrainedModel):
     def __init__(self, config: LatticeMoeConfig):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -207,19 +237,82 @@ class LatticeMoeModel(LatticeMoePreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
-class LatticeMoeForCausalLM(LatticeMoePreTrainedModel, GenerationMixin):
+class LatticeMoeModel(LatticeMoePreTrainedModel):
+    def __init__(self, config: LatticeMoeConfig):
+        super().__init__(config)
+        self.vision_tower = LatticeMoeVisionModel(config.vision_config)
+        self.projector = nn.Linear(config.vision_config.hidden_size, config.hidden_size)
+        self.language_model = LatticeMoeTextModel(config)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.language_model.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.language_model.embed_tokens = value
+
+    def get_image_features(self, pixel_values, pixel_spacing=None, **kwargs):
+        outputs = self.vision_tower(pixel_values, pixel_spacing=pixel_spacing)
+        outputs.pooler_output = self.projector(outputs.last_hidden_state).flatten(0, 1)
+        return outputs
+
+    def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
+        special_image_mask = input_ids == self.config.image_token_id
+        if special_image_mask.sum() != image_features.shape[0]:
+            raise ValueError(f"{special_image_mask.sum()} image tokens for {image_features.shape[0]} image features.")
+        return special_image_mask.unsqueeze(-1).expand_as(inputs_embeds)
+
+    def forward(
+        self,
+        input_ids=None,
+        pixel_values=None,
+        pixel_spacing=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        if pixel_values is not None:
+            image_features = self.get_image_features(pixel_values, pixel_spacing=pixel_spacing).pooler_output
+            image_features = image_features.to(inputs_embeds.device, inputs_embeds.dtype)
+            special_image_mask = self.get_placeholder_mask(
+                input_ids, inputs_embeds=inputs_embeds, image_features=image_features
+            )
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, image_features)
+        return self.language_model(
+            attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs
+        )
+
+
+class LatticeMoeForConditionalGeneration(LatticeMoePreTrainedModel, GenerationMixin):
+    input_rules = {"pixel_spacing": {"pack_dim": 0, "example": {"of": "image", "shape": [2]}}}
+
     def __init__(self, config: LatticeMoeConfig):
         super().__init__(config)
         self.model = LatticeMoeModel(config)
-        self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    def get_image_features(self, pixel_values, pixel_spacing=None, **kwargs):
+        return self.model.get_image_features(pixel_values, pixel_spacing=pixel_spacing, **kwargs)
+
     def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None, **kwargs
+        self,
+        input_ids=None,
+        pixel_values=None,
+        pixel_spacing=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        labels=None,
+        **kwargs,
     ):
         outputs = self.model(
             input_ids=input_ids,
+            pixel_values=pixel_values,
+            pixel_spacing=pixel_spacing,
             attention_mask=attention_mask,
             position_ids=position_ids,
             inputs_embeds=inputs_embeds,
@@ -228,8 +321,14 @@ class LatticeMoeForCausalLM(LatticeMoePreTrainedModel, GenerationMixin):
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-__all__ = ["LatticeMoeForCausalLM", "LatticeMoeModel", "LatticeMoePreTrainedModel"]
+__all__ = [
+    "LatticeMoeForConditionalGeneration",
+    "LatticeMoeModel",
+    "LatticeMoePreTrainedModel",
+    "LatticeMoeTextModel",
+    "LatticeMoeVisionModel",
+]
