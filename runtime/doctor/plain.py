@@ -6,9 +6,7 @@ One model is in memory at a time: ours writes down what its layers compute and m
 from __future__ import annotations
 
 import copy
-import importlib
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +18,7 @@ from patchgen.runtime.checkpoint import export_pretrained
 from patchgen.runtime.doctor import calls, traces
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, not_checked, passed
 from patchgen.runtime.doctor.patient import Needs
+from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
 
 if TYPE_CHECKING:
@@ -53,8 +52,8 @@ class Export(Check):
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, own)
         shutil.rmtree(folder)
         if missing:
-            return failed(f"transformers does not find {missing} in the export.", ADVICE)
-        return _compared(patient, yardstick, found, f"The export, loaded by transformers' {upstream.__name__},")
+            return failed(f"upstream's class does not find {missing} in the export.", ADVICE)
+        return _compared(patient, yardstick, found, f"The export, loaded by upstream's {upstream.__name__},")
 
 
 class PlainTransformers(Check):
@@ -71,8 +70,8 @@ class PlainTransformers(Check):
         folder = models.weights_folder(patient.recipe.model)
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
-            return not_checked(f"transformers' {upstream.__name__} does not find {missing} in {folder}.")
-        return _compared(patient, yardstick, found, f"The checkpoint, loaded by transformers' {upstream.__name__},")
+            return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
+        return _compared(patient, yardstick, found, f"The checkpoint, loaded by upstream's {upstream.__name__},")
 
 
 ADVICE = (
@@ -85,13 +84,13 @@ def upstream_class(patient: Patient) -> type[PreTrainedModel]:
     """Upstream's class of the model.
 
     Raises:
-        Needs: the model was made from a file that transformers does not have.
+        Needs: the model was made from a file of which nobody says where it lies.
     """
     head = type(patient.blueprint)
-    generated = registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
-    if not generated.upstream_module.startswith("transformers."):
-        raise Needs(f"transformers has no {head.__name__}: the model was generated from a file of one's own.")
-    return getattr(importlib.import_module(generated.upstream_module), head.__name__)
+    try:
+        return getattr(architecture.generated_of(head).upstream(), head.__name__)
+    except registry.NoUpstreamError as error:
+        raise Needs(str(error)) from error
 
 
 def plain_inputs(patient: Patient) -> dict[str, Any]:
