@@ -235,6 +235,22 @@ def train(
 
 
 @app.command()
+def doctor(
+    recipe: Annotated[Path, Argument(help="a YAML file, as `train` takes it")],
+    assignments: Annotated[
+        list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")
+    ] = None,
+    skip: Annotated[list[str] | None, Option(help="a check that does not run, by its name in the table")] = None,
+    as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
+) -> None:
+    """Examine a recipe's checkpoint and data on this machine: what passed, what failed, what to do. Exit 1 if one failed.
+
+    Example: patchgen doctor recipes/qwen3_moe_toy.yaml --skip layout
+    """
+    raise typer.Exit(commands.doctor.doctor(recipe, assignments or [], skip=skip or [], as_json=as_json))
+
+
+@app.command()
 def data(
     recipe: Annotated[Path, Argument(help="a YAML file, for example recipes/qwen3_moe_toy.yaml")],
     rows: Annotated[int, Option(min=1, help="packed rows to show")] = 1,

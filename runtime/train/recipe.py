@@ -206,6 +206,8 @@ class TrainConfig:
             ("global"), which lets experts specialise, and cannot be accumulated. Padding counts in neither.
         seed: of random weights, and of whatever draws random numbers in a step.
         deterministic: torch's deterministic algorithms, where they exist.
+        first_loss_limit: the most that is believed of the first loss per label, in nats, before any weight has moved; null:
+            1.5 ln V + 1. Above it the run ends.
         cuda_graph: replay forward and backward as one CUDA graph; for rows so short that the host cannot launch their kernels as
             fast as they run (4,096 tokens per GPU, say). Needs `data.pad_batches`, and one batch per batch group and step.
         eval_every: steps between evaluations; at the end of a run there is one in any case. 0: only then.
@@ -220,6 +222,7 @@ class TrainConfig:
     router_loss: Literal["row", "global"] = "row"
     seed: CountOrZero = 0
     deterministic: bool = False
+    first_loss_limit: Positive | None = None
     cuda_graph: bool = False
     eval_every: CountOrZero = 0
     eval_batches: Count = 8

@@ -34,7 +34,7 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, report, shar
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import continuing, flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import continuing, first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step
@@ -142,6 +142,8 @@ class Trainer:
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
+                if self.step == 0 and isinstance(self.learning.objective, NextToken):
+                    self.require_first_loss(share)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()
@@ -216,6 +218,17 @@ class Trainer:
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
+
+    def require_first_loss(self, share: Tensor) -> None:
+        """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
+
+        Raises:
+            TrainingStopped: no sound model has such a loss.
+        """
+        total = float(all_reduce(share, operation="add up the first loss"))
+        size = self.model.config.get_text_config().vocab_size
+        if refusal := first_loss.refusal(total, size, self.recipe.train.first_loss_limit):
+            raise TrainingStopped(refusal)
 
     def micro_batch(
         self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any

@@ -1,0 +1,25 @@
+"""doctor: what is wrong with a checkpoint, its data and their recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from patchgen.errors import ConfigError
+
+
+def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool) -> int:
+    """Examines a recipe with its checkpoint and data; 0 when nothing failed."""
+    try:
+        from patchgen.runtime.train import recipe as recipes
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"The doctor needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
+    try:
+        recipe = recipes.load(path, recipes.parse_overrides(assignments))
+        from patchgen.runtime.doctor import examine
+
+        report = examine(recipe, skip=skip)
+    except recipes.RecipeError as error:
+        raise ConfigError(str(error)) from error
+    print(json.dumps(report.as_json(), indent=1) if as_json else report.text())
+    return report.exit_status

@@ -1,0 +1,96 @@
+"""A model called as the trainer calls it, on one rank, and as plain code would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from patchgen.runtime import parallel, seams
+from patchgen.runtime.parallel import loss as losses
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
+from patchgen.runtime.parallel.selfcheck import HALF_PRECISION, TOLERANCE
+from patchgen.runtime.train.feed import to_device
+from patchgen.runtime.verify.seam_proof import all_eager
+
+EAGER_ATTENTION = "patchgen_eager"
+"""Attention as its formula stands, with the documents of packed rows."""
+
+
+def handed(row: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """A packed row as the trainer hands it to the model, on the device."""
+    return to_device(slice_batch(dict(row), sp=1, sp_rank=0), device)
+
+
+@contextlib.contextmanager
+def selected(chosen: Mapping[str, str]) -> Iterator[None]:
+    """These kernels, every other seam eager, no other rank."""
+    with all_eager(), seams.using(**chosen), parallel.using(None):
+        yield
+
+
+@contextlib.contextmanager
+def eager_attention(model: nn.Module) -> Iterator[None]:
+    """The model attends by the formula."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(EAGER_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> float:
+    """The mean loss per label of a packed row, without that of routers."""
+    with torch.no_grad():
+        return float(_loss(model, row, chosen))
+
+
+def gradients(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Tensor | None]:
+    """The gradient of every parameter that trains."""
+    model.zero_grad(set_to_none=True)
+    _loss(model, row, chosen).backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
+    inputs = handed(row, next(model.parameters()).device)
+    items = (inputs["shift_labels"] != IGNORED).sum().clamp(min=1)
+    with selected(chosen), losses.step(items, router_loss=False):
+        return model(**inputs, num_items_in_batch=items, use_cache=False).loss
+
+
+@torch.no_grad()
+def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
+    """`(S, V)` of a packed row, on the CPU in fp32."""
+    inputs = without_labels(handed(row, next(model.parameters()).device))
+    with selected(chosen):
+        return model(**inputs, use_cache=False).logits[0].float().cpu()
+
+
+def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs for which a model gives logits."""
+    return {name: value for name, value in inputs.items() if name not in ("labels", "shift_labels")}
+
+
+def difference(actual: Tensor, expected: Tensor) -> float:
+    """How far two tensors differ, as a share of the size of the second; infinite where one is no number."""
+    actual, expected = actual.double(), expected.double()
+    share = float((actual - expected).norm() / expected.norm().clamp(min=1e-30))
+    return share if share == share else float("inf")
+
+
+def bar(dtype: torch.dtype) -> float:
+    """What rounding may make of two ways to compute the same."""
+    return TOLERANCE.get(dtype, HALF_PRECISION)
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line."""
+    text = " ".join(str(error).split())
+    return text if len(text) < 300 else f"{text[:297]}..."

@@ -1,0 +1,171 @@
+"""Does the chat template say what the model knows, and can the assistant's turns be found in it?"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from patchgen.runtime.data.chat import rendered
+from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+
+if TYPE_CHECKING:
+    from patchgen.runtime.doctor.patient import Patient
+
+QUESTION, ANSWER = "Where is the river?", "Behind the hill."
+MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
+"""How templates write special tokens."""
+ADVICE = (
+    "Take the chat template that comes with these weights (chat_template.jinja, or chat_template in "
+    "tokenizer_config.json); a base model without one learns any that the tokenizer has tokens for."
+)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """How a template writes the assistant's turn.
+
+    Attributes:
+        text: a question and its answer.
+        header: what stands between question and answer: the text that generation starts from.
+        learned: where the turn is learned in `text`.
+        header_ids: the tokens of the header.
+        end_id: the token that ends the turn; None: none is learned there.
+    """
+
+    text: str
+    header: str
+    learned: tuple[int, int]
+    header_ids: tuple[int, ...]
+    end_id: int | None
+
+
+class ChatTemplate(Check):
+    """Its marks are tokens, its prompt begins its turns, and its turns end where generation stops."""
+
+    name = "chat template"
+
+    def run(self, patient: Patient) -> Finding:
+        if patient.recipe.data.kind == "text":
+            return not_checked("data.kind = text uses none.")
+        template = template_of(patient)
+        if template is None:
+            return failed(f"data.kind = {patient.recipe.data.kind}, and the tokenizer has no chat template.", ADVICE)
+        problems = [
+            *_two_files(patient.recipe.model.source),
+            *_marks(patient, template),
+            *_turn_problems(patient, template),
+        ]
+        if problems:
+            return failed(" ".join(problems), ADVICE)
+        turn = find_turn(patient)
+        end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
+        return passed(f"The assistant's turn begins behind {turn.header!r} and ends with {end!r}.")
+
+
+def template_of(patient: Patient) -> str | None:
+    """The template that the data are rendered with."""
+    processor = patient.parts.processor
+    template = getattr(processor, "chat_template", None) or patient.tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def find_turn(patient: Patient) -> Turn | None:
+    """How the template writes the assistant's turn; None: it has no header, or cannot be made out."""
+    template, tokenizer = template_of(patient), patient.tokenizer
+    if template is None:
+        return None
+    try:
+        _, prompt, text = renders(tokenizer, template)
+        _, spans = rendered("probe", messages(), None, template=template, tokenizer=tokenizer)
+    except (TemplateError, TypeError, ValueError):
+        return None
+    if not spans or not text.startswith(prompt):
+        return None
+    start, end = spans[-1]
+    header = prompt[prompt.find(QUESTION) + len(QUESTION) :]
+    ends = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+    ids = tokenizer(header, add_special_tokens=False)["input_ids"] if header else []
+    last = ends[-1] if ends and ends[-1] in special_ids(tokenizer) else None
+    return Turn(text, header, (start, end), tuple(ids), last)
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """The tokens that are more than text."""
+    return set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+
+
+def messages() -> list[dict[str, str]]:
+    return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+
+
+def renders(tokenizer: Any, template: str) -> tuple[str, str, str]:
+    """The question alone, with the generation prompt, and with the answer."""
+
+    def render(part: list[dict[str, str]], prompt: bool = False) -> str:
+        options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": None}
+        return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
+
+    return render(messages()[:1]), render(messages()[:1], prompt=True), render(messages())
+
+
+def _two_files(source: str) -> Iterable[str]:
+    """Of two templates in a folder one is read, and not by everybody the same."""
+    folder = Path(source)
+    file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if not file.is_file() or not config.is_file():
+        return
+    other = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(other, str) and other.strip() != file.read_text(encoding="utf-8").strip():
+        yield f"{file} and chat_template in {config} are different: transformers reads the first, other programs the second."
+
+
+def _marks(patient: Patient, template: str) -> Iterable[str]:
+    """Marks of another model's template are cut into pieces here."""
+    try:
+        text = renders(patient.tokenizer, template)[2]
+    except (TemplateError, TypeError, ValueError) as error:
+        yield f"The template refuses a question with its answer: {error}."
+        return
+    known = patient.tokenizer.get_vocab()
+    unknown = [mark for mark in dict.fromkeys(MARK.findall(text)) if mark not in known]
+    if unknown:
+        pieces = len(patient.tokenizer(unknown[0], add_special_tokens=False)["input_ids"])
+        yield (
+            f"It writes {', '.join(map(repr, unknown))}, for which the tokenizer has no token ({unknown[0]!r} becomes {pieces} "
+            "pieces of text): it is the template of another model."
+        )
+
+
+def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
+    tokenizer = patient.tokenizer
+    try:
+        bare, prompt, text = renders(tokenizer, template)
+        _, spans = rendered("probe", messages(), None, template=template, tokenizer=tokenizer)
+    except Exception:  # told by `_marks`
+        return
+    if not text.startswith(prompt):
+        yield (
+            f"What generation starts from ({prompt[len(bare) :]!r} behind the question) is not how the assistant's turn begins "
+            f"in training ({text[len(bare) : len(prompt)]!r})."
+        )
+    answered = [span for span in spans if ANSWER in text[slice(*span)]]
+    if not answered:
+        yield "The assistant's turn is not found in it: nothing would be learned."
+        return
+    start, end = answered[-1]
+    if text.startswith(prompt) and start < len(prompt):
+        yield f"It marks {text[start : len(prompt)]!r} as the assistant's, which stands before the turn in generation, too."
+    behind = text[start:end].partition(ANSWER)[2]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []
+    if not ids or ids[-1] not in special_ids(tokenizer):
+        yield (
+            f"The learned turn ends with {behind[-20:] or ANSWER[-8:]!r}, which is no special token ({text[end:].strip()[:20]!r} "
+            "follows): the model would not learn where to stop."
+        )

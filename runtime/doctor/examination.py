@@ -1,0 +1,161 @@
+"""All checks, one after the other, and the table of what they found."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+import time
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.data import DataError
+from patchgen.runtime.doctor import calls
+from patchgen.runtime.doctor.chat_template import ChatTemplate
+from patchgen.runtime.doctor.computing import Kernels, Packing, Router
+from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
+from patchgen.runtime.doctor.labels import Data, Labels
+from patchgen.runtime.doctor.losses import Alternatives, FirstLoss
+from patchgen.runtime.doctor.patient import Needs, Patient
+from patchgen.runtime.doctor.plain import Export, PlainTransformers
+from patchgen.runtime.doctor.planning import Proof, RecipeIsValid
+from patchgen.runtime.doctor.stepping import Layout, Step
+from patchgen.runtime.doctor.tokens import Padding, Tokenizer
+from patchgen.runtime.doctor.weights import TrainedParameters, Weights
+from patchgen.runtime.train.recipe import Recipe, RecipeError
+
+CHECKS: tuple[type[Check], ...] = (
+    RecipeIsValid,
+    Proof,
+    Tokenizer,
+    Data,
+    Padding,
+    ChatTemplate,
+    Labels,
+    Weights,
+    TrainedParameters,
+    FirstLoss,
+    Alternatives,
+    Packing,
+    Kernels,
+    Router,
+    Export,  # from here on the memory of the model is needed by others
+    PlainTransformers,
+    Step,
+    Layout,
+)
+"""In the order in which they run: each asks for no more than those before it."""
+SIGNS = {PASSED: "passed", FAILED: "FAILED", NOT_CHECKED: "-"}
+WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one check found, and how long it took."""
+
+    check: str
+    seconds: float
+    finding: Finding
+
+
+@dataclass
+class Report:
+    """What all checks found, in their order."""
+
+    recipe: str
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The names of the checks that failed."""
+        return tuple(entry.check for entry in self.entries if entry.finding.status == FAILED)
+
+    @property
+    def exit_status(self) -> int:
+        return 1 if self.failed else 0
+
+    def __getitem__(self, name: str) -> Finding:
+        return next(entry.finding for entry in self.entries if entry.check == name)
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as plain values."""
+        checks = [
+            {"check": one.check, "seconds": round(one.seconds, 2), **asdict(one.finding)} for one in self.entries
+        ]
+        return {"recipe": self.recipe, "failed": list(self.failed), "checks": checks}
+
+    def text(self) -> str:
+        """The table: a check a line, what to do below those that failed, samples and figures at the end."""
+        width = max((len(entry.check) for entry in self.entries), default=0)
+        lines = []
+        for entry in self.entries:
+            finding = entry.finding
+            start = f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  "
+            why = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
+            lines += _wrapped(start, why)
+            if finding.advice:
+                lines += _wrapped(" " * (width + 2) + "to do   ", finding.advice)
+        for entry in self.entries:
+            if entry.finding.shown:
+                lines += ["", f"{entry.check}:", textwrap.indent(entry.finding.shown, "  ")]
+        counts = {status: sum(one.finding.status == status for one in self.entries) for status in SIGNS}
+        lines += ["", ", ".join(f"{count} {status}" for status, count in counts.items()) + "."]
+        return "\n".join(lines)
+
+
+def examine(recipe: Recipe, *, skip: Collection[str] = ()) -> Report:
+    """Runs every check on a recipe.
+
+    Args:
+        skip: names of checks that do not run.
+
+    Raises:
+        RecipeError: `skip` names no check.
+    """
+    require_names(skip)
+    patient, report = Patient(recipe), Report(recipe.name)
+    try:
+        for check in CHECKS:
+            started = time.perf_counter()
+            finding = not_checked("it was skipped (--skip).") if check.name in skip else _asked(check(), patient)
+            report.entries.append(Entry(check.name, time.perf_counter() - started, finding))
+    finally:
+        patient.close()
+    return report
+
+
+def _asked(check: Check, patient: Patient) -> Finding:
+    """What a check finds; an error is a finding, too."""
+    patient.asking = check.name
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return check.run(patient)
+    except Needs as needs:
+        return not_checked(str(needs))
+    except (RecipeError, DataError, CheckpointError) as error:
+        return failed(str(error), "As the message says; `patchgen train` would refuse it, too.")
+    except Exception as error:  # whatever it is, the other checks run
+        return failed(
+            f"{type(error).__name__}: {calls.first_line(error)}",
+            "This is no refusal but an error of the code that ran: of the modeling file, of the data's code, or of the doctor.",
+        )
+
+
+def require_names(names: Collection[str]) -> None:
+    """Raises RecipeError for a name of no check, with the nearest."""
+    known = [check.name for check in CHECKS]
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise RecipeError(
+                f"There is no check '{name}'.{f' Near: {near[0]}.' if near else ''} Checks: {', '.join(known)}."
+            )
+
+
+def _wrapped(start: str, text: str) -> Iterator[str]:
+    lines = [part for line in text.splitlines() for part in textwrap.wrap(line, WIDTH - len(start)) or [""]]
+    yield start + (lines[0] if lines else "")
+    yield from (" " * len(start) + line for line in lines[1:])

@@ -1,0 +1,218 @@
+"""What is examined: a recipe and what it names, each part made when a check first asks for it.
+
+    patient = Patient(recipe)
+    patient.samples        # the first of the data, as training reads them
+    patient.model          # with its weights, on this machine's device
+    patient.release()      # the model is gone: the next may take its memory
+
+A part that cannot be made is told once, by the check that first asks; the others learn what they lack (`Needs`).
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from patchgen.runtime.checkpoint import host_memory, load_pretrained
+from patchgen.runtime.checkpoint.initialise import initialise
+from patchgen.runtime.data.collate import collate
+from patchgen.runtime.doctor import calls, traces
+from patchgen.runtime.doctor.samples import Sample, first_samples
+from patchgen.runtime.objectives.base import NextToken
+from patchgen.runtime.parallel import sharding
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train import setup
+from patchgen.runtime.train.recipe import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+Value = TypeVar("Value")
+
+
+class Needs(Exception):
+    """A check cannot run without a part that could not be made, or that this machine has no room for."""
+
+
+class NoRoom(Needs):
+    """The memory of this machine is too small for what is asked."""
+
+
+def part(named: str) -> Callable[[Callable[[Any], Value]], property]:
+    """A property that is made once. Its failure is raised once as it is, and from then on as `Needs`, which names the check
+    that told of it."""
+
+    def decorate(make: Callable[[Any], Value]) -> property:
+        @functools.wraps(make)
+        def get(self: Patient) -> Value:
+            if make.__name__ in self.failures:
+                raise Needs(f"it needs {named}: {self.failures[make.__name__]}.")
+            if make.__name__ not in self.made:
+                try:
+                    self.made[make.__name__] = make(self)
+                except Needs:
+                    raise
+                except Exception:
+                    self.failures[make.__name__] = f"see '{self.asking}'"
+                    raise
+            return self.made[make.__name__]
+
+        return property(get)
+
+    return decorate
+
+
+class Patient:
+    """A recipe with its checkpoint and data.
+
+    Attributes:
+        recipe: as given; `decided` once the proof has said which attention runs.
+        device: the first GPU, or the CPU.
+        scratch: a folder that is deleted at the end.
+        checkpoint: the folder or name of the weights; None: they are random.
+        asking: the name of the check that runs now.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.asking = recipe, ""
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.made: dict[str, Any] = {}
+        self.failures: dict[str, str] = {}
+        self._scratch = tempfile.TemporaryDirectory(prefix="patchgen-doctor-")
+
+    @property
+    def scratch(self) -> Path:
+        return Path(self._scratch.name)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What layers compute in, as in the run."""
+        options = models.sharding_options(self.recipe.parallel, self.device)
+        return options.param_dtype or getattr(torch, self.recipe.model.dtype)
+
+    @part("the place of the weights")
+    def checkpoint(self) -> Path | str | None:
+        return models.find_weights(self.recipe.model)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the whole model comes from a checkpoint, no new part of it random."""
+        return self.checkpoint is not None and not self.recipe.model.allow_missing
+
+    @part("the config")
+    def config(self) -> PreTrainedConfig:
+        return models.read_config(self.recipe.model)
+
+    @part("the tokenizer")
+    def parts(self) -> setup.DataParts:
+        _ = self.blueprint  # what is wrong with it is not the tokenizer's
+        return setup.data_parts(self.recipe)
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.parts.tokenizer
+
+    @part("the data")
+    def samples(self) -> list[Sample]:
+        """The first of each source, at least one.
+
+        Raises:
+            Needs: the data are of a kind of which a row is more than text with labels.
+        """
+        if self.recipe.data.kind not in NextToken.kinds:
+            raise Needs(
+                f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
+            )
+        return first_samples(self.recipe.data, self.parts)
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """All samples in one packed row, `(1, S)`, on the host."""
+        return self.rows(self.samples)
+
+    def rows(self, samples: list[Sample]) -> dict[str, Any]:
+        """Samples in one packed row."""
+        pad = self.tokenizer.pad_token_id
+        return collate([one.fields for one in samples], pad_to=None, pad_token_id=0 if pad is None else pad)
+
+    @part("the shape of the model")
+    def blueprint(self) -> PreTrainedModel:
+        """The model without memory, frozen as the recipe says."""
+        return models.build_on_meta(self.recipe)
+
+    @part("the model")
+    def model(self) -> PreTrainedModel:
+        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected."""
+        whole = sum(p.numel() for p in self.blueprint.parameters()) * self.dtype.itemsize
+        self.require_room(whole, "the weights")
+        name = str(self.dtype).removeprefix("torch.")
+        recipe = replace(self.recipe, model=replace(self.recipe.model, dtype=name))
+        model = models.build_on_meta(recipe)
+        for module in sharding.kept_in_fp32(model, self.dtype):
+            module.float()
+        sharding.materialise(model, self.device)
+        folder = models.weights_folder(recipe.model)
+        if folder is None:
+            initialise(model, models.initial_names(model), seed=recipe.train.seed)
+        else:
+            load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+        return model.train()
+
+    @part("the kernels that the recipe names")
+    def kernels(self) -> dict[str, str]:
+        """The implementation of each seam that a run selects."""
+        return models.configure_seams(self.recipe, self.model)
+
+    @part("the loss of the samples")
+    def loss(self) -> float:
+        return calls.loss(self.model, self.row, self.kernels)
+
+    @part("the gradients")
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """Of every parameter that trains, from one backward of the row."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.require_room(sum(p.numel() * p.element_size() for p in trained) * 2, "gradients")
+        return calls.gradients(self.model, self.row, self.kernels)
+
+    @property
+    def probe(self) -> dict[str, Any]:
+        """One sample alone, with media if any has them, as the trainer hands it over."""
+        richest = max(self.samples, key=lambda one: len(one.fields))
+        return calls.handed(self.rows([richest]), self.device)
+
+    @part("what the layers of the model compute")
+    def yardstick(self) -> traces.Yardstick:
+        """Of the probe, every kernel eager."""
+        model, probe, paths = self.model, self.probe, traces.watched(self.model)
+        shaken = traces.record_shaken(model, probe, paths)
+        return traces.Yardstick(traces.record(model, probe, paths), shaken, calls.bar(self.dtype))
+
+    def release(self) -> None:
+        """Gives the model's memory back; what was made of it stays."""
+        if "model" in self.made:
+            del self.made["model"]
+            self.made.pop("gradients", None)
+            gc.collect()
+        self.failures |= dict.fromkeys(("model", "gradients"), "its memory was given to what came next")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def require_room(self, num_bytes: int, what: str) -> None:
+        """Raises NoRoom unless so many bytes are free on the device."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory.available()
+        if num_bytes > 0.9 * free:
+            raise NoRoom(
+                f"{what} take {num_bytes / 2**30:.1f} GiB in {str(self.dtype).removeprefix('torch.')}, and "
+                f"{free / 2**30:.1f} GiB are free on {setup.device_name(self.device)}: run the doctor where they fit."
+            )
+
+    def close(self) -> None:
+        """Deletes what was written."""
+        self._scratch.cleanup()

@@ -1,0 +1,39 @@
+"""Is the recipe one that can run, and is the model proven under what it names?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from patchgen.runtime.doctor.finding import Check, Finding, passed
+from patchgen.runtime.train import data_check, plan, preflight
+
+if TYPE_CHECKING:
+    from patchgen.runtime.doctor.patient import Patient
+
+
+class RecipeIsValid(Check):
+    """What `patchgen train` refuses before any rank starts."""
+
+    name = "recipe"
+
+    def run(self, patient: Patient) -> Finding:
+        section = patient.recipe.parallel
+        plan.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
+        config = patient.config
+        data_check.require_data(patient.recipe)
+        _ = patient.blueprint
+        return passed(
+            f"{type(config).__name__} of {patient.recipe.model.source}; weights: {patient.checkpoint or 'random'}."
+        )
+
+
+class Proof(Check):
+    """The proof that `patchgen train` asks for, with a small form of the model."""
+
+    name = "proof"
+
+    def run(self, patient: Patient) -> Finding:
+        patient.recipe = preflight.require_trainable(patient.recipe)
+        apart = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
+        chosen = patient.recipe.model.attention
+        return passed(f"A small form of it agrees with upstream as a run computes, attention '{chosen}'{apart}.")

@@ -1,0 +1,89 @@
+"""One step of a recipe, as the trainer takes it, without a run: in this process, or as one of several ranks.
+
+python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from patchgen.runtime import launch, parallel
+from patchgen.runtime.data import DataError
+from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.train.feed import End
+from patchgen.runtime.train.recipe import Recipe, from_dict
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """Of one step: its loss and the norm of its gradient over all ranks; seconds of a second step, when kernels are warm.
+
+    Attributes:
+        held_bytes: what parameters, gradients and optimizer of this rank hold.
+        peak_bytes: of the device; None on a CPU.
+    """
+
+    loss: float
+    norm: float
+    seconds: float
+    tokens: int
+    flops: float
+    held_bytes: int
+    peak_bytes: int | None
+
+
+def one_step(recipe: Recipe, device: torch.device, scratch: Path) -> StepFigures:
+    """Two steps of a recipe on this rank; the figures of the first, and the time of the second. Every rank calls it."""
+    from patchgen.runtime.train.trainer import Trainer
+
+    recipe = replace(recipe, log=replace(recipe.log, directory=str(scratch / "step"), trackers=()), eval_data=None)
+    recipe = replace(recipe, train=replace(recipe.train, eval_every=0))
+    trainer = Trainer(recipe, device)
+    feed = trainer.feed(trainer.loader, trainer.num_micro_batches)
+    with parallel.using(trainer.state):
+        batches = feed.next()
+        if isinstance(batches, End):
+            raise DataError("The data ended before the first step.")
+        loss = float(all_reduce(trainer.forward_backward(batches), operation="add up the loss"))
+        gradients = sum(_bytes(p.grad) for p in trainer.model.parameters() if p.grad is not None)
+        norm, _ = trainer.update()
+        started = time.perf_counter()
+        trainer.forward_backward(batches)
+        trainer.update()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+    states = [
+        one for state in trainer.optimizer.state.values() for one in state.values() if isinstance(one, torch.Tensor)
+    ]
+    held = gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
+    peak = trainer.peak_memory() if device.type == "cuda" else None
+    return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, held, peak)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def main() -> None:
+    recipe = from_dict(json.loads(sys.argv[1]))
+    with launch.process_group() as device:
+        scratch = [tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(scratch, src=0)
+        figures = one_step(recipe, device, Path(scratch[0]))
+        if dist.get_rank() == 0:
+            print(json.dumps(asdict(figures)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Is the tokenizer that of the model, and is its padding told apart from text?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from transformers import GenerationConfig
+
+from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.samples import first_texts
+
+if TYPE_CHECKING:
+    from patchgen.runtime.doctor.patient import Patient
+
+MEDIA = ("image", "video", "audio")
+
+
+class Tokenizer(Check):
+    """Its special tokens are those of the config, and its tokens have embeddings."""
+
+    name = "tokenizer"
+
+    def run(self, patient: Patient) -> Finding:
+        tokenizer = patient.tokenizer
+        if tokenizer is None:
+            return not_checked("the data come as tokens, without a tokenizer.")
+        problems = [*_stops(patient), *_places(patient)]
+        if problems:
+            return failed(
+                " ".join(problems),
+                "Take tokenizer.json, tokenizer_config.json and special_tokens_map.json from where the weights come from; if "
+                "tokens were added on purpose, say so in config.json and generation_config.json.",
+            )
+        size = patient.config.get_text_config().vocab_size
+        return passed(f"{type(tokenizer).__name__}, {len(tokenizer)} tokens for {size} embeddings.")
+
+
+def stop_tokens(patient: Patient) -> set[int]:
+    """The tokens at which generation stops, as config.json and generation_config.json name them; empty: none is named."""
+    text = patient.config.get_text_config()
+    named = [patient.config.eos_token_id, text.eos_token_id] if hasattr(patient.config, "eos_token_id") else []
+    generation = _generation_config(patient)
+    return {token for value in [*named, generation.get("eos_token_id")] for token in _as_list(value)}
+
+
+def _generation_config(patient: Patient) -> Mapping[str, Any]:
+    """Of a checkpoint, which need not have one."""
+    if patient.checkpoint is None:
+        return {}
+    try:
+        return GenerationConfig.from_pretrained(patient.recipe.model.source).to_dict()
+    except (OSError, ValueError):
+        return {}
+
+
+def _stops(patient: Patient) -> Iterable[str]:
+    """A tokenizer of another model has its end token elsewhere."""
+    own, stops = patient.tokenizer.eos_token_id, stop_tokens(patient)
+    if patient.checkpoint is not None and own is not None and stops and own not in stops:
+        said = ", ".join(f"{token} ({patient.tokenizer.convert_ids_to_tokens(token)!r})" for token in sorted(stops))
+        yield (
+            f"The tokenizer ends a text with {patient.tokenizer.eos_token!r} = {own}; the model's configs say {said}: this "
+            "is the tokenizer of another model, or its special tokens were changed."
+        )
+
+
+def _places(patient: Patient) -> Iterable[str]:
+    """Places of images, videos and sounds: the processor's token is the one that the model looks for."""
+    processor = patient.parts.processor
+    for kind in MEDIA if processor is not None else ():
+        token, wanted = getattr(processor, f"{kind}_token", None), getattr(patient.config, f"{kind}_token_id", None)
+        if token is None or wanted is None:
+            continue
+        found = patient.tokenizer.convert_tokens_to_ids(token)
+        if found != wanted:
+            yield f"The processor marks {kind}s with {token!r} = {found}; config.{kind}_token_id = {wanted}."
+
+
+class Padding(Check):
+    """No token of the texts is taken for padding."""
+
+    name = "padding"
+
+    def run(self, patient: Patient) -> Finding:
+        tokenizer = patient.tokenizer
+        pad, token = tokenizer.pad_token_id, tokenizer.pad_token
+        texts = list(first_texts(patient.recipe.data)) if pad is not None and pad != tokenizer.eos_token_id else []
+        if count := sum(text.count(token) for text in texts):
+            return failed(
+                f"The pad token {token!r} = {pad} stands {count} times in the texts of the first records: wherever padding is "
+                "recognised by its id, these tokens are lost.",
+                "Name a token that no text has (pad_token in tokenizer_config.json); one of the reserved ones, or a new one "
+                "with an embedding.",
+            )
+        ids = [one for sample in patient.samples for one in sample.ids]
+        for path, module in patient.blueprint.named_modules():
+            row = module.padding_idx if isinstance(module, nn.Embedding) else None
+            if row is not None and row in ids and row not in {pad, tokenizer.eos_token_id}:
+                return failed(
+                    f"config.pad_token_id = {row} is {tokenizer.convert_ids_to_tokens(row)!r}, which stands {ids.count(row)} "
+                    f"times among the first {len(ids)} tokens of the data: {path} gives that row no gradient, so the "
+                    "embedding of this token never learns.",
+                    f"Set pad_token_id in config.json to the tokenizer's ({pad}), or to null (model.overrides).",
+                )
+        if pad is None:
+            return passed(
+                "The tokenizer has no pad token; rows are filled with 0, which has no labels and is not attended to."
+            )
+        is_end = pad == tokenizer.eos_token_id
+        what = " (also its end token: where labels are masked by id, ends are never learned)" if is_end else ""
+        return passed(f"{token!r} = {pad}{what}.")
+
+
+def _as_list(value: Any) -> list[int]:
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -1,0 +1,179 @@
+"""The doctor finds each planted fault by what it is, says what to do, and passes the sound model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import planted
+import pytest
+import toys
+from small_processors import TORCHVISION
+
+from patchgen.runtime.doctor import CHECKS, examine
+from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, failed, not_checked, passed
+from patchgen.runtime.doctor.labels import runs, shift_of
+from patchgen.runtime.doctor.samples import Sample
+from patchgen.runtime.train.recipe import RecipeError, from_dict
+
+HERE = Path(__file__).parent
+SLOW = ("proof", "step", "layout")
+"""Of the sound model alone: they compare what no planted fault is about."""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory, home):
+    return toys.text_toy(tmp_path_factory.mktemp("text"))
+
+
+def test_a_sound_model_passes_every_check(toy):
+    report = examine(from_dict(toy.values | {"parallel": {"ep": 2}}))
+    assert report.exit_status == 0, report.text()
+    assert [entry.check for entry in report.entries] == [check.name for check in CHECKS]
+    assert {entry.finding.status for entry in report.entries} == {PASSED}, report.text()
+    assert "[[In Dresden.<|im_end|>]]" in report.text()
+    assert report.as_json()["failed"] == []
+    assert "on 2 ranks (sp 1, ep 2)" in report["layout"].found.lower()
+
+
+@pytest.mark.parametrize("fault", planted.FAULTS)
+def test_a_planted_fault_is_found_by_what_it_is(toy, fault, tmp_path):
+    report = examine(planted.planted(toy, fault, tmp_path / "planted"), skip=SLOW)
+    assert planted.is_found(planted.finding(report, fault), fault), report.text()
+    assert report.exit_status == 1
+
+
+def test_a_cast_in_the_modeling_file_is_seen_against_plain_transformers(toy, tmp_path):
+    report = examine(planted.planted(toy, "bf16 router", tmp_path / "planted"), skip=(*SLOW, "alternatives"))
+    assert "model.layers.0.mlp.gate is the first" in report["plain transformers"].found
+    assert "bfloat16 rounds" in report["plain transformers"].found
+    assert "model.layers.0.mlp.gate is the first" in report["export"].found
+
+
+def test_random_weights_are_judged_by_ln_v_alone(toy):
+    values = json.loads(json.dumps(toy.values))
+    values["model"]["weights"] = "random"
+    report = examine(from_dict(values), skip=SLOW)
+    assert report.exit_status == 0, report.text()
+    assert "of random weights" in report["first loss"].found
+    assert report["alternatives"].status == report["plain transformers"].status == NOT_CHECKED
+    assert report["export"].status == PASSED
+
+
+def test_pairs_are_no_text_with_labels(toy):
+    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": "dpo"}}
+    values["data"] |= {"kind": "preference", "sources": [{"path": "builtin:pairs"}]}
+    report = examine(from_dict(values), skip=SLOW)
+    assert report.exit_status == 0, report.text()
+    assert report["data"] == not_checked("it looks at data of kind text, chat, multimodal, and these are preference.")
+    assert report["weights"].status == PASSED
+
+
+def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
+    report = examine(planted.planted(toy, "two heads", tmp_path / "planted"), skip=SLOW)
+    assert report["packing"] == not_checked("it needs the model: see 'weights'.")
+    assert "tie_word_embeddings = true" in report["weights"].advice
+
+
+def test_a_model_that_does_not_fit_is_told_with_both_sizes(toy, monkeypatch):
+    monkeypatch.setattr("patchgen.runtime.checkpoint.host_memory.available", lambda: 1000.0)
+    report = examine(from_dict(toy.values), skip=SLOW)
+    assert report.exit_status == 0, report.text()
+    assert report["weights"].status == report["kernels"].status == NOT_CHECKED
+    assert "GiB are free on cpu" in report["kernels"].found
+    assert report["labels"].status == PASSED
+
+
+def test_a_check_that_does_not_exist_is_refused(toy):
+    with pytest.raises(RecipeError, match="There is no check 'kernel'. Near: kernels"):
+        examine(from_dict(toy.values), skip=["kernel"])
+
+
+def test_the_command_prints_json_and_exits_by_what_failed(toy, tmp_path, capsys):
+    import yaml
+
+    from patchgen.commands.doctor import doctor
+
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(toy.values))
+    skip = [check.name for check in CHECKS if check.name not in ("recipe", "tokenizer")]
+    assert doctor(file, [], skip=skip, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [one["check"] for one in told["checks"] if one["status"] == PASSED] == ["recipe", "tokenizer"]
+    assert doctor(file, ["model.freeze=[model.*]"], skip=skip, as_json=False) == 1
+    assert "FAILED  model.freeze = ['model.*'] leaves nothing to train" in capsys.readouterr().out
+
+
+def test_the_page_has_every_check_in_its_order_and_words():
+    page = (HERE.parents[2] / "docs" / "doctor.md").read_text()
+    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    assert [[name.removeprefix("| "), asks] for name, asks in rows[1:]] == [
+        [check.name, check.__doc__] for check in CHECKS
+    ]
+    table = page.partition("```\n")[2].partition("\n\n")[0].splitlines()
+    shown = [line[:18].strip() for line in table if not line.startswith(" ")]
+    assert shown == [check.name for check in CHECKS]
+
+
+def test_findings_have_a_status_of_their_own():
+    assert [one.status for one in (passed("a"), failed("a", "b"), not_checked("a"))] == [PASSED, FAILED, NOT_CHECKED]
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        ([5, 6, 7, 8], None),
+        ([-100, 6, 7, -100], None),
+        ([6, 7, 8, -100], "shifted to the left"),
+        ([-100, 5, 6, 7], "shifted to the right"),
+        ([5, 9, 7, 8], "the label of token 1 is 9, and the token is 6"),
+    ],
+)
+def test_labels_are_the_ids_of_their_own_places(labels, told):
+    import torch
+
+    found = shift_of(Sample("here", {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(labels)}))
+    assert found is None if told is None else told in found
+
+
+def test_learned_stretches():
+    assert list(runs([-100, 1, 2, -100, 3])) == [(1, 3), (4, 5)]
+    assert list(runs([-100])) == []
+
+
+# ------------------------------------------------------------------------------------------------- a vision model
+
+
+@pytest.fixture(scope="module")
+def vision(home) -> dict[str, dict]:
+    """What the doctor finds in a vision model: in a process of its own, where torchvision is there before transformers."""
+    if not TORCHVISION.exists():
+        pytest.skip(f"video processors need torchvision: make setup-test puts it into {TORCHVISION}")
+    path = os.pathsep.join(filter(None, (str(HERE.parents[2]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    script = [sys.executable, HERE / "doctor_on_vision.py"]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["fault"]: row for row in rows}
+
+
+def test_a_sound_vision_model_passes(vision):
+    sound = vision[""]
+    assert sound["failed"] == [], sound["text"]
+    assert sound["not_checked"] == ["proof", "layout"], sound["text"]
+
+
+@pytest.mark.parametrize("fault", planted.PROMISED)
+def test_a_fault_planted_in_a_vision_model_is_found(vision, fault):
+    assert vision[fault]["is_found"], vision[fault]["text"]
