@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from patchgen.kernels.packages import failed_import
 from patchgen.runtime.objectives.heads import head_of
 from patchgen.runtime.train.adamw import AdamW
-from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
+from patchgen.runtime.train.recipe import OptimConfig, RecipeError
+from patchgen.runtime.train.sections import GroupConfig
 
 
 def factor(step: int, config: OptimConfig, total: int) -> float:

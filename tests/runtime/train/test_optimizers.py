@@ -11,7 +11,8 @@ from hypothesis import strategies as some
 
 from patchgen.runtime import registry
 from patchgen.runtime.train import optimizers
-from patchgen.runtime.train.recipe import GroupConfig, OptimConfig, RecipeError
+from patchgen.runtime.train.recipe import OptimConfig, RecipeError
+from patchgen.runtime.train.sections import GroupConfig
 
 
 @pytest.fixture
