@@ -67,5 +67,7 @@ def _is_index_list(name: str, value: object, num_layers: int) -> bool:
 
 
 def _is_per_layer(name: str, value: object, num_layers: int) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) == num_layers and num_layers > 1
-    return is_list and not _is_index_list(name, value, num_layers)
+    is_list = isinstance(value, (list, tuple)) and len(value) == num_layers
+    # Of a single layer a list of one number says nothing of layers; a name is that of its kind.
+    tells_kinds = num_layers > 1 or (is_list and isinstance(value[0], str))
+    return is_list and tells_kinds and not _is_index_list(name, value, num_layers)

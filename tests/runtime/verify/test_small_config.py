@@ -13,6 +13,7 @@ from patchgen.runtime.verify.coverage import causal_types, cover
 from patchgen.runtime.verify.inputs import special_ids
 from patchgen.runtime.verify.layer_selection import select_layers
 from patchgen.runtime.verify.model_pair import build_model
+from patchgen.runtime.verify.shrink import shrink
 from patchgen.runtime.verify.small_config import SmallConfigError, _split, applicable_variants, small_config
 
 # one type per way of saying what a model is
@@ -156,3 +157,12 @@ def test_split_parts_add_up(total, shares):
 )
 def test_no_rule_enlarges(name, declared):
     assert sizes.rule_for(name).small(declared) <= declared
+
+
+@pytest.mark.parametrize("config_class", ["Qwen3Config", "GptOssConfig", "LlamaConfig", "Qwen3MoeConfig"])
+def test_a_config_of_one_layer_shrinks(config_class: str):
+    """Its list of layer kinds has one entry, as many as a list of anything else may have."""
+    import transformers
+
+    small = shrink(getattr(transformers, config_class)(num_hidden_layers=1)).config
+    assert len(getattr(small, "layer_types", None) or range(small.num_hidden_layers)) == small.num_hidden_layers
