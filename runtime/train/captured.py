@@ -16,8 +16,10 @@ have fitted. Ranks agree on it, on the host: one that replays takes no part in w
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +38,7 @@ from patchgen.runtime.train.recipe import Recipe, RecipeError
 BOUNDS, LENGTHS, REAL = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k"), "real_tokens"
 TEXT = {"input_ids", "labels", "shift_labels", "position_ids", REAL, *BOUNDS, *LENGTHS}
 NEITHER, FITS, READY = range(3)  # does a step fit the graph's form, and find what the captured one found
-MANY = 20  # forms, after which a warning says that few steps are replayed
+MANY = 20  # steps that are not replayed, after which a warning says so
 SLACK = 2  # times the documents and the longest one of the row for which a graph is captured
 
 logger = logging.getLogger(__name__)
@@ -128,7 +130,6 @@ def require_possible(recipe: Recipe, layout: ParallelConfig) -> None:
         "replays steps of text, whose shapes do not change; data.kind is multimodal": recipe.data.kind == "multimodal",
         f"replays steps of one micro-batch, and {micro_batches} are accumulated: set train.batches_per_step: "
         f"{layout.num_batches}": micro_batches > 1,
-        f"replays next-token steps; objective.name is {recipe.objective.name}": recipe.objective.name != "next_token",
         "leaves the host out: remove parallel.cpu_offload": parallel.cpu_offload,
         "leaves the host out: set parallel.activation_checkpointing to none, selective or full": (
             parallel.activation_checkpointing == "offload"
@@ -168,9 +169,9 @@ class CapturedStep:
         self._capture = capture or _capture
         self._group = dist.new_group(backend="gloo") if state.config.world > 1 else None
         self._form: Form | None = None
-        self._shards = {group.shards for group in _groups(model) if isinstance(group, peer_shards.PeerGroup)}
         self._forget()
-        self.replayed = self.captured = self._changes = 0
+        self.replayed = self.captured = 0
+        self._not_replayed: Counter[int] = Counter()
 
     def __call__(self, rows: Mapping[str, Any], items: int, tokens: int) -> Tensor:
         """This rank's share of the loss of one micro-batch, detached; parameters have their gradients.
@@ -185,9 +186,9 @@ class CapturedStep:
         if answer == NEITHER:
             self._forget()
             self._form = Form.that_fits(inputs, self._form) if inputs is not None else None
-            self._tell_changes()
         self._write(self._form.bring(inputs) if self._form is not None else rows, items, tokens)
         if answer != READY:
+            self._tell_not_replayed(answer)
             return self.compute(self._inputs, self._items, self._tokens)
         if self._recording is None:
             self._record()
@@ -199,16 +200,18 @@ class CapturedStep:
         self.replayed += 1
         return self._share
 
-    def _tell_changes(self) -> None:
-        """Once, if steps differ so much that replaying does not pay."""
-        self._changes += 1
-        if self._changes == MANY and self.replayed < MANY:
+    def _tell_not_replayed(self, answer: int) -> None:
+        """Once, if so many steps are not replayed that it does not pay."""
+        self._not_replayed[answer] += 1
+        if sum(self._not_replayed.values()) == MANY and self.replayed < MANY:
             logger.warning(
-                "train.cuda_graph: %d steps were of %d forms, and %d were replayed: their rows differ too much in shape or in the "
-                "documents that they hold. Without it these steps take less time.",
-                self.replayed + self._changes,
-                self._changes,
+                "train.cuda_graph: %d of %d steps were replayed. Of the others the rows of %d differ too much in shape or in the "
+                "documents that they hold; %d found gradients, or weights that something else than the optimizer wrote. Without it "
+                "these steps take less time.",
                 self.replayed,
+                self.replayed + MANY,
+                self._not_replayed[NEITHER],
+                self._not_replayed[FITS],
             )
 
     def _forget(self) -> None:
@@ -248,6 +251,12 @@ class CapturedStep:
                 ) from error
         self._gradients = [(one, one.grad) for one in self.model.parameters() if one.grad is not None]
         self.captured += 1
+
+    @functools.cached_property
+    def _shards(self) -> set[peer_shards.PeerShards]:
+        """Those that an optimizer writes; which are, is decided when a unit is gathered first. A frozen unit has none."""
+        groups = (group for group in _groups(self.model) if isinstance(group, peer_shards.PeerGroup))
+        return {group.shards for group in groups if group.keeps_copies}
 
     def _is_as_left(self) -> bool:
         """Whether a step finds what the captured one found: no gradients, and copies as the optimizer wrote them."""

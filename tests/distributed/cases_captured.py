@@ -31,7 +31,7 @@ class RunAgain:
             gradient.copy_(parameter.grad)
 
 
-def model_of(state: ParallelState):
+def model_of(state: ParallelState, frozen: bool = False):
     attention.register()
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY,
@@ -49,7 +49,13 @@ def model_of(state: ParallelState):
     )
     torch.manual_seed(0)
     model = registry.build_model(config, attn_implementation="patchgen_sdpa").train()
-    return sharding.shard_model(model, state)
+    if not frozen:
+        return sharding.shard_model(model, state)
+    # Through peer memory, where only the units that train keep copies that an optimizer writes.
+    model.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(True)
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    return sharding.shard_model(model, state, options=sharding.ShardingOptions(**dtypes, shard_exchange="peer_memory"))
 
 
 def row(seed: int, lengths: tuple[int, ...], state: ParallelState) -> dict:
@@ -65,7 +71,9 @@ def row(seed: int, lengths: tuple[int, ...], state: ParallelState) -> dict:
     return slice_batch(whole, sp=state.sp, sp_rank=state.sp_rank)
 
 
-def curve(documents: list[list[tuple[int, ...]]], *, replays: bool, **layout) -> tuple[list[float], int, int]:
+def curve(
+    documents: list[list[tuple[int, ...]]], *, replays: bool, frozen: bool = False, **layout
+) -> tuple[list[float], int, int]:
     """Loss and norm of each step of SGD, steps replayed, graphs captured.
 
     Args:
@@ -74,7 +82,7 @@ def curve(documents: list[list[tuple[int, ...]]], *, replays: bool, **layout) ->
     state = ParallelState.create(
         ParallelConfig.for_world(dist.get_world_size(), **layout), "cpu", expert_exchange="peer_memory"
     )
-    model = model_of(state)
+    model = model_of(state, frozen)
 
     def compute(inputs, items, tokens):
         with parallel.using(state), loss.step(items, num_tokens=tokens):
@@ -95,7 +103,8 @@ def curve(documents: list[list[tuple[int, ...]]], *, replays: bool, **layout) ->
         norm = gradients.clip(model, 1.0)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-                parameter.grad = None
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
         found += [float(share), float(norm)]
     return found, captured.replayed, captured.captured

@@ -35,3 +35,15 @@ def test_a_row_that_does_not_fit_is_computed_as_always_by_all(two_ranks):
     ):
         assert (times, graphs) == (3, 2)
         assert replayed == pytest.approx(plain, rel=1e-6)
+
+
+def test_what_is_frozen_keeps_no_step_from_being_replayed(two_ranks):
+    """No optimizer writes it, so nobody says that it was written."""
+    documents = [[(20, 28)], [(25, 23)], [(30, 18)]]
+    for (replayed, times, graphs), (plain, _, _) in zip(
+        two_ranks.run(cases.curve, documents, replays=True, frozen=True),
+        two_ranks.run(cases.curve, documents, replays=False, frozen=True),
+        strict=True,
+    ):
+        assert (times, graphs) == (2, 1)
+        assert replayed == pytest.approx(plain, rel=1e-6)
