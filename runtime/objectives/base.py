@@ -45,6 +45,11 @@ class Objective:
     needs_teacher: ClassVar[bool] = False
 
     @property
+    def is_models_own(self) -> bool:
+        """Whether the model computes the loss by itself: `NextToken` is meant, and no class derived from it."""
+        return type(self) is NextToken
+
+    @property
     def scores(self) -> int | None:
         """How many numbers a sequence-classification head gives for each document; None: the language-model head stays."""
         return None
