@@ -66,6 +66,13 @@ class Objective:
         """What `batch.teacher` is: computed by the teacher, without gradients, from the same tokens."""
         raise NotImplementedError(f"{type(self).__name__} needs a teacher and has no method of_teacher(batch).")
 
+    def require_valid(self, row: Mapping[str, Any]) -> None:
+        """Looks at a whole micro-batch on the host, before a step begins: what is raised here ends every rank.
+
+        Raises:
+            DataError: the row holds what `loss` cannot take.
+        """
+
     def count(self, row: Mapping[str, Any]) -> int:
         """The documents, or pairs of them, of a whole micro-batch on the host."""
         documents = int((sources_of(row) >= 0).sum())
