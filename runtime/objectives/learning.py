@@ -66,6 +66,7 @@ class Learning:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
             batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
+            self.teacher.reshard()  # without a backward, its root stays gathered
         return inputs, share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
