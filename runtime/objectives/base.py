@@ -45,6 +45,11 @@ class Objective:
     needs_teacher: ClassVar[bool] = False
 
     @property
+    def is_models_own(self) -> bool:
+        """Whether the model computes the loss by itself: `NextToken` is meant, and no class derived from it."""
+        return type(self) is NextToken
+
+    @property
     def scores(self) -> int | None:
         """How many numbers a sequence-classification head gives for each document; None: the language-model head stays."""
         return None
@@ -60,6 +65,13 @@ class Objective:
     def of_teacher(self, batch: Batch) -> Any:
         """What `batch.teacher` is: computed by the teacher, without gradients, from the same tokens."""
         raise NotImplementedError(f"{type(self).__name__} needs a teacher and has no method of_teacher(batch).")
+
+    def require_valid(self, row: Mapping[str, Any]) -> None:
+        """Looks at a whole micro-batch on the host, before a step begins: what is raised here ends every rank.
+
+        Raises:
+            DataError: the row holds what `loss` cannot take.
+        """
 
     def count(self, row: Mapping[str, Any]) -> int:
         """The documents, or pairs of them, of a whole micro-batch on the host."""

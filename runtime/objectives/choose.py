@@ -32,7 +32,7 @@ def objective_of(config: ObjectiveConfig) -> Objective:
     """The objective that a recipe names, with its options.
 
     Raises:
-        RecipeError: there is none of that name, it is no `Objective`, or an option does not exist or fit.
+        RecipeError: there is none of that name, it is no `Objective` or has no loss, or an option does not exist or fit.
     """
     kind = _class_of(config.name)
     known = [field.name for field in dataclasses.fields(kind)]
@@ -75,10 +75,15 @@ def _class_of(name: str) -> type[Objective]:
             f"objective.name = '{name}' cannot be imported: {type(error).__name__}: {error}. A module is looked for where "
             f"Python looks and in {here}."
         ) from error
-    if not (isinstance(found, type) and issubclass(found, Objective) and dataclasses.is_dataclass(found)):
+    # Its own mark: `is_dataclass` sees that of a parent, too, and the fields of such a class are no options.
+    is_dataclass = isinstance(found, type) and "__dataclass_params__" in vars(found)
+    if not (is_dataclass and issubclass(found, Objective)):
         raise RecipeError(
-            f"objective.name = '{name}' must be a dataclass derived from patchgen.runtime.objectives.Objective."
+            f"objective.name = '{name}' must be a dataclass derived from patchgen.runtime.objectives.Objective, with a "
+            "@dataclass(frozen=True) of its own."
         )
+    if found is not NextToken and found.loss is Objective.loss:
+        raise RecipeError(f"objective.name = '{name}' has no method loss(batch), which computes what the run learns.")
     return found
 
 
@@ -95,13 +100,18 @@ def require_valid(recipe: Recipe) -> None:
                 f"objective.name = {recipe.objective.name} learns from {section}.kind = {' or '.join(objective.kinds)}, not "
                 f"'{data.kind}'."
             )
+        if data is not None and objective.per == "pair" and data.kind != "preference":
+            raise RecipeError(
+                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which {section}.kind = preference "
+                f"alone has, not '{data.kind}'."
+            )
     if objective.needs_teacher is not (recipe.teacher is not None):
         raise RecipeError(
             f"objective.name = {recipe.objective.name} learns from a teacher: name it, teacher: {{source: FOLDER}}."
             if objective.needs_teacher
             else f"There is a section teacher, which objective.name = {recipe.objective.name} would not ask."
         )
-    if not isinstance(objective, NextToken) and recipe.kernels.causal_lm_loss is not None:
+    if not objective.is_models_own and recipe.kernels.causal_lm_loss is not None:
         raise RecipeError(
             f"kernels.causal_lm_loss = '{recipe.kernels.causal_lm_loss}' serves the loss of the next token, which "
             f"objective.name = {recipe.objective.name} does not compute. Leave it out."
@@ -140,7 +150,7 @@ def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:
     Raises:
         RecipeError: the model's head computes its loss without the seam.
     """
-    if not isinstance(objective, NextToken) and objective.scores is None and "causal_lm_loss" not in users:
+    if not objective.is_models_own and objective.scores is None and "causal_lm_loss" not in users:
         raise RecipeError(
             f"objective.name = {type(objective).__name__}: {type(model).__name__} computes its loss by itself, not through "
             "the seam causal_lm_loss. Generate it with the pass fused_loss."

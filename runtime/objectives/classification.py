@@ -9,13 +9,15 @@ head is upstream's: the export loads in plain transformers (`AutoModelForSequenc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
-from patchgen.runtime.objectives.base import Objective
+from patchgen.runtime.data import DataError
+from patchgen.runtime.objectives.base import Objective, sources_of
 from patchgen.runtime.objectives.batch import Batch
 
 
@@ -40,15 +42,21 @@ class Classification(Objective):
     def scores(self) -> int:
         return self.num_labels
 
+    def require_valid(self, row: Mapping[str, Any]) -> None:
+        """Refuses a label that is no class: within the forward one rank alone would fail, and the others wait for it."""
+        if self.num_labels == 1:
+            return
+        labels = row["document_labels"][sources_of(row) >= 0]
+        outside = labels[(labels != labels.round()) | (labels < 0) | (labels >= self.num_labels)]
+        if len(outside):
+            raise DataError(
+                f"A document has the label {float(outside[0]):g}; with objective.options.num_labels = {self.num_labels} "
+                f"labels are 0 to {self.num_labels - 1}."
+            )
+
     def loss(self, batch: Batch) -> Tensor:
         scores = batch.document_scores()[: batch.num_samples]
         labels = batch.extra["labels"][: batch.num_samples]
         if self.num_labels == 1:
             return mse_loss(scores[:, 0], labels.to(scores.device, scores.dtype), reduction="sum")
-        outside = labels[(labels != labels.round()) | (labels < 0) | (labels >= self.num_labels)]  # on the host
-        if len(outside):
-            raise ValueError(
-                f"A document has the label {float(outside[0]):g}; with num_labels = {self.num_labels} labels are 0 to "
-                f"{self.num_labels - 1}."
-            )
         return cross_entropy(scores, labels.to(scores.device).long(), reduction="sum")

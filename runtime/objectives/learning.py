@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.data.text import digest
-from patchgen.runtime.objectives.base import NextToken, Objective
+from patchgen.runtime.objectives.base import Objective
 from patchgen.runtime.objectives.batch import Batch, computing, inputs_of, share, split
 from patchgen.runtime.objectives.choose import objective_of, require_same_tokens, teacher_recipe
 from patchgen.runtime.objectives.reference import ReferenceTable
@@ -59,13 +59,14 @@ class Learning:
         Args:
             rows: of this rank, on the host.
         """
-        if isinstance(self.objective, NextToken):
+        if self.objective.is_models_own:
             return to_device(inputs_of(rows), self.device), None
         inputs, batch = self._split(rows)
         if self.objective.needs_reference:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
             batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
+            self.teacher.reshard()  # without a backward, its root stays gathered
         return inputs, share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:

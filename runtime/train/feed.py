@@ -123,6 +123,8 @@ class Feed:
         try:
             whole = [row for row in (next(self._rows, None) for _ in range(self.num_micro_batches)) if row is not None]
             mine = [self._slice(row) for row in whole]
+            for row in whole:
+                self.objective.require_valid(row)
             own = [not whole, *self._figures(whole, mine)]
         except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
             failure = error

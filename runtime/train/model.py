@@ -21,7 +21,7 @@ from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.objectives import NextToken, choose
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.objectives.heads import SequenceClassifier, UnknownHeadError, sequence_classifier
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -325,7 +325,7 @@ def configure_seams(recipe: Recipe, model: nn.Module) -> dict[str, str]:
     """
     used, objective = report.seam_users(model), choose.objective_of(recipe.objective)
     choose.require_seam(objective, model, used)
-    if not isinstance(objective, NextToken):  # it computes from hidden states: no kernel of the next token's loss runs
+    if not objective.is_models_own:  # it computes from hidden states: no kernel of the next token's loss runs
         used.pop("causal_lm_loss", None)
     chosen = seams.for_training(used, {name: getattr(recipe.kernels, name) for name in seams.names()})
     try:

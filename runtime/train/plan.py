@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.objectives import NextToken, choose
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
 from patchgen.runtime.train import captured, flops, lora, lora_targets, memory, optimizers, run_log
@@ -77,7 +77,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
     chosen = models.configure_seams(recipe, model)
     cost = flops.model_cost(model)
     options = models.sharding_options(recipe.parallel, device)
-    if not isinstance(choose.objective_of(recipe.objective), NextToken):
+    if not choose.objective_of(recipe.objective).is_models_own:
         chosen["causal_lm_loss"] = "the objective's own, in chunks"
     estimate = memory.estimate(model, recipe, layout, options.param_dtype, "causal_lm_loss" in chosen)
     train, tokens = recipe.train, recipe.data.tokens_per_batch

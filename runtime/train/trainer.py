@@ -28,7 +28,6 @@ from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
-from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
 from patchgen.runtime.parallel.collectives import all_reduce
@@ -142,7 +141,7 @@ class Trainer:
             while isinstance(upcoming, StepBatches):
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
-                if self.step == 0 and isinstance(self.learning.objective, NextToken):
+                if self.step == 0 and self.learning.objective.is_models_own:
                     self.require_first_loss(share)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
@@ -180,7 +179,7 @@ class Trainer:
         if data is None or len(data.sources) == 1:
             return None
         # A replayed step tells its losses to nobody.
-        reads = isinstance(self.learning.objective, NextToken) and not self.recipe.train.cuda_graph
+        reads = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
         return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
     def refer(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from patchgen.runtime.objectives import NextToken, choose
 from patchgen.runtime.objectives.dpo import DPO
@@ -15,13 +16,32 @@ SMALL = {
 }  # fmt: skip
 OWN = """
 from dataclasses import dataclass
-from patchgen.runtime.objectives import Objective
+from patchgen.runtime.objectives import NextToken, Objective
 
 @dataclass(frozen=True)
 class Mine(Objective):
     strength: float = 1.0
 
+    def loss(self, batch):
+        return batch.token_log_probs().sum()
+
 class Other: ...
+
+class Bare(Mine):
+    stronger: float = 1.0
+
+@dataclass(frozen=True)
+class Lossless(NextToken): ...
+
+@dataclass(frozen=True)
+class Weighted(NextToken):
+    def loss(self, batch):
+        return batch.token_log_probs().sum()
+
+@dataclass(frozen=True)
+class Paired(Weighted):
+    kinds = ()
+    per = "pair"
 """
 
 
@@ -50,6 +70,8 @@ def test_options_are_those_of_the_class():
         ("nowhere:Mine", {}, "cannot be imported: ModuleNotFoundError"),
         ("mine:None_", {}, "cannot be imported: AttributeError"),
         ("mine:Other", {}, "must be a dataclass derived from patchgen.runtime.objectives.Objective"),
+        ("mine:Bare", {"stronger": 2}, "frozen=True. of its own"),
+        ("mine:Lossless", {}, "has no method loss"),
         ("mine:Mine", {"strong": 2}, "Did you mean strength"),
     ],
 )
@@ -74,6 +96,31 @@ def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypa
 def test_what_no_rank_could_train_is_refused(recipe, told):
     with pytest.raises(RecipeError, match=told):
         plan.require_valid(recipe, world=1)
+
+
+def test_a_class_derived_from_next_token_computes_its_own_loss(tmp_path, monkeypatch):
+    (tmp_path / "derived.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = choose.objective_of(ObjectiveConfig(name="derived:Weighted"))
+    assert NextToken().is_models_own and not own.is_models_own and not DPO().is_models_own
+    recipe = recipe_of("derived:Weighted", "text", kernels={"causal_lm_loss": "chunked"})
+    with pytest.raises(RecipeError, match="serves the loss of the next token"):
+        choose.require_valid(recipe)
+    alone = torch.nn.Linear(1, 1)  # it has no seam
+    choose.require_seam(NextToken(), alone, {})
+    with pytest.raises(RecipeError, match="Weighted: Linear computes its loss by itself"):
+        choose.require_seam(own, alone, {})
+
+
+def test_pairs_come_from_preferences_alone(tmp_path, monkeypatch):
+    (tmp_path / "paired.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    choose.require_valid(recipe_of("paired:Paired", "preference"))
+    with pytest.raises(RecipeError, match="pairs .per., which data.kind = preference alone has, not 'classification'"):
+        choose.require_valid(recipe_of("paired:Paired", "classification"))
+    evaluated = {"sources": [{"path": "builtin:labels"}], "kind": "classification"}
+    with pytest.raises(RecipeError, match="which eval_data.kind = preference alone has"):
+        choose.require_valid(recipe_of("paired:Paired", "preference", eval_data=evaluated))
 
 
 def test_a_model_without_a_classifier_of_upstreams_is_refused():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from patchgen.runtime.data import DataError
+from patchgen.runtime.objectives.classification import Classification
 from patchgen.runtime.train import feed
 from patchgen.runtime.train.feed import End, Feed, StepBatches
 
@@ -60,3 +61,22 @@ def test_a_whole_step_without_a_label_is_refused_and_a_rest_without_one_is_the_e
     assert steps([True, False, False], 2) == [2]
     with pytest.raises(DataError, match="8 tokens and not one label"):
         steps([True, True, False, False], 2)
+
+
+class Labelled(Rows):
+    """Rows of one document, whose classes are `labels`; padding has none."""
+
+    def __iter__(self):
+        for row, label in zip(super().__iter__(), self.labels, strict=True):
+            labels = torch.tensor([label, float("nan")], dtype=torch.float64)
+            yield row | {"document_sources": torch.tensor([0, -1]), "document_labels": labels}
+
+
+@pytest.mark.parametrize("label", [3.0, -1.0, 0.5])
+def test_a_label_that_is_no_class_is_refused_before_the_step(label):
+    objective = Classification(num_labels=3)
+    assert isinstance(Feed(Labelled([2.0, 1.0]), State(), 2, Cost(), objective=objective).next(), StepBatches)
+    with pytest.raises(DataError, match=f"has the label {label:g}; with objective.options.num_labels = 3"):
+        Feed(Labelled([2.0, label]), State(), 2, Cost(), objective=objective).next()
+    numbers = Classification(num_labels=1)
+    assert isinstance(Feed(Labelled([2.0, label]), State(), 2, Cost(), objective=numbers).next(), StepBatches)
