@@ -81,10 +81,7 @@ class Learning:
             return read(self.model, inputs, batch, Batch.document_log_probs)[: batch.num_samples].tolist()
 
         self.table.load()
-        computed = self.table.fill(micro_batches, compute)
-        if computed:
-            self.table.save()
-        return computed
+        return self.table.fill(micro_batches, compute)
 
     def _split(self, rows: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
         padding = self.model.config.get_text_config().pad_token_id

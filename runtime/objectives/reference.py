@@ -25,6 +25,8 @@ from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
 
 FILE = "reference.json"
+SAVE_EVERY = 256
+"""Rows that are computed between two saves, so that a run which is killed goes on from there."""
 
 
 class ReferenceTable:
@@ -74,23 +76,37 @@ class ReferenceTable:
     def fill(
         self, micro_batches: Iterable[Mapping[str, Any]], compute: Callable[[Mapping[str, Any]], Sequence[float]]
     ) -> int:
-        """Computes what is not there yet; every rank must call it. Returns how many documents were computed.
+        """Computes what is not there yet, and saves it; every rank must call it. Returns how many documents were computed.
 
         Args:
             micro_batches: of this rank, as many as of any other; `document_keys` names their documents.
             compute: the numbers of the documents of one.
         """
-        before = len(self.values)
+        before, rounds = len(self.values), 0
         for rows in micro_batches:
             keys = rows["document_keys"]
             lacks = torch.tensor(any(key not in self.values for key in keys), dtype=torch.int32)
             if not int(all_reduce(lacks, op=dist.ReduceOp.MAX, operation="agree on what the reference lacks")):
                 continue
+            if rounds == 0:
+                _tell(f"Before the first step the reference of the documents is computed; {self._path} has {before}.")
             parts: list[dict[str, float]] = [{}] * dist.get_world_size()
             dist.all_gather_object(parts, dict(zip(keys, compute(rows), strict=True)))
             for part in parts:
                 self.values.update({key: value for key, value in part.items() if key not in self.values})
+            rounds += 1
+            if rounds % SAVE_EVERY == 0:
+                self.save()
+        if rounds % SAVE_EVERY:
+            self.save()
+        if rounds:
+            _tell(f"The reference of {len(self.values) - before} documents was computed.")
         return len(self.values) - before
+
+
+def _tell(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def keys_of(row: Mapping[str, Any], samples: int) -> list[str]:

@@ -121,7 +121,7 @@ class Trainer:
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
-            self.refer()
+            self.refer(stop.requested)
             position = self.resume()
             self.first_step = self.step
             if self.step >= steps and dist.get_rank() == 0:
@@ -182,15 +182,16 @@ class Trainer:
         reads = self.learning.objective.is_models_own and not self.recipe.train.cuda_graph
         return Sources(data.source_names, self.state, self.device, reads_losses=reads)
 
-    def refer(self) -> None:
-        """Before any training: what the objective asks the model as it is now about all that the run will read."""
+    def refer(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        """Before any training: what the objective asks the model as it is now about all that the run will read. Asked to
+        stop, it keeps what it has, and the loop ends before its first step."""
         if self.learning.table is None:
             return
         train, start = self.recipe.train, copy.deepcopy(self.loader.state_dict())
-        feeds = [(self.feed(self.loader, self.num_micro_batches), train.steps)]
+        feeds = [(self.feed(self.loader, self.num_micro_batches, should_stop), train.steps)]
         if self.eval_loader is not None:
             count = micro_batches_per_step(train.eval_batches, self.state.config.num_batches)
-            feeds.append((self.feed(self.eval_loader, 1), count))
+            feeds.append((self.feed(self.eval_loader, 1, should_stop), count))
         with parallel.using(self.state):
             self.learning.fill_table(
                 rows for feed, count in feeds for step in feed.steps(count) for rows in step.micro_batches

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from cases_trainer import Kept
+from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import parallel
 from patchgen.runtime.data import Loader
@@ -110,6 +113,36 @@ def stopped_and_resumed(values: dict, steps: int) -> list[float]:
     second, after = trainer_of(values, 2)
     second.run()
     return [record.loss for record in (*before.steps, *after.steps)]
+
+
+class StoppedLoader(DocumentLoader):
+    """Asks this process to stop, as the launcher does, while the row of one place is drawn."""
+
+    place = 2
+
+    def __next__(self) -> dict[str, Any]:
+        if self._place == self.place:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__next__()
+
+
+def stopped_while_referring(values: dict) -> tuple[str, list[float]]:
+    """Why a run ended that was asked to stop while it computed its reference, and the losses of its steps."""
+    trainer, kept = trainer_of(values, 2)
+    trainer.loader = StoppedLoader(2, trainer.state.batch_index, trainer.state.config.num_batches)
+    return trainer.run().reason, [record.loss for record in kept.steps]
+
+
+def teacher_after_a_row(values: dict) -> list[bool]:
+    """Whether each parameter of the teacher is a shard, before it is asked about a row and after."""
+    trainer, _ = trainer_of(values, 1)
+    rows = slice_batch(next(trainer.loader), sp=1, sp_rank=0)
+    found = []
+    for _ in range(2):
+        found += [isinstance(parameter, DTensor) for parameter in trainer.learning.teacher.parameters()]
+        with parallel.using(trainer.state):
+            trainer.learning.prepare(rows)
+    return found + [isinstance(parameter, DTensor) for parameter in trainer.learning.teacher.parameters()]
 
 
 def evaluated(values: dict, together: int) -> tuple[float, float]:

@@ -123,6 +123,22 @@ def test_a_run_that_goes_on_has_the_reference_of_its_start(trainer_folder, tmp_p
         continuing.changes(from_dict(values | {"objective": {"name": "reward"}}))
 
 
+def test_a_request_to_stop_is_heard_while_the_reference_is_computed(trainer_folder, tmp_path, one_rank):
+    values = recipe_of("dpo", trainer_folder, tmp_path / "run", steps=2)
+    values["train"]["batches_per_step"] = 2
+    assert one_rank.run(cases.stopped_while_referring, values)[0] == ("stop", [])
+    kept = json.loads((tmp_path / "run" / "reference.json").read_text())["log_probs"]
+    losses = one_rank.run(cases.curve, values)[0]
+    whole = json.loads((tmp_path / "run" / "reference.json").read_text())["log_probs"]
+    assert len(losses) == 2 and 0 < len(kept) < len(whole)
+    assert all(whole[key] == value for key, value in kept.items()), "what was computed is not computed again"
+
+
+def test_a_teacher_is_sharded_after_it_was_asked(trainer_folder, tmp_path, one_rank):
+    values = recipe_of("distillation", trainer_folder, tmp_path / "run", steps=1)
+    assert all(one_rank.run(cases.teacher_after_a_row, values)[0])
+
+
 def test_an_evaluation_is_the_loss_of_the_same_rows(trainer_folder, tmp_path, two_ranks):
     values = recipe_of("dpo", trainer_folder, tmp_path / "dpo", steps=1, parallel={"sp": 2})
     evaluated, first = two_ranks.run(cases.evaluated, values, 2)[0]
