@@ -104,7 +104,7 @@ class Patient:
     @property
     def is_trained(self) -> bool:
         """Whether the whole model comes from a checkpoint, no new part of it random."""
-        return self.checkpoint is not None and not self.recipe.model.allow_missing
+        return self.checkpoint is not None and not models.may_differ(self.recipe, self.blueprint)["allow_missing"]
 
     @part("the config")
     def config(self) -> PreTrainedConfig:
@@ -162,7 +162,7 @@ class Patient:
         if folder is None:
             initialise(model, models.initial_names(model), seed=recipe.train.seed)
         else:
-            load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+            load_pretrained(model, folder, **models.may_differ(recipe, model), seed=recipe.train.seed)
         return model.train()
 
     @part("the kernels that the recipe names")

@@ -70,8 +70,9 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     assert report["export"].status == PASSED
 
 
-def test_pairs_are_no_text_with_labels(toy):
-    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": "dpo"}}
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_pairs_are_no_text_with_labels(toy, objective):
+    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": objective}}
     values["data"] |= {"kind": "preference", "sources": [{"path": "builtin:pairs"}]}
     report = examine(from_dict(values), skip=SLOW)
     assert report.exit_status == 0, report.text()
