@@ -24,7 +24,7 @@ from patchgen.runtime.checkpoint import host_memory, load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.samples import Sample, first_samples
+from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
 from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import model as models
@@ -73,7 +73,8 @@ class Patient:
     """A recipe with its checkpoint and data.
 
     Attributes:
-        recipe: as given; `decided` once the proof has said which attention runs.
+        recipe: as given, until the proof has said which attention runs and which modalities share no row.
+        is_decided: whether it has.
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
@@ -81,7 +82,7 @@ class Patient:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.asking = recipe, ""
+        self.recipe, self.asking, self.is_decided = recipe, "", False
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -130,7 +131,8 @@ class Patient:
             raise Needs(
                 f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
             )
-        return first_samples(self.recipe.data, self.parts)
+        apart = self.recipe.data.separate_modalities or ()
+        return first_samples(self.recipe.data, self.parts, apart if self.is_decided else ANY_TWO)
 
     @property
     def row(self) -> dict[str, Any]:
