@@ -43,9 +43,22 @@ def eager_attention(model: nn.Module) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
+@contextlib.contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Without dropout, whose dice would make any two calls differ. The head itself stays as it is: what it does with labels
+    is that of a run in training alone."""
+    before = model.training
+    for inner in model.children():
+        inner.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
 def loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> float:
-    """The mean loss per label of a packed row, without that of routers."""
-    with torch.no_grad():
+    """The mean loss per label of a packed row, without that of routers and without dropout."""
+    with torch.no_grad(), evaluated(model):
         return float(_loss(model, row, chosen))
 
 
@@ -67,9 +80,9 @@ def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -
 
 @torch.no_grad()
 def logits(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:
-    """`(S, V)` of a packed row, on the CPU in fp32."""
+    """`(S, V)` of a packed row, on the CPU in fp32, without dropout."""
     inputs = without_labels(handed(row, next(model.parameters()).device))
-    with selected(chosen):
+    with selected(chosen), evaluated(model):
         return model(**inputs, use_cache=False).logits[0].float().cpu()
 
 

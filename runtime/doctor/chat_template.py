@@ -13,12 +13,17 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patchgen.runtime.data.chat import rendered
+from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
+WITHOUT = ("text", "classification")
+"""Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
+REFUSALS = (TemplateError, TypeError, ValueError)
+"""What a template raises of messages that it does not take."""
 MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|</?s>|<(?:start|end)_of_\w{1,30}>")
 """How templates write special tokens."""
 ADVICE = (
@@ -52,11 +57,14 @@ class ChatTemplate(Check):
     name = "chat template"
 
     def run(self, patient: Patient) -> Finding:
-        if patient.recipe.data.kind == "text":
+        kind = patient.recipe.data.kind
+        if kind == "text":
             return not_checked("data.kind = text uses none.")
         template = template_of(patient)
+        if template is None and kind in WITHOUT:
+            return not_checked(f"the tokenizer has none, and data.kind = {kind} needs none for plain texts.")
         if template is None:
-            return failed(f"data.kind = {patient.recipe.data.kind}, and the tokenizer has no chat template.", ADVICE)
+            return failed(f"data.kind = {kind}, and the tokenizer has no chat template.", ADVICE)
         problems = [
             *_two_files(patient.recipe.model.source),
             *_marks(patient, template),
@@ -65,6 +73,8 @@ class ChatTemplate(Check):
         if problems:
             return failed(" ".join(problems), ADVICE)
         turn = find_turn(patient)
+        if turn is None:
+            return not_checked("the header of the assistant's turn cannot be made out in it.")
         end = patient.tokenizer.convert_ids_to_tokens(turn.end_id)
         return passed(f"The assistant's turn begins behind {turn.header!r} and ends with {end!r}.")
 
@@ -81,10 +91,11 @@ def find_turn(patient: Patient) -> Turn | None:
     template, tokenizer = template_of(patient), patient.tokenizer
     if template is None:
         return None
+    asked = messages(patient)
     try:
-        _, prompt, text = renders(tokenizer, template)
-        _, spans = rendered("probe", messages(), None, template=template, tokenizer=tokenizer)
-    except (TemplateError, TypeError, ValueError):
+        _, prompt, text = renders(tokenizer, template, asked)
+        _, spans = rendered("probe", asked, None, template=template, tokenizer=tokenizer)
+    except (*REFUSALS, BadSample):
         return None
     if not spans or not text.startswith(prompt):
         return None
@@ -101,18 +112,24 @@ def special_ids(tokenizer: Any) -> set[int]:
     return set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
 
 
-def messages() -> list[dict[str, str]]:
-    return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+def messages(patient: Patient) -> list[dict[str, Any]]:
+    """A question and its answer; where content may be media, as lists of parts: many such templates know nothing else."""
+    is_in_parts = patient.recipe.data.kind == "multimodal"
+    said = {"user": QUESTION, "assistant": ANSWER}
+    return [
+        {"role": role, "content": [{"type": "text", "text": text}] if is_in_parts else text}
+        for role, text in said.items()
+    ]
 
 
-def renders(tokenizer: Any, template: str) -> tuple[str, str, str]:
+def renders(tokenizer: Any, template: str, asked: list[dict[str, Any]]) -> tuple[str, str, str]:
     """The question alone, with the generation prompt, and with the answer."""
 
-    def render(part: list[dict[str, str]], prompt: bool = False) -> str:
+    def render(part: list[dict[str, Any]], prompt: bool = False) -> str:
         options = {**tokenizer.special_tokens_map, "chat_template": template, "tools": None}
         return render_jinja_template([part], add_generation_prompt=prompt, **options)[0][0]
 
-    return render(messages()[:1]), render(messages()[:1], prompt=True), render(messages())
+    return render(asked[:1]), render(asked[:1], prompt=True), render(asked)
 
 
 def _two_files(source: str) -> Iterable[str]:
@@ -129,8 +146,8 @@ def _two_files(source: str) -> Iterable[str]:
 def _marks(patient: Patient, template: str) -> Iterable[str]:
     """Marks of another model's template are cut into pieces here."""
     try:
-        text = renders(patient.tokenizer, template)[2]
-    except (TemplateError, TypeError, ValueError) as error:
+        text = renders(patient.tokenizer, template, messages(patient))[2]
+    except REFUSALS as error:
         yield f"The template refuses a question with its answer: {error}."
         return
     known = patient.tokenizer.get_vocab()
@@ -144,11 +161,15 @@ def _marks(patient: Patient, template: str) -> Iterable[str]:
 
 
 def _turn_problems(patient: Patient, template: str) -> Iterable[str]:
-    tokenizer = patient.tokenizer
+    tokenizer, asked = patient.tokenizer, messages(patient)
     try:
-        bare, prompt, text = renders(tokenizer, template)
-        _, spans = rendered("probe", messages(), None, template=template, tokenizer=tokenizer)
-    except Exception:  # told by `_marks`
+        bare, prompt, text = renders(tokenizer, template, asked)
+    except REFUSALS:  # told by `_marks`
+        return
+    try:
+        _, spans = rendered("probe", asked, None, template=template, tokenizer=tokenizer)
+    except BadSample as error:
+        yield f"The assistant's turn cannot be looked for in it: {error.reason}."
         return
     if not text.startswith(prompt):
         yield (

@@ -34,7 +34,6 @@ class Packing(Check):
             documents = _halves(documents[0])
         if len(documents) == 1:
             return not_checked("the samples hold one document, which cannot be cut in two.")
-        patient.model.eval()
         together = calls.logits(patient.model, patient.rows(documents), patient.kernels)
         bar, start, worst = patient.yardstick.of_logits, 0, (0.0, 0)
         for number, document in enumerate(documents):
@@ -42,7 +41,6 @@ class Packing(Check):
             found = calls.difference(together[start : start + len(alone)], alone)
             worst = max(worst, (found, number))
             start += len(alone)
-        patient.model.train()
         share, number = worst
         if share > bar:
             return failed(

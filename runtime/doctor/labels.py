@@ -39,7 +39,7 @@ class Data(Check):
                 f"{error}{f' The {shifted}' if shifted else ''}", OWN_LABELS if shifted else "As the message says."
             )
         ids = [token for sample in samples for token in sample.ids]
-        unknown = patient.tokenizer.unk_token_id if patient.tokenizer is not None else None
+        unknown = patient.tokenizer.unk_token_id
         if unknown is not None and ids.count(unknown) > UNKNOWN_SHARE * len(ids):
             return failed(
                 f"{ids.count(unknown)} of the first {len(ids)} tokens are {patient.tokenizer.unk_token!r}: the tokenizer has none "

@@ -24,7 +24,7 @@ from patchgen.runtime.checkpoint import host_memory, load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
 from patchgen.runtime.doctor import calls, traces
-from patchgen.runtime.doctor.samples import Sample, first_samples
+from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
 from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import model as models
@@ -73,7 +73,8 @@ class Patient:
     """A recipe with its checkpoint and data.
 
     Attributes:
-        recipe: as given; `decided` once the proof has said which attention runs.
+        recipe: as given, until the proof has said which attention runs and which modalities share no row.
+        is_decided: whether it has.
         device: the first GPU, or the CPU.
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
@@ -81,7 +82,7 @@ class Patient:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.asking = recipe, ""
+        self.recipe, self.asking, self.is_decided = recipe, "", False
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -104,7 +105,7 @@ class Patient:
     @property
     def is_trained(self) -> bool:
         """Whether the whole model comes from a checkpoint, no new part of it random."""
-        return self.checkpoint is not None and not self.recipe.model.allow_missing
+        return self.checkpoint is not None and not models.may_differ(self.recipe, self.blueprint)["allow_missing"]
 
     @part("the config")
     def config(self) -> PreTrainedConfig:
@@ -130,7 +131,8 @@ class Patient:
             raise Needs(
                 f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
             )
-        return first_samples(self.recipe.data, self.parts)
+        apart = self.recipe.data.separate_modalities or ()
+        return first_samples(self.recipe.data, self.parts, apart if self.is_decided else ANY_TWO)
 
     @property
     def row(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class Patient:
         if folder is None:
             initialise(model, models.initial_names(model), seed=recipe.train.seed)
         else:
-            load_pretrained(model, folder, allow_missing=recipe.model.allow_missing, seed=recipe.train.seed)
+            load_pretrained(model, folder, **models.may_differ(recipe, model), seed=recipe.train.seed)
         return model.train()
 
     @part("the kernels that the recipe names")

@@ -33,7 +33,7 @@ class Proof(Check):
     name = "proof"
 
     def run(self, patient: Patient) -> Finding:
-        patient.recipe = preflight.require_trainable(patient.recipe)
+        patient.recipe, patient.is_decided = preflight.require_trainable(patient.recipe), True
         apart = ", each document in a row of its own" if patient.recipe.model.separate_documents else ""
         chosen = patient.recipe.model.attention
         return passed(f"A small form of it agrees with upstream as a run computes, attention '{chosen}'{apart}.")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from patchgen.runtime.data import DataConfig, DataError
+from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.prepare import Prepare, PrepareText
+from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
 from patchgen.runtime.data.problems import BadSample
+from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import FIRST_ROWS, Inputs, Transform, check_first_rows, mappers_of
 from patchgen.runtime.train.setup import DataParts
@@ -21,15 +23,20 @@ TOKENS = 2048
 """Of all samples together: enough for a loss that means something, few enough for whole logits."""
 LONGEST = 512
 MOST_RECORDS = 64
+Pairs = Collection[tuple[str, str]]
+ANY_TWO: Pairs = tuple(itertools.combinations(get_args(Modality), 2))
+"""What a row may not hold together as long as nobody has tried what the model can tell apart."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as `collate` takes it, the place that it was read from, and whether its end was cut off."""
+    """One sample as `collate` takes it, the place that it was read from, whether its end was cut off, and which of image,
+    video and audio it holds."""
 
     where: str
     fields: dict[str, Any]
     is_cut: bool = False
+    modalities: frozenset[str] = frozenset()
 
     @property
     def ids(self) -> list[int]:
@@ -40,19 +47,23 @@ class Sample:
         return self.fields["labels"].tolist()
 
 
-def first_samples(config: DataConfig, parts: DataParts) -> list[Sample]:
-    """The first samples of every source in turn, `TOKENS` in all; longer ones are cut as `on_long: truncate` does.
+def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) -> list[Sample]:
+    """The first samples of every source in turn, `TOKENS` in all; longer ones are cut as `on_long: truncate` does, where
+    that leaves something to learn and no image, video or sound in pieces.
+
+    Args:
+        apart: modalities that the model cannot tell apart in a row: a sample that has one is left out behind the other.
 
     Raises:
         DataError: a sample cannot be read where the recipe refuses that, or none can.
     """
-    config = replace(config, max_length=min(config.longest, LONGEST), on_long="truncate")
     sources = [open_source(source) for source in config.sources]
     check_first_rows(config, sources)
-    prepare = _prepare(config, parts)
+    cut = _prepare(replace(config, max_length=min(config.longest, LONGEST), on_long="truncate"), parts)
+    whole = _prepare(config, parts)
     found, used, problems = [], 0, []
     for number, record in _in_turn(sources):
-        prepared = prepare(number, record)
+        prepared = _cut_or_whole(cut, whole, number, record)
         outcome, where, reason = prepared.problem or ("", record.where, "")
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
@@ -61,11 +72,19 @@ def first_samples(config: DataConfig, parts: DataParts) -> list[Sample]:
         for fields in prepared.samples:
             if found and used + len(fields["input_ids"]) > min(TOKENS, config.tokens_per_batch):
                 return found
-            found.append(Sample(record.where, fields, is_cut=outcome == "truncated"))
-            used += len(fields["input_ids"])
+            sample = Sample(record.where, fields, outcome == "truncated", prepared.modalities)
+            if fits_beside(sample, found, apart):
+                found.append(sample)
+                used += len(fields["input_ids"])
     if not found:
         raise DataError(f"No sample could be made of the data. The first: {problems[0] if problems else 'no record'}.")
     return found
+
+
+def fits_beside(sample: Sample, others: Collection[Sample], apart: Pairs) -> bool:
+    """Whether a row may hold a sample beside others, as the packer of a run decides it."""
+    together = sample.modalities.union(*(other.modalities for other in others))
+    return not others or not any(together.issuperset(pair) for pair in apart)
 
 
 def first_texts(config: DataConfig) -> Iterator[str]:
@@ -99,6 +118,13 @@ def _prepare(config: DataConfig, parts: DataParts) -> Prepare:
         return PrepareMultimodal(config, parts.processor, parts.position_function)
     encoders = [make_encoder(config, mapper, parts.tokenizer) for mapper in mappers_of(config)]
     return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
+
+
+def _cut_or_whole(cut: Prepare, whole: Prepare, number: int, record: Record) -> Prepared:
+    """What is made of a record: its beginning, or, of one that a cut would spoil, what a run makes of it."""
+    prepared = cut(number, record)
+    is_spoiled = prepared.problem is not None and prepared.problem[0] == "skipped"
+    return whole(number, record) if is_spoiled else prepared
 
 
 def _in_turn(sources: list[Any]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -9,8 +10,11 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 
@@ -29,6 +33,7 @@ SMALL = 100_000_000
 """Parameters of a model that is compared on gloo ranks of the CPU."""
 MOST_RANKS = 4
 RANKS_SECONDS = 600
+POLL_SECONDS = 0.1
 FAR = 1.5
 """How far over its estimate the memory of a step may be."""
 RANK_TOLERANCE = 1e-3
@@ -160,31 +165,61 @@ def on_ranks(recipe: Recipe, ranks: int) -> StepFigures:
         free.bind(("localhost", 0))
         place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(ranks)}
     threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    running = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **place, **threads, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(ranks)
+    environments = [
+        {**os.environ, **place, **threads, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)
     ]
-    try:
-        told = [process.communicate(timeout=RANKS_SECONDS) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    lines = [line for line in told[0][0].splitlines() if line.startswith("{")]
-    if any(process.returncode for process in running) or not lines:
-        # A rank that lost its peer says so; the one that failed first says why.
-        raise RuntimeError(f"A step on {ranks} ranks failed: {' / '.join(_last_error(error) for _, error in told)}")
+    lines = [line for line in run_ranks(command, environments, RANKS_SECONDS).splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"A step on {ranks} ranks failed: rank 0 ended without its figures.")
     return StepFigures(**json.loads(lines[-1]))
+
+
+def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]], seconds: float) -> str:
+    """What the first of some processes prints, all of which end well. At the first that fails the others, which may wait
+    for it, are ended.
+
+    Raises:
+        RuntimeError: one failed, or they took longer than `seconds`, with the last error of each.
+    """
+    with contextlib.ExitStack() as stack:
+        files = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in environments]
+        running = [
+            subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+            for (out, err), environment in zip(files, environments, strict=True)
+        ]
+        try:
+            failed_first = _wait(running, seconds)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        if failed_first:
+            errors = (f"rank {rank}: {_last_error(_text(err))}" for rank, (_, err) in enumerate(files))
+            raise RuntimeError(f"A step on {len(running)} ranks failed: {failed_first} ({' / '.join(errors)})")
+        return _text(files[0][0])
+
+
+def _wait(running: Sequence[subprocess.Popen], seconds: float) -> str:
+    """Waits until all have ended; returns which failed first, or that they did not end; empty: all ended well."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        codes = [process.poll() for process in running]
+        if ended_badly := [rank for rank, code in enumerate(codes) if code]:
+            return f"rank {ended_badly[0]} was the first to end, with exit status {codes[ended_badly[0]]}"
+        if None not in codes:
+            return ""
+        time.sleep(POLL_SECONDS)
+    return f"after {seconds:.0f} s not all had ended"
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _last_error(text: str) -> str:
     lines = [line for line in text.splitlines() if "Error" in line]
-    return lines[-1] if lines else text[-500:]
+    return lines[-1] if lines else text[-500:].strip() or "no error"
 
 
 def _size(count: float) -> str:

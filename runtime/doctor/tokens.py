@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import GenerationConfig
 
-from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.samples import first_texts
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ class Tokenizer(Check):
 
     def run(self, patient: Patient) -> Finding:
         tokenizer = patient.tokenizer
-        if tokenizer is None:
-            return not_checked("the data come as tokens, without a tokenizer.")
         problems = [*_stops(patient), *_places(patient)]
         if problems:
             return failed(

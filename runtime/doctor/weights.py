@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.layout import assemble
+from patchgen.runtime.checkpoint.load import stored_leaves
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, passed
 from patchgen.runtime.doctor.patient import Needs, NoRoom
@@ -77,20 +79,27 @@ def _is_head(patient: Patient, parameter: nn.Parameter) -> bool:
 
 
 def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
-    """Weights that the checkpoint keeps wider than its others, for a reason, and that the recipe stores in 16 bits."""
-    stored = read_folder(folder)
+    """Weights and buffers that the checkpoint keeps wider than its others, for a reason, and the model in 16 bits."""
+    stored, state = read_folder(folder), patient.blueprint.state_dict()
     sizes = Counter()
     for tensor in stored.values():
         sizes[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
     common = max((dtype for dtype in sizes if dtype.is_floating_point), key=sizes.get)
     chosen = getattr(torch, patient.recipe.model.dtype)
-    wider = [key for key, tensor in stored.items() if tensor.dtype == torch.float32 != common]
+    if chosen.itemsize >= 4:
+        return
     kept = {
-        path
+        f"{path}."
         for module in sharding.kept_in_fp32(patient.blueprint, chosen)
         for path in _paths(patient.blueprint, module)
     }
-    lost = [key for key in wider if chosen.itemsize < 4 and not any(key.startswith(path) for path in kept)]
+    lost = [
+        key
+        for name, keys in assemble(patient.blueprint, stored_leaves(stored)).sources.items()
+        if state[name].itemsize < 4 and not name.startswith(tuple(kept))
+        for key in keys
+        if stored[key].dtype == torch.float32 != common
+    ]
     if lost:
         yield (
             f"The checkpoint keeps {few(lost)} in float32 beside {str(common).removeprefix('torch.')}, and model.dtype = "

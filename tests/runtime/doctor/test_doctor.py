@@ -11,13 +11,17 @@ from pathlib import Path
 import planted
 import pytest
 import toys
-from small_processors import TORCHVISION
+from small_processors import TORCHVISION, byte_tokenizer
 
 from patchgen.runtime.doctor import CHECKS, examine
+from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, failed, not_checked, passed
 from patchgen.runtime.doctor.labels import runs, shift_of
-from patchgen.runtime.doctor.samples import Sample
+from patchgen.runtime.doctor.patient import Patient
+from patchgen.runtime.doctor.samples import ANY_TWO, LONGEST, Sample, fits_beside
+from patchgen.runtime.doctor.stepping import run_ranks
 from patchgen.runtime.train.recipe import RecipeError, from_dict
+from patchgen.runtime.train.setup import DataParts
 
 HERE = Path(__file__).parent
 SLOW = ("proof", "step", "layout")
@@ -70,13 +74,97 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     assert report["export"].status == PASSED
 
 
-def test_pairs_are_no_text_with_labels(toy):
-    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": "dpo"}}
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_pairs_are_no_text_with_labels(toy, objective):
+    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": objective}}
     values["data"] |= {"kind": "preference", "sources": [{"path": "builtin:pairs"}]}
     report = examine(from_dict(values), skip=SLOW)
     assert report.exit_status == 0, report.text()
     assert report["data"] == not_checked("it looks at data of kind text, chat, multimodal, and these are preference.")
     assert report["weights"].status == PASSED
+
+
+def test_a_long_prompt_is_not_cut_before_its_answer(toy, tmp_path):
+    values = json.loads(json.dumps(toy.values))
+    long, short = ({"role": "user", "content": text} for text in ("river " * 100, "The Elbe?"))
+    answer = {"role": "assistant", "content": "In Dresden. " * 50}
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"messages": [one, answer]}) + "\n" for one in (long, short)))
+    values["data"] |= {"sources": [{"path": str(file)}], "tokens_per_batch": 4096}
+    patient = Patient(from_dict(values))
+    first, second = patient.samples
+    patient.close()
+    assert len(first.ids) > 600 + 600 and not first.is_cut
+    assert shown(first, patient).endswith(f"[[{answer['content']}<|im_end|>]]\n")
+    assert len(second.ids) == LONGEST and second.is_cut
+
+
+def shown(sample, patient):
+    """The sample as text, what is learned between double brackets."""
+    (start, end), decode = next(runs(sample.labels)), patient.tokenizer.decode
+    return f"{decode(sample.ids[:start])}[[{decode(sample.ids[start:end])}]]{decode(sample.ids[end:])}"
+
+
+@pytest.mark.parametrize(
+    ("held", "own", "apart", "fits"),
+    [
+        (["image", ""], "video", [("image", "video")], False),
+        (["image", ""], "video", [("audio", "video")], True),
+        (["image", ""], "video", ANY_TWO, False),
+        (["image", ""], "image", ANY_TWO, True),
+        (["image"], "", ANY_TWO, True),
+        ([], "image video", ANY_TWO, True),
+    ],
+)
+def test_a_row_holds_no_modalities_that_the_model_mixes_up(held, own, apart, fits):
+    sample, *others = (Sample("here", {}, modalities=frozenset(names.split())) for names in (own, *held))
+    assert fits_beside(sample, others, apart) is fits
+
+
+def test_a_rank_that_fails_ends_those_that_wait_for_it():
+    script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('of rank 1')\ntime.sleep(600)"
+    ranks = [{**os.environ, "RANK": str(rank)} for rank in range(2)]
+    with pytest.raises(
+        RuntimeError, match=r"rank 1 was the first to end.*rank 0: no error / rank 1: ValueError: of rank 1"
+    ):
+        run_ranks([sys.executable, "-S", "-c", script], ranks, 300)
+    with pytest.raises(RuntimeError, match=r"after 0 s not all had ended"):
+        run_ranks([sys.executable, "-S", "-c", script], ranks[:1], 0.2)
+
+
+IN_PARTS = (
+    "{%- for message in messages -%}{{ '<|im_start|>' + message.role + '\n' }}"
+    "{%- for part in message.content -%}{{ part.text }}{%- endfor -%}{{ '<|im_end|>' + '\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+"""As templates of vision models: content is a list, a string would be written as nothing."""
+UNSEARCHABLE = (
+    "{%- for message in messages -%}{%- if message.content[0] not in 'WB' -%}{{ raise_exception('unasked') }}{%- endif -%}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>model\n' }}{%- endif -%}"
+)
+"""Takes a question and its answer, but no turn exchanged for another, by which the answer is looked for."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "template", "status", "words"),
+    [
+        ("multimodal", IN_PARTS, PASSED, "ends with '<|im_end|>'"),
+        ("classification", None, NOT_CHECKED, "needs none for plain texts"),
+        ("preference", None, FAILED, "no chat template"),
+        ("chat", None, FAILED, "no chat template"),
+        ("chat", UNSEARCHABLE, FAILED, "turn cannot be looked for in it: the chat template refuses the messages"),
+    ],
+)
+def test_a_chat_template_is_judged_by_what_its_data_are(toy, kind, template, status, words):
+    values = json.loads(json.dumps(toy.values))
+    values["data"]["kind"] = kind
+    patient = Patient(from_dict(values))
+    patient.made["parts"] = DataParts(byte_tokenizer(template, {}))
+    found = ChatTemplate().run(patient)
+    patient.close()
+    assert found.status == status, found
+    assert words in found.found
 
 
 def test_what_a_failed_part_leaves_unchecked_is_named(toy, tmp_path):
