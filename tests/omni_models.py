@@ -48,6 +48,9 @@ def save_whole(config, folder: Path, *, seed: int = 0, dtype: torch.dtype | None
     torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config).eval()
     with torch.no_grad():
+        for name, parameter in model.talker.named_parameters():
+            if ".experts." in name and parameter.ndim == 3:
+                parameter.normal_(0, 0.1)  # upstream leaves them as the memory was
         for parameter in model.parameters():  # of the size that makes what is said depend on every layer
             if parameter.ndim == 2:
                 parameter.mul_(8)

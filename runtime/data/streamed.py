@@ -15,8 +15,8 @@ again. The positions of all ranks together say which records are left, so any ot
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, Dataset
@@ -56,7 +56,7 @@ class _Workers(Dataset):
 
     def __reduce__(self) -> tuple:
         # A worker that was not forked knows neither the folders of the user's own classes nor the rules of their inputs.
-        return _in_fresh_process, (registry.local_packages(), fields.declared(), pickle.dumps(self.prepare))
+        return _in_fresh_process, (_Known(registry.local_packages(), fields.declared()), self.prepare)
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
@@ -291,10 +291,24 @@ def dealt_anew(states: Sequence[dict[str, Any]], index: int, count: int) -> dict
     }
 
 
-def _in_fresh_process(packages: dict[str, list[str]], rules: dict[str, fields.FieldRule], prepare: bytes) -> _Workers:
+@dataclass(frozen=True)
+class _Known:
+    """What a worker that was not forked must know before it reads what comes after: it learns it by reading this."""
+
+    packages: dict[str, list[str]]
+    rules: dict[str, fields.FieldRule]
+
+    def __reduce__(self) -> tuple:
+        return _know, (self.packages, self.rules)
+
+
+def _know(packages: dict[str, list[str]], rules: dict[str, fields.FieldRule]) -> None:
     registry.know_packages(packages)
     fields.declare(rules, "the process that started this one")
-    return _Workers(pickle.loads(prepare))
+
+
+def _in_fresh_process(_known: None, prepare: Prepare) -> _Workers:
+    return _Workers(prepare)
 
 
 def _as_it_is(sample: Any) -> Any:

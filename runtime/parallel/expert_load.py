@@ -42,7 +42,7 @@ class ExpertLoad:
             total = all_reduce(counts, operation="add up the expert load") if dist.is_initialized() else counts
             totals[path] = total.to("cpu", copy=True)
             counts.zero_()
-        return totals
+        return {path: total for path, total in totals.items() if total.any()}
 
     def close(self) -> None:
         """Stops counting."""
