@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.objectives.base import Objective
@@ -66,7 +67,8 @@ class Learning:
             batch = replace(batch, reference=self._reference(inputs, batch).to(self.device))
         if self.teacher is not None:
             batch = replace(batch, teacher=read(self.teacher, inputs, batch, self.objective.of_teacher))
-            self.teacher.reshard()  # without a backward, its root stays gathered
+            if isinstance(self.teacher, FSDPModule):
+                self.teacher.reshard()  # without a backward, its root stays gathered
         return inputs, share(self.objective, batch)
 
     def fill_table(self, micro_batches: Iterable[Mapping[str, Any]]) -> int:
