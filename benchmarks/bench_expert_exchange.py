@@ -12,8 +12,6 @@ that read from peers, here on memory of this GPU.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import statistics
 import time
@@ -21,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -157,15 +156,9 @@ def main() -> None:
     torch.manual_seed(int(os.environ.get("RANK", "0")))
     rows = [row for tokens in arguments.tokens for row in (on_one_gpu(tokens) if is_one else across_ranks(tokens))]
     if int(os.environ.get("RANK", "0")) == 0:
-        stamp = {"date": datetime.date.today().isoformat(), "versions": f"torch {torch.__version__}"}
+        stamp = {"versions": f"torch {torch.__version__}"}
         stamp["gpus"] = f"{os.environ.get('WORLD_SIZE', '1')} {torch.cuda.get_device_name()}"
-        target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-        is_new = not target.exists()
-        with target.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if is_new:
-                writer.writeheader()
-            writer.writerows(stamp | row for row in rows)
+        result_rows.append(RESULTS, COLUMNS, rows, **stamp)
     if not is_one:
         dist.destroy_process_group()
 

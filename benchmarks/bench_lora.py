@@ -15,14 +15,12 @@ expert by expert in fp32 on the same inputs: output and every gradient, beside t
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import gc
-import os
 import time
 from pathlib import Path
 
 import bench_train as common
+import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -223,18 +221,11 @@ def write(rows: list[dict], kernel: str) -> None:
     import transformers
 
     stamp = {
-        "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, peft {peft.__version__}",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "experts": kernel,
     }
-    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-    new_file = not target.exists()
-    with target.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new_file:
-            writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+    result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
 def main() -> None:

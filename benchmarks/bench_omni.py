@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
-import datetime
 import gc
-import os
 import time
 from pathlib import Path
 
+import result_rows
 import torch
 from torch import Tensor, nn
 
@@ -188,15 +186,9 @@ def write(rows: list[dict]) -> None:
     import transformers
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    stamp = {"date": datetime.date.today().isoformat(), "gpu": gpu}
+    stamp = {"gpu": gpu}
     stamp |= {"versions": f"torch {torch.__version__}, transformers {transformers.__version__}"}
-    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-    new_file = not target.exists()
-    with target.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new_file:
-            writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+    result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
 if __name__ == "__main__":

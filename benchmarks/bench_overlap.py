@@ -14,8 +14,6 @@ Both compare outputs and gradients of the variants in the same run. Medians of `
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import statistics
 import time
@@ -23,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -185,19 +184,12 @@ def main() -> None:
 def write(rows: list[dict]) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     stamp = {
-        "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}",
         "gpus": f"{dist.get_world_size()} {gpu}",
     }
     for row in rows:
         print(" | ".join(str(row[column]) for column in COLUMNS[3:]), flush=True)
-    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-    new_file = not target.exists()
-    with target.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new_file:
-            writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+    result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import csv
-import datetime
 import gc
 import os
 import time
@@ -27,6 +25,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+import result_rows
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -209,17 +208,10 @@ def synchronise(setting: Setting) -> None:
 def write(rows: list[dict], world: int) -> None:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     stamp = {
-        "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}",
         "gpus": f"{world} {gpu}",
     }
-    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-    new_file = not target.exists()
-    with target.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new_file:
-            writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+    result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
 # ------------------------------------------------------------------------------------------- agreement

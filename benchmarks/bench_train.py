@@ -20,7 +20,6 @@ compared. MFU is by `runtime/train/flops.py`, for both alike.
 from __future__ import annotations
 
 import argparse
-import csv
 import datetime
 import gc
 import hashlib
@@ -31,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
+import result_rows
 import torch
 import torch.distributed as dist
 from case_rows import CaseRows
@@ -423,17 +423,10 @@ def write(rows: list[dict], world: int) -> None:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     stamp = {
-        "date": datetime.date.today().isoformat(),
         "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
         "gpus": f"{world} {gpu}",
     }
-    target = Path(os.environ.get("OUT", RESULTS.parent)) / RESULTS.name
-    new_file = not target.exists()
-    with target.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if new_file:
-            writer.writeheader()
-        writer.writerows(stamp | row for row in rows)
+    result_rows.append(RESULTS, COLUMNS, rows, **stamp)
 
 
 def main() -> None:

@@ -11,6 +11,12 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.train.records import TrainingStopped
+
 SHARE, SPREAD = 1.5, 1.0
 KNOWN = 0.8
 """Of ln V: a checkpoint that has learned these tokens, in whatever language, is below."""
@@ -37,3 +43,17 @@ def refusal(loss: float, vocab_size: int, limit: float | None = None) -> str:
         "parts left at random), or they and the data do not belong together (another tokenizer, shifted labels): "
         "`patchgen doctor RECIPE` says which. train.first_loss_limit raises the limit."
     )
+
+
+def require_believable(share: Tensor, model: PreTrainedModel, limit: float | None) -> None:
+    """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
+
+    Args:
+        share: this rank's of the first step's loss.
+
+    Raises:
+        TrainingStopped: no sound model has such a loss.
+    """
+    total = float(all_reduce(share, operation="add up the first loss"))
+    if told := refusal(total, model.config.get_text_config().vocab_size, limit):
+        raise TrainingStopped(told)

@@ -142,7 +142,7 @@ class Trainer:
                 started, batches = time.perf_counter(), upcoming
                 share = self.forward_backward(batches)
                 if self.step == 0 and self.learning.objective.is_models_own:
-                    self.require_first_loss(share)
+                    first_loss.require_believable(share, self.model, recipe.train.first_loss_limit)
                 # While the device works: the next batches, and what all ranks agree on for them.
                 upcoming = feed.next() if self.step + 1 < steps else End("steps")
                 norm, rate = self.update()
@@ -218,17 +218,6 @@ class Trainer:
         if self.adapted is not None:
             lora.reduce_gradients(self.model)
         return share
-
-    def require_first_loss(self, share: Tensor) -> None:
-        """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
-
-        Raises:
-            TrainingStopped: no sound model has such a loss.
-        """
-        total = float(all_reduce(share, operation="add up the first loss"))
-        size = self.model.config.get_text_config().vocab_size
-        if refusal := first_loss.refusal(total, size, self.recipe.train.first_loss_limit):
-            raise TrainingStopped(refusal)
 
     def micro_batch(
         self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
