@@ -29,11 +29,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import result_rows
 import torch
 import torch.distributed as dist
 from case_rows import CaseRows
+from packed_rows import packed_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -77,7 +77,6 @@ TINY = MODEL | {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, 
 TINY |= {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 BYTES_PER_PARAMETER = 16  # fp32 parameter, gradient and two states of AdamW
 SHARE_FOR_STATE = 0.5  # of the memory; the rest is for activations, logits and gathered layers
-MEAN_DOCUMENT, SIGMA = 1500, 1.0
 
 
 @dataclass(frozen=True)
@@ -171,23 +170,6 @@ def fill(model: nn.Module, device: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- the data
-
-
-def packed_row(tokens: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
-    """One row of `tokens` tokens: documents of log-normal length, ids as frequent as words (Zipf-Mandelbrot).
-
-    Probability of the id of rank r as 1 / (r + 2.7): the first takes 2.5 %. How uneven ids are decides how unevenly an
-    untrained router loads the experts.
-    """
-    draw = numpy.random.default_rng(seed)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        length = max(8, int(draw.lognormal(numpy.log(MEAN_DOCUMENT) - SIGMA**2 / 2, SIGMA)))
-        lengths.append(min(length, tokens - sum(lengths)))
-    share = numpy.cumsum(1 / (numpy.arange(vocabulary) + 1 + 2.7))
-    ids = torch.from_numpy(numpy.searchsorted(share / share[-1], draw.random(tokens)))[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
 def inputs_of(
