@@ -81,7 +81,14 @@ def rms_norm_compiled(
 def rotary_compiled(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
 ) -> tuple[Tensor, Tensor]:
-    """`rotary` in one kernel; compiled on first use."""
+    """`rotary` in one kernel; compiled on first use.
+
+    Computed in the order in which the heads of a token lie in memory (upstream hands over `[B, S, N, D]`, transposed):
+    attention returns gradients in that order, and a kernel compiled for another one has them copied, before and after it.
+    """
+    if unsqueeze_dim == 1 and query.stride(1) < query.stride(2):
+        turned = _compiled(rotary)(query.transpose(1, 2), key.transpose(1, 2), cos, sin, 2)
+        return turned[0].transpose(1, 2), turned[1].transpose(1, 2)
     return _compiled(rotary)(query, key, cos, sin, unsqueeze_dim)
 
 

@@ -112,3 +112,26 @@ def test_quack_is_as_near_to_fp32_as_eager(name: str):
     for one, other, truth in zip(found, eager, exact, strict=True):
         bar = 1.5 * float((other.float() - truth).norm()) + 1e-3 * float(truth.norm())
         assert float((one.float() - truth).norm()) <= bar
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_rotary_is_compiled_for_the_order_in_memory(unsqueeze_dim: int, is_turned: bool, monkeypatch):
+    """What is compiled gets heads as they lie, so that gradients that come in the same order are not copied; same numbers."""
+    given = []
+
+    def noted(function):
+        def call(query, *rest):
+            given.append(query.is_contiguous())
+            return function(query, *rest)
+
+        return call
+
+    query, key, cos, sin = rotary_inputs(unsqueeze_dim)
+    if is_turned:
+        query, key = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key))
+    monkeypatch.setattr(elementwise, "_compiled", noted)
+    found = elementwise.rotary_compiled(query, key, cos, sin, unsqueeze_dim)
+    for one, other in zip(found, elementwise.rotary(query, key, cos, sin, unsqueeze_dim), strict=True):
+        assert torch.equal(one, other)
+    assert given == [not is_turned or unsqueeze_dim == 1]
