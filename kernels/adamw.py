@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 2048
+_BLOCK, _WARPS = 1024, 4  # of 24 forms that were timed the fastest, by 2.5 %
 
 
 def adamw_(
@@ -71,7 +71,7 @@ def adamw_(
         lr / (1 - betas[0] ** step),
         math.sqrt(1 - betas[1] ** step),
         BLOCK=_BLOCK,
-        num_warps=8,
+        num_warps=_WARPS,
     )
     torch.autograd.graph.increment_version([parameter, exp_avg, exp_avg_sq])
 

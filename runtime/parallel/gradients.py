@@ -16,10 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from patchgen.kernels.packages import failed_import
 from patchgen.runtime.parallel.collectives import all_reduce
 
 logger = logging.getLogger(__name__)
 POLICIES = ("skip", "stop")
+LARGE = 2**20
+"""Elements of a gradient from which on a launch of its own is shorter than what torch's kernel for lists takes longer."""
 
 
 class NonFiniteGradient(ArithmeticError):
@@ -52,13 +55,34 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         raise ValueError("No parameter has a gradient: call backward() first, or unfreeze something.")
     squares = []
     for (mesh, parts, _), gradients in layouts.items():
-        square = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+        square = _sum_of_squares(gradients)
         if mesh is not None:
             square = square.to(mesh.device_type)
         for dim in parts:
             square = all_reduce(square, group=mesh.get_group(dim), operation="add up the gradient norm")
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
+
+
+def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
+    """Of gradients of one dtype on one device; a scalar fp32 tensor."""
+    large = [one for one in gradients if one.numel() >= LARGE and one.is_contiguous() and _has_kernel(one)]
+    ids = {id(one) for one in large}
+    others = [one for one in gradients if id(one) not in ids]
+    sums = [_squares_by_kernel(large)] if large else []
+    if others:
+        sums.append(torch.stack(torch._foreach_norm(others, 2, dtype=torch.float32)).square().sum())
+    return sum(sums)
+
+
+def _has_kernel(gradient: Tensor) -> bool:
+    return gradient.is_cuda and failed_import("triton") is None
+
+
+def _squares_by_kernel(large: list[Tensor]) -> Tensor:
+    from patchgen.kernels.squares import sum_of_squares  # loads Triton
+
+    return sum_of_squares(large)
 
 
 @torch.no_grad()

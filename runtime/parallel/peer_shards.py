@@ -25,8 +25,10 @@ lies in host memory; and in a backward that ends gradients accumulated without r
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -187,21 +189,27 @@ class PeerShards:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum."""
         if self._reduction is not None:
             self.wait(self._reduction[0])  # its memory may be freed then
-        out = torch.empty(group.region, dtype=group.stored_dtype, device=self.device)
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
         word = sum(1 << group.slots.index(slot) for slot, _ in flat) % (2**61 - 1)
+        options = {"dtype": group.stored_dtype, "device": self.device}
+        num_small = group.small_region if any(slot.is_small for slot, _ in flat) else 0
+        small = torch.empty(num_small, **options)  # summed as one; of each other one apart, which may be sent apart
+        sums = [
+            small[slot.start : slot.start + slot.numel] if slot.is_small else torch.empty(slot.numel, **options)
+            for slot, _ in flat
+        ]
         self._turn = 1 - self._turn
         received, words, own_small = self._turns[self._turn]
         with self._on(self._reductions):
             self._send(group, flat, word, received, words, own_small)
             self._memory.barrier(_REDUCE)
-            self._sum(group, flat, word, (received, words, own_small), out)
-            for slot, _ in flat:
-                _take(slot, out)
+            self._sum(group, flat, word, (received, words, own_small), small, sums)
+            for (slot, _), one in zip(flat, sums, strict=True):
+                _take(slot, one)
         event = self._event(self._reductions)
         # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
         # The sum, too: where it is added to a gradient that is there, nothing else keeps it.
-        self._reduction = event, [out, *(gradient for _, gradient in flat)]
+        self._reduction = event, [*sums, *(gradient for _, gradient in flat)]
         return event
 
     def _send(
@@ -230,24 +238,27 @@ class PeerShards:
             torch._foreach_copy_(small_targets, small_sources)
 
     def _sum(
-        self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, turn: tuple[int, int, int], out: Tensor
+        self,
+        group: PeerGroup,
+        flat: list[tuple[Slot, Tensor]],
+        word: int,
+        turn: tuple[int, int, int],
+        small: Tensor,
+        sums: list[Tensor],
     ) -> None:
         received, words, own_small = turn
         others, item = self.num_ranks - 1, group.itemsize
         parts = self._view(self.rank, received, others * self._most // item, group.dtype).view(others, -1)
         their_words = self._view(self.rank, words, others, torch.int64)
 
-        def add_up(own: Tensor, start: int, numel: int) -> None:
-            target = out[start : start + numel]
-            sum_parts(own, parts[:, start : start + numel], their_words, target, rank=self.rank, word=word)
+        def add_up(own: Tensor, start: int, out: Tensor) -> None:
+            sum_parts(own, parts[:, start : start + len(own)], their_words, out, rank=self.rank, word=word)
 
-        if any(slot.is_small for slot, _ in flat):
-            add_up(self._view(self.rank, own_small, group.small_region, group.dtype), 0, group.small_region)
-        for slot, gradient in flat:
-            numel = slot.numel_of(self.rank)
-            if numel and not slot.is_small:
-                first = self.rank * slot.numel
-                add_up(gradient[first : first + numel], slot.start, numel)
+        add_up(self._view(self.rank, own_small, len(small), group.dtype), 0, small)
+        for (slot, gradient), one in zip(flat, sums, strict=True):
+            if not slot.is_small:
+                first, numel = self.rank * slot.numel, slot.numel_of(self.rank)
+                add_up(gradient[first : first + numel], slot.start, one[:numel])
 
     def finish(self) -> None:
         """What is launched from now on comes after the reductions."""
@@ -257,9 +268,9 @@ class PeerShards:
 
 
 def _take(slot: Slot, out: Tensor) -> None:
-    """This rank's part of a sum becomes the gradient of its parameter, or is added to the one that is there."""
+    """This rank's part of a sum, flat, becomes the gradient of its parameter, or is added to the one that is there."""
     param = slot.param
-    new = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride, storage_offset=slot.start)
+    new = torch.as_strided(out, param.sharded_size, param.contiguous_sharded_stride)
     target = param.sharded_param
     if target.grad is None:
         target.grad = param.to_sharded_dtensor(new)
@@ -276,6 +287,7 @@ class PeerGroup(FSDPParamGroup):
     """The parameters of one unit, whose shards other ranks read."""
 
     shards: PeerShards
+    ends_last: bool = False
     _arriving: tuple[torch.cuda.Event | None] | None = None
 
     def lay_out(self) -> None:
@@ -377,8 +389,14 @@ class PeerGroup(FSDPParamGroup):
         elif self._arriving is not None:
             (event,), self._arriving = self._arriving, None
             self.shards.wait(event)
-            for param in self.fsdp_params:
-                param.init_unsharded_param()
+            for place, slot in enumerate(self.slots):
+                is_new = not hasattr(slot.param, "_unsharded_param")
+                slot.param.init_unsharded_param()
+                if is_new and self.ends_last and not slot.is_small:
+                    hook = partial(
+                        _reduce_early, weakref.ref(self), place
+                    )  # Python frees no cycle through a tensor's hooks
+                    slot.param._unsharded_param.register_post_accumulate_grad_hook(hook)
             self._to_unsharded()
 
     def post_backward(self, *unused: object) -> None:
@@ -412,6 +430,18 @@ class PeerGroup(FSDPParamGroup):
                 for param in self.fsdp_params:
                     param.free_unsharded_param()
             self.shards.finish()
+
+
+@torch.no_grad()
+def _reduce_early(reference: weakref.ref[PeerGroup], place: int, computed: Tensor) -> None:
+    """The root's backward ends with the model's, and nothing would hide what it sends: its head is done long before."""
+    group = reference()
+    param = group.slots[place].param
+    if group.reduce_grads and param.unsharded_accumulated_grad is None:
+        gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
+        group.shards.reduce(group, [(group.slots[place], gradient)])
+        if group.reshard_after_backward:
+            param.free_unsharded_param()  # it was used before its gradient was whole
 
 
 def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
@@ -448,6 +478,7 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         for group in groups:
             group.__class__ = PeerGroup
             group.shards = shards
+            group.ends_last = model in group.modules
             members.append(group)
         count += len(members)
     return count

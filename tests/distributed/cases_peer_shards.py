@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 
 import torch
@@ -31,14 +32,15 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied ends, two layers, the second called twice, and a layer that not every step uses."""
+    """Tied ends or not, two layers, the second called twice, and a layer that not every step uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: bool = True) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(19, 10), nn.Linear(10, 19, bias=False)
         self.layers = nn.ModuleList(Layer(10) for _ in range(2))
         self.sometimes = Layer(10)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor, all_layers: bool = True) -> Tensor:
         x = self.embedding(ids)
@@ -47,9 +49,9 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().view(-1, 19), ids.view(-1))
 
 
-def sharded(exchange: str, freeze: str | None = None, **options) -> nn.Module:
+def sharded(exchange: str, freeze: str | None = None, *, tied: bool = True, **options) -> nn.Module:
     torch.manual_seed(0)
-    model = Model()
+    model = Model(tied)
     if freeze is not None:
         model.get_parameter(freeze).requires_grad_(False)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -118,6 +120,34 @@ def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, 
         assert torch.equal(one, two), f"value {number}: {(one - two).abs().max()}"
 
 
+def order_of_reductions() -> list[list[str]]:
+    """Which parameters are summed together, in the order of one backward."""
+    peer_shards.SMALL, before, found = 150, peer_shards.SMALL, []
+    reduce = PeerShards.reduce
+
+    def noted(self, group, gradients):
+        found.append([slot.param._param_fqn for slot, _ in gradients])
+        return reduce(self, group, gradients)
+
+    PeerShards.reduce = noted
+    try:
+        sharded("peer_memory", tied=False)(batch(0)).backward()
+    finally:
+        PeerShards.reduce, peer_shards.SMALL = reduce, before
+    return found
+
+
+def a_model_is_freed() -> list[bool]:
+    """What is asked of gradients of the root holds nothing of a model that nobody has any more."""
+    model = sharded("peer_memory", tied=False)
+    model(batch(0)).backward()
+    (group,) = undivided.param_groups(model)
+    left = [weakref.ref(param._unsharded_param) for param in group.fsdp_params]
+    del model, group
+    gc.collect()
+    return [one() is None for one in left]
+
+
 def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
     """Rank 1 has no gradient of a bias: nobody may add up what an earlier step left there."""
     model = sharded("peer_memory")
@@ -139,7 +169,7 @@ def a_sum_lives_until_it_was_waited_for() -> int:
     written: list[weakref.ref[Tensor]] = []
 
     def noted(own, received, words, out, **options):
-        written.append(weakref.ref(out._base))
+        written.append(weakref.ref(out._base if out._base is not None else out))
         return sum_parts(own, received, words, out, **options)
 
     def checked(self, group, gradients):

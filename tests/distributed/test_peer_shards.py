@@ -25,6 +25,18 @@ def test_optimizers_that_write_no_copies_and_frozen_units(freeze, options, four_
     four_ranks.run(cases.equals_fsdp, False, writes=False, freeze=freeze, small=300, **options)
 
 
+@pytest.mark.parametrize("keep_whole", [False, True])
+def test_a_head_that_is_not_tied_is_summed_first_to_the_same_bits(keep_whole, two_ranks):
+    two_ranks.run(cases.equals_fsdp, keep_whole, writes=True, freeze=None, small=150, tied=False)
+    for first, *others in two_ranks.run(cases.order_of_reductions):
+        assert first == ["head.weight"], first
+        assert ["embedding.weight"] in others[2:], others
+
+
+def test_a_model_is_freed(two_ranks):
+    assert all(all(found) for found in two_ranks.run(cases.a_model_is_freed))
+
+
 def test_four_ranks_sum_in_their_order(four_ranks):
     four_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0)
 
