@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
-from patchgen.runtime.parallel import peer_shards
+from patchgen.runtime.parallel import peer_units
 from patchgen.runtime.parallel.state import ParallelState
 
 HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
@@ -59,7 +59,7 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
     used = seam_users(model)
     check_seams(used, wanted_seams or {})
     lines = [_title(model, state)]
-    if count := getattr(model, peer_shards.ATTRIBUTE, 0):
+    if count := getattr(model, peer_units.ATTRIBUTE, 0):
         lines.append(f"  {'shards':<16} {'gathered and summed through peer memory':<64} {count} units of FSDP")
     for name, users in {**attention_users(model), **used}.items():
         modules = ", ".join(f"{count} {label}" for label, count in users.items())

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from patchgen.runtime.parallel import peer_shards, undivided, watch
+from patchgen.runtime.parallel import peer_shards, peer_units, undivided, watch
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -255,7 +255,7 @@ class CapturedStep:
     @functools.cached_property
     def _shards(self) -> set[peer_shards.PeerShards]:
         """Those that an optimizer writes; which are, is decided when a unit is gathered first. A frozen unit has none."""
-        groups = (group for group in _groups(self.model) if isinstance(group, peer_shards.PeerGroup))
+        groups = (group for group in _groups(self.model) if isinstance(group, peer_units.PeerGroup))
         return {group.shards for group in groups if group.keeps_copies}
 
     def _is_as_left(self) -> bool:

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, sharding, undivided
-from patchgen.runtime.parallel.peer_shards import PeerGroup, PeerShards
+from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, peer_units, sharding, undivided
+from patchgen.runtime.parallel.peer_shards import PeerShards
+from patchgen.runtime.parallel.peer_units import PeerGroup
 from patchgen.runtime.parallel.state import ParallelState
 
 DEVICE = "cpu"
@@ -103,7 +104,7 @@ def train(model: nn.Module, keep_whole: bool, writes: bool) -> list[Tensor]:
 
 
 def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, **options) -> None:
-    peer_shards.SMALL, before = small, peer_shards.SMALL
+    peer_units.SMALL, before = small, peer_units.SMALL
     try:
         model = sharded("peer_memory", freeze, **options)
         groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
@@ -111,7 +112,7 @@ def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, 
         found = train(model, keep_whole, writes)
         assert [group.keeps_copies for group in groups] == [freeze is None, True, True]
     finally:
-        peer_shards.SMALL = before
+        peer_units.SMALL = before
     other = sharded("collectives", freeze, **options)
     assert not any(type(group) is PeerGroup for group in undivided.param_groups(other))
     expected = train(other, keep_whole, writes=False)
@@ -122,7 +123,7 @@ def equals_fsdp(keep_whole: bool, writes: bool, freeze: str | None, small: int, 
 
 def order_of_reductions() -> list[list[str]]:
     """Which parameters are summed together, in the order of one backward."""
-    peer_shards.SMALL, before, found = 150, peer_shards.SMALL, []
+    peer_units.SMALL, before, found = 150, peer_units.SMALL, []
     reduce = PeerShards.reduce
 
     def noted(self, group, gradients):
@@ -133,7 +134,7 @@ def order_of_reductions() -> list[list[str]]:
     try:
         sharded("peer_memory", tied=False)(batch(0)).backward()
     finally:
-        PeerShards.reduce, peer_shards.SMALL = reduce, before
+        PeerShards.reduce, peer_units.SMALL = reduce, before
     return found
 
 
