@@ -12,7 +12,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names
 from patchgen.anatomy.loss_terms import LossTerms
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -267,15 +267,19 @@ def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
 
 
 def _check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where the file's own functions get hold of what the caller gave for the loss: they may change it."""
+    """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
     for call in calls(forward):
         method = anatomy.method(owner, own_attribute(call.func) or "")
-        is_own = method is not None or (anatomy.names.resolve(call.func) or "").startswith(".")
-        read = {
-            arg.id for arg in (*call.args, *(k.value for k in call.keywords if k.arg)) if isinstance(arg, ast.Name)
-        }
-        if is_own and read & given:
-            raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
+        own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+        function = method[1] if method is not None else anatomy.functions.get(own)
+        if function is not None:
+            named = [
+                *zip(parameter_names(function), call.args, strict=False),
+                *((k.arg, k.value) for k in call.keywords),
+            ]
+            changed = stored_names(ast.Module(function.body, []))
+            if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in named):
+                raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
 
 
 def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
