@@ -11,18 +11,17 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, targets
+from patchgen.anatomy.classes import FunctionNode, loaded, stored, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
 SHARES = "ops.router_loss"
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
 ASKED = ("device", "dtype", "shape")
+LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
+CALLED = {"config", "self", "getattr", "float", "int"}
 LINEAR = ast.Mult | ast.Div
-ARITHMETIC = ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp | ast.operator | ast.unaryop | ast.boolop
-GIVEN = (
-    ARITHMETIC | ast.Constant | ast.Attribute | ast.Subscript | ast.Call | ast.Compare | ast.cmpop | ast.expr_context
-)
+DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
 
 
@@ -46,156 +45,153 @@ class LossTerms:
     ) -> None:
         self.lost: ast.stmt | None = None
         self._owner, self._anatomy, self._scope = owner, anatomy, local_names(forward)
-        self._names = {loss: False}  # and those of what is made of it; True: a result that holds it
         self._labels, self._flags = labels, _flags(forward)
-        self._nodes = [node for part in below for node in ast.walk(part)]
-        self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
-        self._shares: set[str] = set()
-        self._shares = self._share_names()
-        found: list[ast.AST] = []
-        order = {node: i for i, node in enumerate(self._nodes)}
-        for name in (names := [loss]):  # grows
-            for node in self._nodes:
-                if isinstance(node, ast.Name) and node.id == name:
-                    found += self._stored(node) if isinstance(node.ctx, ast.Store) else self._read(node)
-            names += [one for one in self._names if one not in names]
-        stored = (n for n in self._nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and n.id in names)
-        returned = [node for node in self._nodes if isinstance(node, ast.Return)]
-        conditions = [one for node in (*stored, *returned) for one in self._conditions(node)]
-        without = (node for node in returned if node.value is None or not self._hands_on(node.value))
-        self.lost = self.lost or next(without, None)
-        found = sorted(found or conditions, key=order.__getitem__)
-        self.local = tuple(dict.fromkeys(ast.unparse(node).split("\n")[0] for node in found))
+        above = ast.Module([forward.args, *forward.body[: len(forward.body) - len(below)]], [])
+        unset = [
+            node for node in ast.walk(above) if isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
+        ]
+        held = {
+            name for name in local_names(above) if stored(above).count(name) != sum(name in stored(n) for n in unset)
+        }
+        held |= {arg.arg for arg in ast.walk(above) if isinstance(arg, ast.arg)}
+        self._kinds = dict.fromkeys(held, OTHER) | {loss: LOSS}
+        self._found: list[ast.AST] = []
+        conditions = [one for node in below for one in self._read(node, None)]
+        self.local = tuple(dict.fromkeys(ast.unparse(node).split("\n")[0] for node in self._found or conditions))
 
-    def _share_names(self) -> set[str]:
-        """The names that hold the routers' loss, or None, and nothing else."""
-        values: dict[str, list[ast.expr]] = {}
-        for node in (n for n in self._nodes if isinstance(n, ast.Name)):
-            parent = self._parents.get(node)
-            if isinstance(node.ctx, ast.Store):
-                is_plain = isinstance(parent, ast.Assign) and not any(self._conditions(node))
-                values.setdefault(node.id, []).append(parent.value if is_plain else node)
-            elif _may_change(parent, node) and not self.is_result(self._parents.get(parent)):
-                values.setdefault(node.id, []).append(node)
-        names: set[str] = set()
-        for name, assigned in values.items():  # in the order of the source
-            known = [value for value in assigned if not _is_none(value)]
-            if known and all(self._is_share(value, names) for value in known):
-                names.add(name)
-        return names
+    def _read(self, node: ast.AST, around: ast.AST | None) -> Iterator[ast.AST]:
+        """Follows the loss through a statement, or one that holds others; yields the conditions that decide on it.
 
-    def _is_share(self, node: ast.expr, names: set[str]) -> bool:
-        node = _uncast(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, LINEAR):
-            if self._is_number(node.right):
-                return self._is_share(node.left, names)
-            is_scaled = isinstance(node.op, ast.Mult) and self._is_number(node.left)
-            return is_scaled and self._is_share(node.right, names)
-        if isinstance(node, ast.Name):
-            return node.id in names
-        return isinstance(node, ast.Call) and ast.unparse(node.func) == SHARES
+        `around` is the outermost condition or loop that need not be the same on every rank.
+        """
+        inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)]
+        own = ast.Module([n for n in ast.iter_child_nodes(node) if n not in inside], [])
+        value = getattr(node, "value", None)
+        name = ast.unparse(targets(node)[0]) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) else ""
+        kind = self._kind(value) if value is not None else OTHER
+        is_plain = name.isidentifier() or isinstance(node, ast.Return)
+        if not (is_plain and kind != OTHER) and not (isinstance(node, ast.If) and self._is_same(node.test)):
+            for one in {n for n in loaded(own) if self._kinds.get(n) in (SHARE, RESULT)}:  # may be changed in place
+                self.lost = (self.lost or node) if self._kinds[one] == RESULT else self.lost
+                self._kinds[one] = OTHER
+            around = around or (node if inside else None)
+        for one in (one for one in stored(own) if one != name):
+            self.lost = (self.lost or node) if self._kinds.get(one) in (LOSS, RESULT) else self.lost
+            self._kinds[one] = OTHER
+        if isinstance(node, ast.AugAssign) and self._kinds.get(name) in (LOSS, SHARE):
+            self._changed(node, name)
+        elif isinstance(node, ast.Return):
+            self.lost = self.lost if kind == RESULT else self.lost or node
+        elif name.isidentifier():
+            self._assigned(node, name, kind, around)
+        if not inside and (self._is_made_of_it(own) or self._kinds.get(name) == LOSS):
+            self._found += self._strange(node, value, kind) if not isinstance(node, ast.AugAssign) else ()
+        if around is not None and (isinstance(node, ast.Return) or self._kinds.get(name) == LOSS):
+            yield around
+        for one in inside:
+            yield from self._read(one, around)
 
-    def _stored(self, node: ast.Name) -> Iterator[ast.AST]:
-        parent = self._parents.get(node)
-        if isinstance(parent, ast.AugAssign) and isinstance(parent.op, ast.Add | ast.Sub):
-            yield from self._terms(parent.value)
-        elif isinstance(parent, ast.AugAssign):
-            if not isinstance(parent.op, LINEAR) or not self._is_number(parent.value):
-                yield parent
-        else:
-            value = parent.value if isinstance(parent, ast.Assign | ast.AnnAssign) else None
-            is_unset = node.id != next(iter(self._names)) and value is not None and _is_none(value)
-            if not is_unset and (value is None or not (self._names[node.id] or self._is_made_of_it(value))):
-                self.lost = self.lost or self._statement(node)
+    def _strange(self, node: ast.AST, value: ast.expr | None, kind: str) -> Iterator[ast.AST]:
+        """What of a statement that reads the loss is no sum of shares; the statement, where the loss is not a term of its own."""
+        parts = self._handed(value) if kind == RESULT else None
+        for part in [value] if parts is None else parts:
+            for term in self._terms(part) if part is not None else (node,):
+                yield node if self._is_made_of_it(term) else term
 
-    def _read(self, node: ast.Name) -> Iterator[ast.AST]:
-        """Follows a value made of the loss to where it is bound or handed on; yields what is not a sum of shares."""
-        child, is_result = node, self._names[node.id]
-        while (parent := self._parents.get(child)) is not None:
-            if isinstance(parent, ast.Return):
-                return
-            if isinstance(parent, ast.Assign | ast.AnnAssign) and all(
-                isinstance(t, ast.Name) for t in targets(parent)
+    def _changed(self, node: ast.AugAssign, name: str) -> None:
+        """`loss += ...`, `aux *= ...`"""
+        if isinstance(node.op, ast.Add | ast.Sub) and self._kinds[name] == LOSS:
+            self._found += self._terms(node.value)
+        elif not (isinstance(node.op, LINEAR) and self._is_number(node.value)):
+            self._found += [node] if self._kinds[name] == LOSS else []
+            self._kinds[name] = LOSS if self._kinds[name] == LOSS else OTHER
+
+    def _assigned(self, node: ast.stmt, name: str, kind: str, around: ast.AST | None) -> None:
+        before = self._kinds.get(name, NONE)
+        if kind == OTHER and self._is_made_of_it(node.value):
+            kind = LOSS
+        elif kind == SHARE and around is not None:
+            kind = OTHER
+        if before in (LOSS, RESULT) and kind != before:
+            self.lost = self.lost or node
+        self._kinds[name] = kind if before in (NONE, kind) else before if kind == NONE else OTHER
+
+    def _kind(self, node: ast.expr) -> str:
+        """What an expression is: one of the kinds, `OTHER` where it is not understood."""
+        match node:
+            case ast.Constant(None):
+                return NONE
+            case ast.Name(name):
+                return self._kinds.get(name, OTHER)
+            case ast.Call(ast.Attribute(value, attribute)) if attribute in CASTS:
+                kind = self._kind(value)
+            case ast.Call() if ast.unparse(node.func) == SHARES:
+                return SHARE
+            case ast.BinOp(left, ast.Add() | ast.Sub(), right) | ast.IfExp(_, left, right) if (
+                self._handed(node) is None
             ):
-                for target in targets(parent):
-                    self._names[target.id] = self._names.get(target.id, False) or is_result
-                return
-            if isinstance(parent, ast.Compare) and _is_none(parent.comparators[0]):
-                return
-            if isinstance(parent, ast.Tuple) or self.is_result(parent):
-                is_result = True
-            elif is_result and not isinstance(parent, ast.BinOp | ast.IfExp | ast.keyword):
-                self.lost = self.lost or self._statement(node)  # somebody may change what the result holds
-                return
-            elif isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add | ast.Sub):
-                if not is_result:
-                    yield from self._terms(parent.right if child is parent.left else parent.left)
-            elif isinstance(parent, ast.IfExp) and child is not parent.test:
-                yield from () if is_result else self._terms(parent.orelse if child is parent.body else parent.body)
-                yield from () if self._is_same(parent.test) else (parent.test,)
-            elif isinstance(parent, ast.Attribute) and parent.attr in ASKED:
-                return
-            elif not self._keeps_a_share(parent, child):
-                yield self._statement(node)
-                return
-            child = parent
+                if isinstance(node, ast.IfExp) and not self._is_same(node.test):
+                    return OTHER
+                kinds = {self._kind(left), self._kind(right)} - ({NONE} if isinstance(node, ast.IfExp) else set())
+                kind = kinds.pop() if len(kinds) == 1 else LOSS if kinds == {LOSS, SHARE} else OTHER
+            case ast.BinOp(left, ast.Mult(), right) if self._is_number(left):
+                kind = self._kind(right)
+            case ast.BinOp(left, ast.Mult() | ast.Div(), right) if self._is_number(right):
+                kind = self._kind(left)
+            case ast.UnaryOp(ast.USub(), operand):
+                kind = self._kind(operand)
+            case _:
+                handed = self._handed(node)
+                return RESULT if handed is not None and all(map(self._is_made_of_it, handed)) else OTHER
+        return kind if kind in (LOSS, SHARE) else OTHER
 
     def _terms(self, node: ast.expr) -> Iterator[ast.AST]:
         """What of a sum is no share."""
+        if self._kind(node) in (LOSS, SHARE, NONE):
+            return
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-            yield from self._terms(node.left)
-            yield from self._terms(node.right)
-        elif not (_is_none(node) or self._is_share(node, self._shares | set(self._names))):
+            yield from (*self._terms(node.left), *self._terms(node.right))
+        elif isinstance(node, ast.IfExp):
+            yield from (*self._terms(node.body), *self._terms(node.orelse))
+            yield from () if self._is_same(node.test) else (node.test,)
+        else:
             yield node
 
-    def _conditions(self, node: ast.AST) -> Iterator[ast.AST]:
-        """The conditions and loops around a statement that need not be the same on every rank."""
-        while (node := self._parents.get(node)) is not None:
-            is_block = isinstance(node, ast.stmt) and hasattr(node, "body")
-            if is_block and not (isinstance(node, ast.If) and self._is_same(node.test)):
-                yield node
-
-    def _hands_on(self, value: ast.expr) -> bool:
-        """Whether what is returned has the loss in the loss's place."""
-        if isinstance(value, ast.IfExp):
-            return self._hands_on(value.body)
-        if isinstance(value, ast.BinOp):
-            return self._hands_on(value.left)
-        if isinstance(value, ast.Tuple):
-            return bool(value.elts) and self._is_made_of_it(value.elts[0])
-        if self.is_result(value):
-            given = {keyword.arg: keyword.value for keyword in value.keywords}
-            first = given.get("loss", value.args[0] if value.args else None)
-            return first is not None and self._is_made_of_it(first)
-        return isinstance(value, ast.Name) and self._names.get(value.id, False)
+    def _handed(self, value: ast.expr | None) -> list[ast.expr] | None:
+        """What stands in a result for the loss; None for what is no result. A name of a result holds it already."""
+        match value:
+            case ast.Name(name) if self._kinds.get(name) == RESULT:
+                return []
+            case ast.IfExp(test, left, right):
+                body, orelse = self._handed(left), self._handed(right)
+                asked = {
+                    f"{name} is not None"
+                    for name, kind in [*self._kinds.items(), (self._labels, LOSS)]
+                    if kind == LOSS
+                }
+                is_known = body is not None and (orelse is not None or ast.unparse(test) in asked)
+                return [*body, *(orelse or ())] if is_known else None
+            case ast.BinOp(left, ast.Add()):
+                return self._handed(left)
+            case ast.Tuple([first, *_]):
+                return [first]
+            case ast.Call() if self.is_result(value):
+                given = {keyword.arg: keyword.value for keyword in value.keywords}
+                return [given.get("loss", value.args[0] if value.args else ast.Constant(None))]
+        return None
 
     def _is_made_of_it(self, node: ast.AST) -> bool:
         """Whether a value is made of the loss, and not of what is asked about it."""
         if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in ASKED):
             return False
-        if isinstance(node, ast.Name):
-            return node.id in self._names
-        return any(map(self._is_made_of_it, ast.iter_child_nodes(node)))
-
-    def _statement(self, node: ast.AST) -> ast.AST:
-        while not isinstance(node, ast.stmt):
-            node = self._parents[node]
-        return node
-
-    def _keeps_a_share(self, parent: ast.AST, child: ast.AST) -> bool:
-        if isinstance(parent, ast.BinOp) and isinstance(parent.op, LINEAR):
-            other = parent.right if child is parent.left else parent.left
-            return self._is_number(other) and not (isinstance(parent.op, ast.Div) and child is parent.right)
-        if isinstance(parent, ast.Attribute):
-            return parent.attr in CASTS
-        is_cast = isinstance(parent, ast.Call) and child is parent.func  # the attribute was one
-        return is_cast or isinstance(parent, ast.keyword | ast.UnaryOp)
+        is_loss = isinstance(node, ast.Name) and self._kinds.get(node.id) == LOSS and isinstance(node.ctx, ast.Load)
+        return is_loss or any(map(self._is_made_of_it, ast.iter_child_nodes(node)))
 
     def _is_same(self, node: ast.AST) -> bool:
         """Whether a condition holds on all ranks or on none: of numbers, flags, and whether there is a loss at all."""
         match node:
             case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
-                return name in {self._labels, *self._names, *self._shares}
+                return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
             case ast.BoolOp(values=parts) | ast.Compare(comparators=parts):
                 return all(map(self._is_same, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])]))
             case ast.UnaryOp(_, operand):
@@ -245,40 +241,15 @@ def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bo
 def _flags(forward: FunctionNode) -> set[str]:
     """The parameters that may be bools, and that stay what callers handed in, or the config's."""
     given = (*forward.args.args, *forward.args.kwonlyargs)
-    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)} - {"self"}
-    for node in ast.walk(forward):
-        for target in (
-            targets(node) if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) else ()
-        ):
-            name = ast.unparse(target)
-            default = rf"{name} if {name} is not None else self\.config(\.\w+)+"
-            if name in flags and not re.fullmatch(default, ast.unparse(node.value) if node.value else ""):
-                flags.remove(name)
-    return flags
+    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
+    kept = [
+        node for node in ast.walk(forward) if isinstance(node, ast.Assign) and DEFAULT.fullmatch(ast.unparse(node))
+    ]
+    bound = stored(forward)
+    return {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
 
 
 def _is_given(value: ast.AST) -> bool:
     """Whether `__init__` takes a value from the config and from numbers alone."""
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     source = ast.unparse(value)
-    is_known = names <= {"config", "self", "getattr", "float", "int"} and source.count("self") == source.count(
-        "self.config"
-    )
-    return is_known and all(isinstance(node, GIVEN | ast.Name) for node in ast.walk(value))
-
-
-def _may_change(parent: ast.AST, child: ast.AST) -> bool:
-    """Whether code that reads a tensor there may change it in place: a method like `mul_`, an index, a call."""
-    if isinstance(parent, ast.Attribute):
-        return parent.attr not in CASTS + ASKED
-    return isinstance(parent, ast.Subscript | ast.Call | ast.keyword | ast.Starred)
-
-
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _uncast(node: ast.expr) -> ast.expr:
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
-        node = node.func.value
-    return node
+    return set(loaded(value)) <= CALLED and source.count("self") == source.count("self.config")

@@ -6,7 +6,6 @@ import ast
 from collections.abc import Collection, Sequence
 
 import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, called_names, calls, parameter_names
@@ -89,7 +88,7 @@ class RouterLoss(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.block in anatomy.functions:
             require_known(anatomy.functions[site.block], anatomy)
-            return self._take_means(block, site)
+            return self._take_means(block, anatomy.functions[site.block])
         method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
         losses = router_losses(anatomy)
         for call in calls(method):
@@ -97,20 +96,14 @@ class RouterLoss(SitePass):
                 require_given(call, losses[call.func.id], method, site.block, anatomy)
         return self._say_what_counts(block, method, losses)
 
-    def _take_means(self, block: Block, site: Site) -> Rewritten:
+    def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
+            factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
+            means = f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"
             body = function_body(function)
-            position, factors = next(
-                ((i, f) for i, node in enumerate(body) if (f := _factors(node)) is not None), (None, None)
-            )
-            if factors is None:
-                last = cst.Module(body=body[-2:]).code if body else ""
-                raise Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last)
-            left, right = factors
-            means = f"{left}, {right} = ops.router_means({left}, {right})"
-            return with_body(function, insert_before(body, position, statements(means, depth=1, comment=self.mark)))
+            return with_body(function, insert_before(body, len(body) - 2, statements(means, 1, comment=self.mark)))
 
-        return Rewritten(edit_function(block, site.name, globalise), "means over what counts")
+        return Rewritten(edit_function(block, known.name, globalise), "means over what counts")
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
@@ -123,18 +116,3 @@ class RouterLoss(SitePass):
         wrapper = WrapCalls(dict.fromkeys(losses, "router_loss"), self.mark, more, depth=1)
         block = edit_function(block, method.name, lambda function: function.visit(wrapper))
         return Rewritten(block, "called for what counts")
-
-
-def _factors(node: cst.BaseStatement) -> tuple[str, str] | None:
-    """The names a and b of `loss = torch.sum(a * b)` or `torch.sum(a * b.unsqueeze(0))`."""
-    unsqueezed = m.Call(func=m.Attribute(value=m.SaveMatchedNode(m.Name(), "right"), attr=m.Name("unsqueeze")))
-    product = m.BinaryOperation(
-        left=m.SaveMatchedNode(m.Name(), "left"),
-        operator=m.Multiply(),
-        right=m.SaveMatchedNode(m.Name(), "right") | unsqueezed,
-    )
-    pattern = m.SimpleStatementLine(
-        body=[m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("sum")), args=[m.Arg(value=product)]))]
-    )
-    found = m.extract(node, pattern)
-    return (found["left"].value, found["right"].value) if found else None

@@ -125,6 +125,8 @@ def test_sums_and_multiples_of_shares_are_shares(code):
         ("if pixels is not None:\n    loss = loss * 2", ["if pixels is not None:"]),
         ("for _ in z:\n    loss = loss * 2", ["for _ in z:"]),
         ("loss = loss * 2 if z.any() else loss", ["z.any()"]),
+        ("if wanted:\n    hidden = ops.router_loss(balance, logits)\nloss = loss + hidden", ["hidden"]),
+        ("aux, z = f(x)\nif wanted:\n    aux = ops.router_loss(balance, logits)\nloss = loss + aux", ["aux"]),
         (f"if z.any():\n    {RESULT.replace('loss=loss', 'loss=loss * 2')}", ["if z.any():"]),
     ],
 )
@@ -156,6 +158,10 @@ def test_what_is_a_number_of_one_rank_is_named(code, local):
         "if wanted:\n    return Squares(loss=loss)",
         "if wanted:\n    return self.make(loss=loss)",
         "if wanted:\n    return torch.stack((loss, z)).sum()",
+        "if wanted:\n    return (loss,) if wanted else (z,)",
+        "result = (loss, z)\nif wanted:\n    result = (z, z)\nreturn result",
+        "other = loss = z.mean()",
+        "if wanted:\n    z = (loss := z.mean())",
     ],
 )
 def test_a_loss_that_is_replaced_is_lost(code):
