@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from patchgen.anatomy.classes import FunctionNode, loaded, stored, targets
@@ -47,13 +48,9 @@ class LossTerms:
         self._owner, self._anatomy, self._scope = owner, anatomy, local_names(forward)
         self._labels, self._flags = labels, _flags(forward)
         above = ast.Module([forward.args, *forward.body[: len(forward.body) - len(below)]], [])
-        unset = [
-            node for node in ast.walk(above) if isinstance(node, ast.Assign) and ast.unparse(node.value) == "None"
-        ]
-        held = {
-            name for name in local_names(above) if stored(above).count(name) != sum(name in stored(n) for n in unset)
-        }
-        held |= {arg.arg for arg in ast.walk(above) if isinstance(arg, ast.arg)}
+        unset = [n for n in ast.walk(above) if isinstance(n, ast.Assign) and ast.unparse(n.value) == "None"]
+        count = Counter(stored(above)) - Counter(name for node in unset for name in stored(node))
+        held = {arg.arg for arg in ast.walk(above) if isinstance(arg, ast.arg)}.union(count)
         self._kinds = dict.fromkeys(held, OTHER) | {loss: LOSS}
         self._found: list[ast.AST] = []
         conditions = [one for node in below for one in self._read(node, None)]
@@ -78,14 +75,20 @@ class LossTerms:
         for one in (one for one in stored(own) if one != name):
             self.lost = (self.lost or node) if self._kinds.get(one) in (LOSS, RESULT) else self.lost
             self._kinds[one] = OTHER
-        if isinstance(node, ast.AugAssign) and self._kinds.get(name) in (LOSS, SHARE):
-            self._changed(node, name)
+        if isinstance(node, ast.AugAssign):
+            before = self._kinds.get(name)
+            is_sum = isinstance(node.op, ast.Add | ast.Sub) and before == LOSS
+            is_scaled = isinstance(node.op, ast.Mult | ast.Div) and self._is_number(value)
+            strange = list(self._terms(value)) if is_sum else [] if is_scaled else [node]
+            self._found += strange if before == LOSS or self._is_made_of_it(own) else ()
+            self.lost = (self.lost or node) if before == RESULT else self.lost
+            self._kinds[name] = before if before == LOSS or (before == SHARE and is_scaled and not around) else OTHER
         elif isinstance(node, ast.Return):
             self.lost = self.lost if kind == RESULT else self.lost or node
         elif name.isidentifier():
             self._assigned(node, name, kind, around)
-        if not inside and (self._is_made_of_it(own) or self._kinds.get(name) == LOSS):
-            self._found += self._strange(node, value, kind) if not isinstance(node, ast.AugAssign) else ()
+        if not inside and not isinstance(node, ast.AugAssign) and self._is_made_of_it(own):
+            self._found += self._strange(node, value, kind)
         if around is not None and (isinstance(node, ast.Return) or self._kinds.get(name) == LOSS):
             yield around
         for one in inside:
@@ -97,14 +100,6 @@ class LossTerms:
         for part in [value] if parts is None else parts:
             for term in self._terms(part) if part is not None else (node,):
                 yield node if self._is_made_of_it(term) else term
-
-    def _changed(self, node: ast.AugAssign, name: str) -> None:
-        """`loss += ...`, `aux *= ...`"""
-        if isinstance(node.op, ast.Add | ast.Sub) and self._kinds[name] == LOSS:
-            self._found += self._terms(node.value)
-        elif not (isinstance(node.op, LINEAR) and self._is_number(node.value)):
-            self._found += [node] if self._kinds[name] == LOSS else []
-            self._kinds[name] = LOSS if self._kinds[name] == LOSS else OTHER
 
     def _assigned(self, node: ast.stmt, name: str, kind: str, around: ast.AST | None) -> None:
         before = self._kinds.get(name, NONE)

@@ -249,15 +249,14 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | 
 
 def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
     """Raises Missed where a class or one of its ancestors gives it a loss of its own, or something is put around its forward."""
-    resolve = anatomy.names.resolve
     for info in anatomy.lineage(owner):
         members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
         around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
         for node in (*members, *around):
-            meaning = resolve(node.func if isinstance(node, ast.Call) else node) or ""
-            if (node in members and meaning) or (meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)):
-                continue
-            raise Missed("a forward that nothing is put around but what transformers has for that", node)
+            meaning = anatomy.names.resolve(node.func if isinstance(node, ast.Call) else node) or ""
+            is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)
+            if not (meaning if node in members else is_library):
+                raise Missed("a forward that nothing is put around but what transformers has for that", node)
         for node in ast.walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
             is_hook = isinstance(node, ast.Attribute) and node.attr in HOOKS
@@ -273,10 +272,8 @@ def _check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: 
         own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
         function = method[1] if method is not None else anatomy.functions.get(own)
         if function is not None:
-            named = [
-                *zip(parameter_names(function), call.args, strict=False),
-                *((k.arg, k.value) for k in call.keywords),
-            ]
+            named = [(k.arg, k.value) for k in call.keywords]
+            named += zip(parameter_names(function), call.args, strict=False)
             changed = stored_names(ast.Module(function.body, []))
             if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in named):
                 raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
@@ -311,12 +308,9 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
         raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
         read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
-        is_counted = (
-            name != "num_items_in_batch"
-            or source in ("None", name)
-            or re.match(rf'{kwargs}\.(get|pop)\("{name}"', source)
-        )
-        if name in SEAM_PARAMETERS or not is_counted or read & ({logits, labels} if name == "vocab_size" else read):
+        handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
+        is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
+        if is_own or read & ({logits, labels} if name == "vocab_size" else read):
             raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
 
@@ -331,9 +325,7 @@ def _kwargs_of(forward: cst.FunctionDef) -> str:
     for node in ast.walk(_as_ast(*function_body(forward))):
         is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
-            keys = {
-                part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and isinstance(part.value, str)
-            }
+            keys = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value}
             if not keys or keys & set(LOSS_PARAMETERS):
                 raise Missed(f"{kwargs} handed on to the loss as the caller gave them", node)
     return kwargs
