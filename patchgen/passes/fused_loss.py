@@ -12,7 +12,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.loss_terms import LossTerms
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -325,8 +325,9 @@ def _kwargs_of(forward: cst.FunctionDef) -> str:
     for node in ast.walk(_as_ast(*function_body(forward))):
         is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
         if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
-            keys = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value}
-            if not keys or keys & set(LOSS_PARAMETERS):
+            words = [getattr(part, name, None) for part in ast.walk(node) for name in ("value", "arg")]
+            keys = {word for word in words if isinstance(word, str)}
+            if not keys or keys & set(LOSS_PARAMETERS) or kwargs in stored(node):
                 raise Missed(f"{kwargs} handed on to the loss as the caller gave them", node)
     return kwargs
 

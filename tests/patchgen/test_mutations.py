@@ -295,6 +295,7 @@ LOSSES = (
         ("a forward replaced below", ("class Qwen3MoeForSequence", "Qwen3MoeForCausalLM.forward = squared(Qwen3MoeForCausalLM.forward)\n\n\nclass Qwen3MoeForSequence")),
         ("a hook on the forward", (HELD, HELD + "        self.register_forward_hook(squared)\n")),
         ("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = input_ids.shape[1]\n')),
+        ("a number of items by an update", (HIDDEN, HIDDEN + "        kwargs.update(num_items_in_batch=input_ids.shape[1])\n")),
         ("arguments made anew", (HIDDEN, HIDDEN + "        kwargs = dict(kwargs, num_items_in_batch=7)\n")),
         ("a number of items of the tokens", (LOSS, LOSS.replace("**kwargs", "num_items_in_batch=input_ids.shape[1]"))),
         ("labels that a function changes", (HIDDEN, HIDDEN + "        seen = masked(labels)\n"), (HEAD_CLASS, "def masked(y):\n    return y.masked_fill_(y % 3 == 0, -100)\n\n\n" + HEAD_CLASS)),
