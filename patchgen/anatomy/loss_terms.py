@@ -213,8 +213,8 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
     first, *more = names = source.split(".")[1:]
     methods = [node for info in anatomy.classes.values() for name, node in info.methods.items() if name != "__init__"]
     for part in (part for code in (*methods, *anatomy.functions.values()) for part in ast.walk(code)):
-        stored = part.attr if isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) else None
-        if stored in names or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "name", ..)`
+        is_written = isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) and part.attr in names
+        if is_written or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "x", ..)`
             return False
     held = anatomy.held(owner, first)
     return first == "config" if more else bool(held) and all(map(_is_given, held))

@@ -47,7 +47,7 @@ class Head(nn.Module):
         wanted = wanted if wanted is not None else self.config.wanted
         self.moving = hidden.std()
         setattr(self, "count", hidden.shape[1])
-        self.config.step = hidden.shape[0]
+        self.config.step, table = hidden.shape[0], {"config": self.config}
 """
 
 
