@@ -1,156 +1,250 @@
 """What a head makes of its loss below the place that computes it, and which terms of it stay numbers of one rank.
 
 A rank's loss is its share of a mean over the step: shares add up. So do their sums, and their products with what is
-the same on every rank (numbers, the config, parameters). The routers' loss is a share too (`ops.router_loss`). Whatever
-else is added is a number of this rank's tokens, and no sum of such numbers is that of all tokens.
+the same on every rank (numbers, the config). The routers' loss is a share too (`ops.router_loss`). Whatever else is
+added, or decides what is added, is of this rank's tokens, and no sum of such numbers is that of all tokens.
 """
 
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import dotted, reads_name
+from patchgen.anatomy.classes import FunctionNode, loaded, stored, targets
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
 
 SHARES = "ops.router_loss"
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
+ASKED = ("device", "dtype", "shape")
+LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
+CALLED = {"config", "self", "getattr", "float", "int"}
 LINEAR = ast.Mult | ast.Div
+DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
+RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
 
 
 class LossTerms:
     """The loss below the statements that compute it.
 
+    Args:
+        forward: the method.
+        below: its statements below that place.
+        loss, labels: the names of both.
+        owner: the class.
+        anatomy: of the file.
+
     Attributes:
-        lost: the first statement that gives the loss another value, in which it has no part.
+        lost: the first statement in which the loss gets a value, or a result, that is not made of it.
         local: the source of each term that nothing makes global, and of each expression that makes no sum of the loss.
     """
 
-    def __init__(self, below: Sequence[ast.stmt], loss: str) -> None:
+    def __init__(
+        self, forward: FunctionNode, below: Sequence[ast.stmt], loss: str, labels: str, owner: str, anatomy: Anatomy
+    ) -> None:
         self.lost: ast.stmt | None = None
-        self._names = [loss]  # and those of what is made of it
-        self._nodes = [node for part in below for node in ast.walk(part)]
-        self._parents = {child: node for node in self._nodes for child in ast.iter_child_nodes(node)}
-        self._shares = self._share_names()
-        found: list[ast.AST] = []
-        for name in self._names:  # grows
-            for node in self._nodes:
-                if isinstance(node, ast.Name) and node.id == name:
-                    found += self._stored(node) if isinstance(node.ctx, ast.Store) else self._read(node)
-        order = {node: i for i, node in enumerate(self._nodes)}
-        found.sort(key=order.__getitem__)
-        self.local = tuple(dict.fromkeys(ast.unparse(node).split("\n")[0] for node in found))
+        self._owner, self._anatomy, self._scope = owner, anatomy, local_names(forward)
+        self._labels, self._flags = labels, _flags(forward)
+        above = ast.Module([forward.args, *forward.body[: len(forward.body) - len(below)]], [])
+        unset = [n for n in ast.walk(above) if isinstance(n, ast.Assign) and ast.unparse(n.value) == "None"]
+        count = Counter(stored(above)) - Counter(name for node in unset for name in stored(node))
+        held = {arg.arg for arg in ast.walk(above) if isinstance(arg, ast.arg)}.union(count)
+        self._kinds = dict.fromkeys(held, OTHER) | {loss: LOSS}
+        self._found: list[ast.AST] = []
+        conditions = [one for node in below for one in self._read(node, None)]
+        self.local = tuple(dict.fromkeys(ast.unparse(node).split("\n")[0] for node in self._found or conditions))
 
-    def _share_names(self) -> set[str]:
-        """The names that hold the routers' loss, or None, and nothing else."""
-        values: dict[str, list[ast.expr]] = {}
-        for node in self._nodes:
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                parent = self._parents.get(node)
-                values.setdefault(node.id, []).append(parent.value if isinstance(parent, ast.Assign) else node)
-        names: set[str] = set()
-        for name, assigned in values.items():  # in the order of the source
-            known = [value for value in assigned if not _is_none(value)]
-            if known and all(self._is_share(value, names) for value in known):
-                names.add(name)
-        return names
+    def _read(self, node: ast.AST, around: ast.AST | None) -> Iterator[ast.AST]:
+        """Follows the loss through a statement, or one that holds others; yields the conditions that decide on it.
 
-    def _is_share(self, node: ast.expr, names: set[str]) -> bool:
-        node = _uncast(node)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, LINEAR):
-            if _is_same_everywhere(node.right):
-                return self._is_share(node.left, names)
-            is_scaled = isinstance(node.op, ast.Mult) and _is_same_everywhere(node.left)
-            return is_scaled and self._is_share(node.right, names)
-        if isinstance(node, ast.Name):
-            return node.id in names
-        return isinstance(node, ast.Call) and dotted(node.func) == SHARES
+        `around` is the outermost condition or loop that need not be the same on every rank.
+        """
+        inside = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)]
+        own = ast.Module([n for n in ast.iter_child_nodes(node) if n not in inside], [])
+        value = getattr(node, "value", None)
+        name = ast.unparse(targets(node)[0]) if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) else ""
+        kind = self._kind(value) if value is not None else OTHER
+        is_plain = name.isidentifier() or isinstance(node, ast.Return)
+        if not (is_plain and kind != OTHER) and not (isinstance(node, ast.If) and self._is_same(node.test)):
+            for one in {n for n in loaded(own) if self._kinds.get(n) in (SHARE, RESULT)}:  # may be changed in place
+                self.lost = (self.lost or node) if self._kinds[one] == RESULT else self.lost
+                self._kinds[one] = OTHER
+            around = around or (node if inside else None)
+        for one in (one for one in stored(own) if one != name):
+            self.lost = (self.lost or node) if self._kinds.get(one) in (LOSS, RESULT) else self.lost
+            self._kinds[one] = OTHER
+        if isinstance(node, ast.AugAssign):
+            before = self._kinds.get(name)
+            is_sum = isinstance(node.op, ast.Add | ast.Sub) and before == LOSS
+            is_scaled = isinstance(node.op, ast.Mult | ast.Div) and self._is_number(value)
+            strange = list(self._terms(value)) if is_sum else [] if is_scaled else [node]
+            self._found += strange if before == LOSS or self._is_made_of_it(own) else ()
+            self.lost = (self.lost or node) if before == RESULT else self.lost
+            self._kinds[name] = before if before == LOSS or (before == SHARE and is_scaled and not around) else OTHER
+        elif isinstance(node, ast.Return):
+            self.lost = self.lost if kind == RESULT else self.lost or node
+        elif name.isidentifier():
+            self._assigned(node, name, kind, around)
+        if not inside and not isinstance(node, ast.AugAssign) and self._is_made_of_it(own):
+            self._found += self._strange(node, value, kind)
+        if around is not None and (isinstance(node, ast.Return) or self._kinds.get(name) == LOSS):
+            yield around
+        for one in inside:
+            yield from self._read(one, around)
 
-    def _stored(self, node: ast.Name) -> Iterator[ast.AST]:
-        parent = self._parents.get(node)
-        if isinstance(parent, ast.AugAssign) and isinstance(parent.op, ast.Add | ast.Sub):
-            yield from self._terms(parent.value)
-        elif isinstance(parent, ast.AugAssign):
-            if not isinstance(parent.op, LINEAR) or not _is_same_everywhere(parent.value):
-                yield parent
-        elif node.id == self._names[0]:
-            value = getattr(parent, "value", None)
-            if value is None or not any(reads_name(value, name) for name in self._names):
-                self.lost = self.lost or self._statement(node)
+    def _strange(self, node: ast.AST, value: ast.expr | None, kind: str) -> Iterator[ast.AST]:
+        """What of a statement that reads the loss is no sum of shares; the statement, where the loss is not a term of its own."""
+        parts = self._handed(value) if kind == RESULT else None
+        for part in [value] if parts is None else parts:
+            for term in self._terms(part) if part is not None else (node,):
+                yield node if self._is_made_of_it(term) else term
 
-    def _read(self, node: ast.Name) -> Iterator[ast.AST]:
-        """Follows a value made of the loss to where it is bound or handed on; yields what is not a sum of shares."""
-        child: ast.AST = node
-        while (parent := self._parents.get(child)) is not None:
-            if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Add | ast.Sub):
-                yield from self._terms(parent.right if child is parent.left else parent.left)
-            elif isinstance(parent, ast.IfExp) and child is not parent.test:
-                yield from self._terms(parent.orelse if child is parent.body else parent.body)
-            elif _asks(parent):
-                return
-            elif isinstance(parent, ast.Assign) and all(isinstance(target, ast.Name) for target in parent.targets):
-                self._names += [target.id for target in parent.targets if target.id not in self._names]
-                return
-            elif isinstance(parent, ast.Return | ast.Tuple | ast.Dict) or _makes_output(parent):
-                return
-            elif not _keeps_a_share(parent, child):
-                yield self._statement(node)
-                return
-            child = parent
+    def _assigned(self, node: ast.stmt, name: str, kind: str, around: ast.AST | None) -> None:
+        before = self._kinds.get(name, NONE)
+        if kind == OTHER and self._is_made_of_it(node.value):
+            kind = LOSS
+        elif kind == SHARE and around is not None:
+            kind = OTHER
+        if before in (LOSS, RESULT) and kind != before:
+            self.lost = self.lost or node
+        self._kinds[name] = kind if before in (NONE, kind) else before if kind == NONE else OTHER
+
+    def _kind(self, node: ast.expr) -> str:
+        """What an expression is: one of the kinds, `OTHER` where it is not understood."""
+        match node:
+            case ast.Constant(None):
+                return NONE
+            case ast.Name(name):
+                return self._kinds.get(name, OTHER)
+            case ast.Call(ast.Attribute(value, attribute)) if attribute in CASTS:
+                kind = self._kind(value)
+            case ast.Call() if ast.unparse(node.func) == SHARES:
+                return SHARE
+            case ast.BinOp(left, ast.Add() | ast.Sub(), right) | ast.IfExp(_, left, right) if (
+                self._handed(node) is None
+            ):
+                if isinstance(node, ast.IfExp) and not self._is_same(node.test):
+                    return OTHER
+                kinds = {self._kind(left), self._kind(right)} - ({NONE} if isinstance(node, ast.IfExp) else set())
+                kind = kinds.pop() if len(kinds) == 1 else LOSS if kinds == {LOSS, SHARE} else OTHER
+            case ast.BinOp(left, ast.Mult(), right) if self._is_number(left):
+                kind = self._kind(right)
+            case ast.BinOp(left, ast.Mult() | ast.Div(), right) if self._is_number(right):
+                kind = self._kind(left)
+            case ast.UnaryOp(ast.USub(), operand):
+                kind = self._kind(operand)
+            case _:
+                handed = self._handed(node)
+                return RESULT if handed is not None and all(map(self._is_made_of_it, handed)) else OTHER
+        return kind if kind in (LOSS, SHARE) else OTHER
 
     def _terms(self, node: ast.expr) -> Iterator[ast.AST]:
         """What of a sum is no share."""
+        if self._kind(node) in (LOSS, SHARE, NONE):
+            return
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-            yield from self._terms(node.left)
-            yield from self._terms(node.right)
-        elif not (_is_none(node) or self._is_share(node, self._shares | set(self._names))):
+            yield from (*self._terms(node.left), *self._terms(node.right))
+        elif isinstance(node, ast.IfExp):
+            yield from (*self._terms(node.body), *self._terms(node.orelse))
+            yield from () if self._is_same(node.test) else (node.test,)
+        else:
             yield node
 
-    def _statement(self, node: ast.AST) -> ast.AST:
-        while not isinstance(node, ast.stmt):
-            node = self._parents[node]
-        return node
+    def _handed(self, value: ast.expr | None) -> list[ast.expr] | None:
+        """What stands in a result for the loss; None for what is no result. A name of a result holds it already."""
+        match value:
+            case ast.Name(name) if self._kinds.get(name) == RESULT:
+                return []
+            case ast.IfExp(test, left, right):
+                body, orelse = self._handed(left), self._handed(right)
+                asked = {
+                    f"{name} is not None"
+                    for name, kind in [*self._kinds.items(), (self._labels, LOSS)]
+                    if kind == LOSS
+                }
+                is_known = body is not None and (orelse is not None or ast.unparse(test) in asked)
+                return [*body, *(orelse or ())] if is_known else None
+            case ast.BinOp(left, ast.Add()):
+                return self._handed(left)
+            case ast.Tuple([first, *_]):
+                return [first]
+            case ast.Call() if self.is_result(value):
+                given = {keyword.arg: keyword.value for keyword in value.keywords}
+                return [given.get("loss", value.args[0] if value.args else ast.Constant(None))]
+        return None
+
+    def _is_made_of_it(self, node: ast.AST) -> bool:
+        """Whether a value is made of the loss, and not of what is asked about it."""
+        if isinstance(node, ast.Compare) or (isinstance(node, ast.Attribute) and node.attr in ASKED):
+            return False
+        is_loss = isinstance(node, ast.Name) and self._kinds.get(node.id) == LOSS and isinstance(node.ctx, ast.Load)
+        return is_loss or any(map(self._is_made_of_it, ast.iter_child_nodes(node)))
+
+    def _is_same(self, node: ast.AST) -> bool:
+        """Whether a condition holds on all ranks or on none: of numbers, flags, and whether there is a loss at all."""
+        match node:
+            case ast.Compare(ast.Name(name), [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
+                return name == self._labels or self._kinds.get(name) in (LOSS, SHARE, NONE)
+            case ast.BoolOp(values=parts) | ast.Compare(comparators=parts):
+                return all(map(self._is_same, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])]))
+            case ast.UnaryOp(_, operand):
+                return self._is_same(operand)
+            case ast.Name(name):
+                return name in self._flags
+        return ast.unparse(node) == "self.training" or self._is_number(node)
+
+    def _is_number(self, node: ast.AST) -> bool:
+        return is_number(node, self._owner, self._anatomy)
+
+    def is_result(self, node: ast.AST | None) -> bool:
+        """Whether an expression makes a result of transformers'."""
+        return isinstance(node, ast.Call) and is_result_class(node.func, self._anatomy, self._scope)
 
 
-def _asks(parent: ast.AST) -> bool:
-    """Whether a value is asked about there, not computed with: `loss is None`, `loss.device`."""
-    if isinstance(parent, ast.Attribute):
-        return parent.attr in ("device", "dtype", "shape")
-    return isinstance(parent, ast.IfExp) or (isinstance(parent, ast.Compare) and _is_none(parent.comparators[0]))
+def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
+    """Whether an expression has one value on all ranks: made of numbers, and of what `self` took from the config for good."""
+    if isinstance(node, ast.BinOp | ast.UnaryOp):
+        parts = (part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr))
+        return all(is_number(part, owner, anatomy) for part in parts)
+    if not re.fullmatch(r"self(\.\w+)+", source := ast.unparse(node)):
+        return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+    first, *more = names = source.split(".")[1:]
+    methods = [node for info in anatomy.classes.values() for name, node in info.methods.items() if name != "__init__"]
+    for part in (part for code in (*methods, *anatomy.functions.values()) for part in ast.walk(code)):
+        is_written = isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) and part.attr in names
+        if is_written or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "x", ..)`
+            return False
+    held = anatomy.held(owner, first)
+    return first == "config" if more else bool(held) and all(map(_is_given, held))
 
 
-def _keeps_a_share(parent: ast.AST, child: ast.AST) -> bool:
-    if isinstance(parent, ast.BinOp) and isinstance(parent.op, LINEAR):
-        other = parent.right if child is parent.left else parent.left
-        return _is_same_everywhere(other) and not (isinstance(parent.op, ast.Div) and child is parent.right)
-    if isinstance(parent, ast.Attribute):
-        return parent.attr in CASTS
-    is_cast = isinstance(parent, ast.Call) and child is parent.func  # the attribute was one
-    return is_cast or isinstance(parent, ast.keyword | ast.UnaryOp)
+def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bool:
+    """Whether a call makes one of transformers' results, or one that the file derives from them and gives fields alone."""
+    meaning = anatomy.names.resolve(function, scope) or ""
+    if RESULTS.fullmatch(meaning):
+        return True
+    info = anatomy.classes.get(meaning.removeprefix(".")) if meaning.startswith(".") else None
+    if info is None or info.methods or not info.node.bases:
+        return False
+    decorators = [anatomy.names.resolve(d.func if isinstance(d, ast.Call) else d) for d in info.node.decorator_list]
+    is_plain = all(name and not name.startswith(".") for name in decorators)
+    return is_plain and all(is_result_class(base, anatomy, set()) for base in info.node.bases)
 
 
-def _is_none(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _flags(forward: FunctionNode) -> set[str]:
+    """The parameters that may be bools, and that stay what callers handed in, or the config's."""
+    given = (*forward.args.args, *forward.args.kwonlyargs)
+    flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
+    kept = [
+        node for node in ast.walk(forward) if isinstance(node, ast.Assign) and DEFAULT.fullmatch(ast.unparse(node))
+    ]
+    bound = stored(forward)
+    return {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
 
 
-def _uncast(node: ast.expr) -> ast.expr:
-    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CASTS:
-        node = node.func.value
-    return node
-
-
-def _is_same_everywhere(node: ast.expr) -> bool:
-    """Whether an expression is made of numbers and of what `self` holds: the config, parameters."""
-    allowed = ast.Constant | ast.Attribute | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop | ast.expr_context
-    return all(
-        isinstance(part, allowed) or (isinstance(part, ast.Name) and part.id == "self") for part in ast.walk(node)
-    )
-
-
-def _makes_output(node: ast.AST) -> bool:
-    """A call of one of upstream's result classes: `CausalLMOutputWithPast(...)`."""
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and is_output(node.func.id)
-
-
-def is_output(name: str) -> bool:
-    """Upstream's result classes: `CausalLMOutputWithPast`, `Gemma3CausalLMOutputWithPast`, ..."""
-    return "Output" in name
+def _is_given(value: ast.AST) -> bool:
+    """Whether `__init__` takes a value from the config and from numbers alone."""
+    source = ast.unparse(value)
+    return set(loaded(value)) <= CALLED and source.count("self") == source.count("self.config")

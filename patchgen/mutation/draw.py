@@ -8,10 +8,11 @@ from collections.abc import Callable, Container, Iterator
 from patchgen.mutation import configuration as configurations
 from patchgen.mutation.edits import Mutant, Place, Source
 from patchgen.mutation.expressions import EXPRESSION_OPERATORS
+from patchgen.mutation.losses import LOSS_OPERATORS
 from patchgen.mutation.statements import STATEMENT_OPERATORS
 from patchgen.mutation.whole_file import FILE_OPERATORS
 
-OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS)
+OPERATORS = (*EXPRESSION_OPERATORS, *STATEMENT_OPERATORS, *FILE_OPERATORS, *LOSS_OPERATORS)
 NAMES = {operator.name: operator.keeps_meaning for operator in OPERATORS} | {configurations.NAME: False}
 """Every operator, and whether it keeps the meaning."""
 

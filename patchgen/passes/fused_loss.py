@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, dotted, loaded, own_attribute
-from patchgen.anatomy.loss_terms import LossTerms, is_output
+from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.loss_terms import LossTerms
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -31,11 +32,13 @@ from patchgen.source import Block, Module
 LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
 """Of transformers' losses of language models, in their order; further ones have a keyword."""
 SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms"}
-OWN_LOSSES = {"loss_function", "_loss_function"}  # what makes a loss of a class's own; `loss_type` names a library's
+OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` names a library's
+HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 LOCAL_TERMS = "local_loss_terms"
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
 HEAD = "head"
+LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
 
 
 class FusedLoss(SitePass):
@@ -49,6 +52,7 @@ class FusedLoss(SitePass):
         Example("""a plain head, and one whose logits are capped
         import torch
         from torch import nn
+        from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
         class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
@@ -124,7 +128,8 @@ class FusedLoss(SitePass):
         terms: list[str] = []
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
-            region = _find_region(forward)
+            region = _find_region(forward, site.block, anatomy)
+            _check_own_readers(_as_ast(forward).body[0], {region.labels, _kwargs_of(forward)}, site.block, anatomy)
             _check_moves(forward, region, site.block, anatomy)
             terms.extend(region.local_terms)
             fused = self._fused(function_body(forward), region)
@@ -186,7 +191,7 @@ def _makes(node: cst.BaseStatement, logits: str, later: Sequence[cst.BaseStateme
     return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in targets)
 
 
-def _find_region(forward: cst.FunctionDef) -> _Region:
+def _find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> _Region:
     body = function_body(forward)
     found = ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node))
     end, loss_line = next(found, (None, None))
@@ -215,13 +220,13 @@ def _find_region(forward: cst.FunctionDef) -> _Region:
             raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
         if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
             raise Missed("no return in training above the loss", early)
-    below = _as_ast(*body[end + 1 :])
+    below, (whole,) = _as_ast(*body[end + 1 :]), _as_ast(forward).body
+    terms = LossTerms(whole, below.body, loss, labels, owner, anatomy)
     for node in body[end + 1 :]:
-        if not _hands_on(_as_ast(node), logits, below):
+        if not _hands_on(_as_ast(node), logits, below, terms.is_result):
             raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
-    terms = LossTerms(below.body, loss)
     if terms.lost is not None:
-        raise Missed(f"`{loss}` below the loss as what was computed, and what is added", terms.lost)
+        raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
     made = (body[start], inside, outside, logits, loss, labels, projected)
     return _Region(start, end, *made, *found, rest, terms.local)
 
@@ -243,13 +248,35 @@ def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | 
 
 
 def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
-    """Raises Missed where a class or one of its ancestors gives it a loss of its own."""
+    """Raises Missed where a class or one of its ancestors gives it a loss of its own, or something is put around its forward."""
     for info in anatomy.lineage(owner):
+        members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
+        around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
+        for node in (*members, *around):
+            meaning = anatomy.names.resolve(node.func if isinstance(node, ast.Call) else node) or ""
+            is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)
+            if not (meaning if node in members else is_library):
+                raise Missed("a forward that nothing is put around but what transformers has for that", node)
         for node in ast.walk(info.node):
             name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
-            if name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load):
+            is_hook = isinstance(node, ast.Attribute) and node.attr in HOOKS
+            if is_hook or (name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load)):
                 closest = f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
                 raise Missed("the loss that transformers has for the class", closest)
+
+
+def _check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
+    for call in calls(forward):
+        method = anatomy.method(owner, own_attribute(call.func) or "")
+        own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+        function = method[1] if method is not None else anatomy.functions.get(own)
+        if function is not None:
+            named = [(k.arg, k.value) for k in call.keywords]
+            named += zip(parameter_names(function), call.args, strict=False)
+            changed = stored_names(ast.Module(function.body, []))
+            if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in named):
+                raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
 
 
 def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
@@ -261,9 +288,9 @@ def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
 def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]]:
     """The logits, the labels, and the remaining arguments as source, each under the name of its parameter."""
     named: dict[str, str] = {}
-    rest = []
+    rest, kwargs = [], _kwargs_of(forward)
     for position, arg in enumerate(call.args):
-        if arg.star == "**":
+        if arg.star == "**" and code_of(arg.value) == kwargs:
             rest.append(f"**{code_of(arg.value)}")
         elif arg.star or (arg.keyword is None and position >= len(LOSS_PARAMETERS)):
             raise Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
@@ -281,9 +308,28 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
         raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
         read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
-        if name in SEAM_PARAMETERS or read & ({logits, labels} if name == "vocab_size" else read):
+        handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
+        is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
+        if is_own or read & ({logits, labels} if name == "vocab_size" else read):
             raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
+
+
+def _kwargs_of(forward: cst.FunctionDef) -> str:
+    """The name of a forward's further arguments, which go on to the loss.
+
+    Raises:
+        Missed: what the loss reads of them is changed.
+    """
+    kwargs = forward.params.star_kwarg.name.value if forward.params.star_kwarg else ""
+    for node in ast.walk(_as_ast(*function_body(forward))):
+        is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
+        if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
+            words = [getattr(part, name, None) for part in ast.walk(node) for name in ("value", "arg")]
+            keys = {word for word in words if isinstance(word, str)}
+            if not keys or keys & set(LOSS_PARAMETERS) or kwargs in stored(node):
+                raise Missed(f"{kwargs} handed on to the loss as the caller gave them", node)
+    return kwargs
 
 
 def _bound(forward: cst.FunctionDef) -> set[str]:
@@ -321,7 +367,7 @@ def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.Base
     return (found[-1].func, found[-1].args[0].value) if found else None
 
 
-def _hands_on(node: ast.AST, logits: str, below: ast.Module) -> bool:
+def _hands_on(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
     """Whether all that a statement below the loss does with the logits is to hand them on in the result.
 
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
@@ -335,19 +381,19 @@ def _hands_on(node: ast.AST, logits: str, below: ast.Module) -> bool:
             case ast.Assign([ast.Name(name)], value) if name not in read_else:
                 results.append(value)
     named = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == logits]
-    return sum(_handed_on(value, logits) for value in results) == len(named)
+    return sum(_handed_on(value, logits, is_result) for value in results) == len(named)
 
 
-def _handed_on(value: ast.expr, logits: str) -> int:
+def _handed_on(value: ast.expr, logits: str, is_result: Callable[[ast.AST], bool]) -> int:
     """How often a result hands the logits on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
     if isinstance(value, ast.IfExp):
-        return _handed_on(value.body, logits) + _handed_on(value.orelse, logits)
+        return sum(_handed_on(one, logits, is_result) for one in (value.body, value.orelse))
     if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        return _handed_on(value.left, logits) + _handed_on(value.right, logits)
+        return sum(_handed_on(one, logits, is_result) for one in (value.left, value.right))
     parts: list[ast.expr] = []
     if isinstance(value, ast.Tuple):
         parts = value.elts
-    elif isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and is_output(value.func.id):
+    elif is_result(value):
         parts = [*value.args, *(keyword.value for keyword in value.keywords)]
     return sum(isinstance(part, ast.Name) and part.id == logits for part in parts)
 

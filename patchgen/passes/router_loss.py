@@ -6,18 +6,43 @@ import ast
 from collections.abc import Collection, Sequence
 
 import libcst as cst
-import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import FunctionNode, called_names, parameter_names
+from patchgen.anatomy.classes import FunctionNode, called_names, calls, parameter_names
+from patchgen.anatomy.router_losses import known_forms, other_uses, require_given, require_known, router_losses
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, edit_function, function_body, insert_before, statements, with_body
 from patchgen.source import Block, Module
 
-MASK = "attention_mask"
-LOGITS = "gate_logits"
 TOKENS = ("input_ids", "inputs_embeds")  # of a head: one of them says how many rows there are
 COUNTS = {"one_hot", "histc", "bincount", "scatter_add_"}  # how upstream has counted tokens per expert
+
+
+def _example() -> Example:
+    """The first of these forms, and a head that calls it."""
+    margin, known = " " * 8, next(iter(known_forms().values())).splitlines()
+    name = known[0].removeprefix("def ").partition("(")[0]
+    means = "tokens_per_expert, router_prob_per_expert"
+    known[-2:-2] = ["+     # patchgen: router_loss", f"+     {means} = ops.router_means({means})"]
+    lines = [f"{margin[2:]}{line}" if line.startswith("+") else f"{margin}{line}".rstrip() for line in known]
+    head = """
+
+        class ExampleForCausalLM(nn.Module):
+            def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
+                outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
+      -         return NAME(outputs.router_logits, self.config.num_experts, 2, attention_mask)
+      +         # patchgen: router_loss
+      +         return ops.router_loss(
+      +             NAME,
+      +             outputs.router_logits,
+      +             self.config.num_experts,
+      +             2,
+      +             attention_mask,
+      +             tokens=input_ids if input_ids is not None else inputs_embeds,
+      +             real_tokens=kwargs.get("real_tokens"),
+      +         )
+        """
+    return Example("\n".join(["a loss over what counts, called group by group", *lines, head.replace("NAME", name)]))
 
 
 class RouterLoss(SitePass):
@@ -27,35 +52,10 @@ class RouterLoss(SitePass):
     name = "router_loss"
     purpose = "The load-balancing loss is the same number in every layout (SP and EP too) and for every padding."
     expects = "one hit per load-balancing loss function, and one per method that calls it"
-    EXAMPLES = (
-        Example("""a loss over what counts, called group by group
-        def load_balancing_loss_func(gate_logits, num_experts, top_k=2, attention_mask=None):
-            tokens_per_expert, router_prob_per_expert = count(gate_logits, attention_mask)
-      +     # patchgen: router_loss
-      +     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
-            overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
-            return overall_loss * num_experts
-
-
-        class ExampleForCausalLM(nn.Module):
-            def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
-                outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs)
-      -         return load_balancing_loss_func(outputs.router_logits, self.num_experts, 2, attention_mask)
-      +         # patchgen: router_loss
-      +         return ops.router_loss(
-      +             load_balancing_loss_func,
-      +             outputs.router_logits,
-      +             self.num_experts,
-      +             2,
-      +             attention_mask,
-      +             tokens=input_ids if input_ids is not None else inputs_embeds,
-      +             real_tokens=kwargs.get("real_tokens"),
-      +         )
-        """),
-    )
+    EXAMPLES = (_example(),)
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
-        losses = {name: node for name, node in _losses(anatomy).items() if module.has(name)}
+        losses = {name: node for name, node in router_losses(anatomy).items() if module.has(name)}
         why = "a function of router logits and an attention mask that the heads add to the loss"
         callers = [
             site_of(info, "it calls a load-balancing loss", method)
@@ -71,7 +71,7 @@ class RouterLoss(SitePass):
         The name of the coefficient is one sign; a function that counts the choices of a softmax of router logits is
         another, whatever it and its parameters are called.
         """
-        functions = {name for name in _losses(anatomy) if module.has(name)}
+        functions = {name for name in router_losses(anatomy) if module.has(name)}
         signs = []
         for info in anatomy.still_in(module):
             if "forward" in info.methods and not called_names(info.node) & functions:
@@ -83,28 +83,27 @@ class RouterLoss(SitePass):
             balances = {"softmax", "topk"} <= called and called & COUNTS and called & {"sum", "mean"}
             if balances and module.has(name) and name not in functions:
                 signs.append(f"{name} counts the choices of a softmax (line {function.lineno})")
-        return signs
+        return signs + list(other_uses(module, functions))
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         if site.block in anatomy.functions:
-            return self._take_means(block, site)
+            require_known(anatomy.functions[site.block], anatomy)
+            return self._take_means(block, anatomy.functions[site.block])
         method = anatomy.classes[site.block].methods[site.name.rpartition(".")[2]]
-        return self._say_what_counts(block, method, _losses(anatomy))
+        losses = router_losses(anatomy)
+        for call in calls(method):
+            if isinstance(call.func, ast.Name) and call.func.id in losses:
+                require_given(call, losses[call.func.id], method, site.block, anatomy)
+        return self._say_what_counts(block, method, losses)
 
-    def _take_means(self, block: Block, site: Site) -> Rewritten:
+    def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
         def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
+            factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
+            means = f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"
             body = function_body(function)
-            position, factors = next(
-                ((i, f) for i, node in enumerate(body) if (f := _factors(node)) is not None), (None, None)
-            )
-            if factors is None:
-                last = cst.Module(body=body[-2:]).code if body else ""
-                raise Missed("torch.sum(<tokens per expert> * <router probability per expert>)", last)
-            left, right = factors
-            means = f"{left}, {right} = ops.router_means({left}, {right})"
-            return with_body(function, insert_before(body, position, statements(means, depth=1, comment=self.mark)))
+            return with_body(function, insert_before(body, len(body) - 2, statements(means, 1, comment=self.mark)))
 
-        return Rewritten(edit_function(block, site.name, globalise), "means over what counts")
+        return Rewritten(edit_function(block, known.name, globalise), "means over what counts")
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
@@ -117,23 +116,3 @@ class RouterLoss(SitePass):
         wrapper = WrapCalls(dict.fromkeys(losses, "router_loss"), self.mark, more, depth=1)
         block = edit_function(block, method.name, lambda function: function.visit(wrapper))
         return Rewritten(block, "called for what counts")
-
-
-def _losses(anatomy: Anatomy) -> dict[str, FunctionNode]:
-    """The load-balancing losses of the file, known by their parameters."""
-    return {name: node for name, node in anatomy.functions.items() if {LOGITS, MASK} <= set(parameter_names(node))}
-
-
-def _factors(node: cst.BaseStatement) -> tuple[str, str] | None:
-    """The names a and b of `loss = torch.sum(a * b)` or `torch.sum(a * b.unsqueeze(0))`."""
-    unsqueezed = m.Call(func=m.Attribute(value=m.SaveMatchedNode(m.Name(), "right"), attr=m.Name("unsqueeze")))
-    product = m.BinaryOperation(
-        left=m.SaveMatchedNode(m.Name(), "left"),
-        operator=m.Multiply(),
-        right=m.SaveMatchedNode(m.Name(), "right") | unsqueezed,
-    )
-    pattern = m.SimpleStatementLine(
-        body=[m.Assign(value=m.Call(func=m.Attribute(attr=m.Name("sum")), args=[m.Arg(value=product)]))]
-    )
-    found = m.extract(node, pattern)
-    return (found["left"].value, found["right"].value) if found else None

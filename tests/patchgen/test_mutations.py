@@ -257,7 +257,58 @@ FORMULAS = (
     mutation("fused_ops", "qwen3_moe", "the product taken apart", ("        down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))", "        gate = self.act_fn(self.gate_proj(x))\n        down_proj = self.down_proj(gate * self.up_proj(x))")),
 )  # fmt: skip
 
-ALL = (*EXPERTS, *HEADS, *SEQUENCE, *MEDIA, *CLASSES)
+AUX = "        aux_loss = None\n"
+TERM = "loss += self.router_aux_loss_coef * aux_loss.to(loss.device)"
+RETURNED = "    return overall_loss * num_experts\n"
+BALANCE = "def load_balancing_loss_func("
+MASKED = "                attention_mask,\n            )\n            if labels"
+HELD = "        self.router_aux_loss_coef = config.router_aux_loss_coef\n"
+HEAD_CLASS = "@auto_docstring\nclass Qwen3MoeForCausalLM"
+HIDDEN = "        hidden_states = outputs.last_hidden_state\n"
+OUTPUT = "return MoeCausalLMOutputWithPast("
+CHANGED = "result.loss = result.loss**2\n    return result\n\n\n"
+LOSSES = (
+    *(mutation("router_loss", "qwen3_moe", title, edit) for title, edit in (
+        ("a root of the loss", (RETURNED, RETURNED.replace("overall_loss * num_experts", "(overall_loss * num_experts).sqrt()"))),
+        ("a z-loss in it", (RETURNED, RETURNED[:-1] + " + sum(g.logsumexp(-1).pow(2).mean() for g in gate_logits)\n")),
+        ("another number of rows", ("router_prob_sum / total_rows", "router_prob_sum / (total_rows + 1)")),
+        ("a mask in another order", ("flat_mask.repeat_interleave(top_k)", "flat_mask.repeat(top_k)")),
+        ("a softmax over the tokens", ("softmax(layer_gate.to(compute_device), dim=-1)", "softmax(layer_gate.to(compute_device), dim=0)")),
+        ("the loss under a decorator", (BALANCE, "def rooted(f):\n    return lambda *a: f(*a) ** 0.5\n\n\n@rooted\n" + BALANCE)),
+        ("the loss replaced below", (RETURNED, RETURNED + "\n\ndef rooted(f):\n    return lambda *a: f(*a) ** 0.5\n\n\nload_balancing_loss_func = rooted(load_balancing_loss_func)\n")),
+        ("another torch", (BALANCE, "from elsewhere import torch\n\n\n" + BALANCE)),
+        ("the loss handed to a function", ("aux_loss = load_balancing_loss_func(", "aux_loss = balanced(load_balancing_loss_func,")),
+        ("logits of other tokens", ("                outputs.router_logits,\n                self.num", "                tuple(x.roll(1, 0) for x in outputs.router_logits),\n                self.num")),
+        ("logits changed above", (AUX, "        outputs.router_logits = tuple(x.roll(1, 0) for x in outputs.router_logits)\n" + AUX)),
+        ("a mask of the labels", (MASKED, MASKED.replace("attention_mask", "labels.ne(-100)"))),
+        ("a mask changed above", (AUX, "        attention_mask = None\n" + AUX)),
+        ("a number of experts of the batch", ("                self.num_experts,\n                self", "                labels.shape[1],\n                self")),
+    )),
+    *(mutation("fused_loss", "qwen3_moe", title, *edits) for title, *edits in (
+        ("a function named like a result", (OUTPUT, "return MadeOutput("), (HEAD_CLASS, "def MadeOutput(**kwargs):\n    return MoeCausalLMOutputWithPast(**kwargs)\n\n\n" + HEAD_CLASS)),
+        ("a result with a method", (OUTPUT, "return Made("), (HEAD_CLASS, "class Made(MoeCausalLMOutputWithPast):\n    def __post_init__(self):\n        self.loss = self.loss**2\n\n\n" + HEAD_CLASS)),
+        ("a result from elsewhere", ("from ...modeling_outputs import MoeCausalLMOutputWithPast, ", "from .elsewhere import MoeCausalLMOutputWithPast\nfrom ...modeling_outputs import ")),
+        ("a result that a function changes", ("            router_logits=outputs.router_logits,\n        )\n", "            router_logits=outputs.router_logits,\n        )\n        return squared(made)\n"), (OUTPUT, "made = MoeCausalLMOutputWithPast("), (HEAD_CLASS, "def squared(result):\n    " + CHANGED + HEAD_CLASS)),
+        ("another value as the loss", ("            loss=loss,\n            aux", "            loss=hidden_states.std(),\n            aux")),
+        ("a loss of no part in its value", (AUX, "        loss = hidden_states.std().to(loss.device) if loss is not None else None\n" + AUX)),
+        ("a forward that a call goes around", ("        self.post_init()\n\n    @can_return_tuple", "        self.post_init()\n\n    def __call__(self, *args):\n        result = super().__call__(*args)\n        " + CHANGED.replace("\n    return", "\n        return").rstrip() + "\n\n    @can_return_tuple")),
+        ("a forward replaced below", ("class Qwen3MoeForSequence", "Qwen3MoeForCausalLM.forward = squared(Qwen3MoeForCausalLM.forward)\n\n\nclass Qwen3MoeForSequence")),
+        ("a hook on the forward", (HELD, HELD + "        self.register_forward_hook(squared)\n")),
+        ("a number of items in the arguments", (HIDDEN, HIDDEN + '        kwargs["num_items_in_batch"] = input_ids.shape[1]\n')),
+        ("a number of items by an update", (HIDDEN, HIDDEN + "        kwargs.update(num_items_in_batch=input_ids.shape[1])\n")),
+        ("arguments made anew", (HIDDEN, HIDDEN + "        kwargs = dict(kwargs, num_items_in_batch=7)\n")),
+        ("a number of items of the tokens", (LOSS, LOSS.replace("**kwargs", "num_items_in_batch=input_ids.shape[1]"))),
+        ("labels that a function changes", (HIDDEN, HIDDEN + "        seen = masked(labels)\n"), (HEAD_CLASS, "def masked(y):\n    return y.masked_fill_(y % 3 == 0, -100)\n\n\n" + HEAD_CLASS)),
+    )),
+    *(mutation("fused_loss", "qwen3_moe", title, *edits, because="it is named, and refused where losses of ranks are added", gives="local_loss_terms = (") for title, *edits in (
+        ("a coefficient in a buffer", (HELD, HELD.replace("self.router_aux_loss_coef = config.router_aux_loss_coef", 'self.register_buffer("router_aux_loss_coef", torch.tensor(0.1))'))),
+        ("a coefficient changed in forward", (AUX, "        self.router_aux_loss_coef = hidden_states.detach().std()\n" + AUX)),
+        ("a router loss changed in place", (TERM, "aux_loss.mul_(hidden_states.detach().std())\n                " + TERM)),
+        ("a condition of one rank's tokens", (TERM, "if labels.shape[1] > 8:\n                    " + TERM)),
+    )),
+)  # fmt: skip
+
+ALL = (*EXPERTS, *HEADS, *SEQUENCE, *LOSSES, *MEDIA, *CLASSES)
 
 
 @pytest.mark.parametrize("case", ALL, ids=[f"{c.target}: {c.model}: {c.title}" for c in ALL])

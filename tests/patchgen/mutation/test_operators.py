@@ -13,6 +13,7 @@ from patchgen import upstream
 from patchgen.mutation.configuration import NAME, Configuration
 from patchgen.mutation.draw import OPERATORS, draw
 from patchgen.mutation.edits import Source
+from patchgen.mutation.losses import LOSS_OPERATORS
 from patchgen.mutation.whole_file import ELSEWHERE
 
 SOURCE = """
@@ -128,3 +129,13 @@ def test_only_statements_that_run_are_changed():
     line = next(i for i, text in enumerate(SOURCE.splitlines(), 1) if "torch.sigmoid" in text)
     places = list(Source(SOURCE).places(lambda first, last: first <= line <= last))
     assert [place.where for place in places] == [f"Part.forward line {line}"]
+
+
+def test_losses_are_changed_in_their_function_in_what_a_head_makes_of_them_and_in_the_result():
+    text = upstream.load("qwen3_moe").text
+    names = {operator.name for operator in LOSS_OPERATORS}
+    drawn = list(draw(text, seed=0, operators=names))
+    assert {mutant.operator for mutant in drawn} == names
+    for mutant in drawn:
+        ast.parse(mutant.text)
+    assert {m.where.split(" line")[0] for m in drawn} == {"load_balancing_loss_func", "Qwen3MoeForCausalLM.forward"}

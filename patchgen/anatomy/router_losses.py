@@ -1,0 +1,83 @@
+"""The load-balancing losses of a file: what computes them, and what they are called with."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Collection, Iterator
+from itertools import takewhile
+
+from patchgen.anatomy.bodies import normal_form
+from patchgen.anatomy.classes import FunctionNode, calls, own_attribute, parameter_names
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.loss_terms import SHARES, is_number
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.tokenwise import stored_names
+from patchgen.errors import Missed
+from patchgen.source import Module
+from patchgen.templates import render
+
+MASK = "attention_mask"
+LOGITS = "gate_logits"
+
+
+@functools.cache
+def known_forms() -> dict[str, str]:
+    """Upstream's forms of the loss: normal form -> source."""
+    source = render("router_losses.jinja")
+    functions = (node for node in ast.parse(source).body if isinstance(node, FunctionNode))
+    return {normal_form(function).text: ast.get_source_segment(source, function) or "" for function in functions}
+
+
+def router_losses(anatomy: Anatomy) -> dict[str, FunctionNode]:
+    """The load-balancing losses of the file, known by their parameters."""
+    named = {name: parameter_names(node) for name, node in anatomy.functions.items()}
+    return {n: anatomy.functions[n] for n, given in named.items() if given[:1] == [LOGITS] and given[-1] == MASK}
+
+
+def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
+    """Raises Missed where a function is none of upstream's forms: nothing tells that what it computes are shares."""
+    form = normal_form(function).text
+    pairs = [zip(form.splitlines(), known.splitlines(), strict=False) for known in known_forms()]
+    same = max(sum(1 for _ in takewhile(lambda lines: lines[0] == lines[1], pair)) for pair in pairs)
+    names = [node for node in ast.walk(ast.Module(function.body, [])) if isinstance(node, ast.Name)]
+    meant = {anatomy.names.resolve(node, local_names(function)) or node.id for node in names}
+    strange = {name for name in meant - local_names(function) if name != "torch" and not name.startswith("builtins.")}
+    if form not in known_forms() or strange or function.decorator_list:
+        source = "\n".join(map(ast.unparse, function.body[ast.get_docstring(function) is not None :])).splitlines()
+        raise Missed(
+            "one of the forms in templates/router_losses.jinja, by that name alone",
+            "\n".join(source[max(same - 1, 0) :]),
+        )
+
+
+def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a loss gets something else than a model's router logits, its mask, and numbers."""
+    given = dict(zip(parameter_names(loss), call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+    logits, mask = given.pop(LOGITS, None), given.pop(MASK, None)
+    simple = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
+    model = getattr(getattr(logits, "value", None), "id", "")
+    made = [node for node in simple if model in stored_names(node)]
+    is_made = (
+        len(made) == 1 and isinstance(value := getattr(made[0], "value", None), ast.Call) and own_attribute(value.func)
+    )
+    is_mask = getattr(mask, "id", "") == MASK in parameter_names(method) and all(
+        MASK not in stored_names(n) for n in simple
+    )
+    others = all(is_number(value, owner, anatomy) for value in given.values())
+    if not (isinstance(logits, ast.Attribute) and is_made and is_mask and others):
+        raise Missed("router logits as a model's result holds them, the caller's attention mask, and numbers", call)
+
+
+def other_uses(module: Module, losses: Collection[str]) -> Iterator[str]:
+    """What a file does with its losses but define them once and call them in methods."""
+    for name in losses:
+        if sum(name in block.binds for block in module) > 1:
+            yield f"{name} is bound more than once"
+    for block in module:
+        called = [call for call in calls(block.node) if isinstance(block.node, ast.ClassDef)]
+        known = {id(next(iter(call.args), None) if ast.unparse(call.func) == SHARES else call.func) for call in called}
+        names = (node for node in ast.walk(block.node) if isinstance(node, ast.Name) and node.id in losses)
+        yield from (
+            f"line {block.line} on names {name.id} and does not call it" for name in names if id(name) not in known
+        )

@@ -1,0 +1,114 @@
+"""Operators on losses: the formula of a function that computes one, what a head makes of it, what it multiplies it by."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Iterator
+
+from patchgen.anatomy.classes import FunctionNode, parameter_names
+from patchgen.mutation.edits import Place
+from patchgen.mutation.whole_file import FileOperator
+
+Change = tuple[str, str, dict[str, str]]
+
+FORMULAS = ("X ** 0.5", "X ** 2", "X.clamp(max=0.5)", "X.log()", "X + 0.01 * X.detach().std(unbiased=False)")
+IN_PLACE = ("NAME.mul_(1.25)", "NAME.pow_(2)", "torch.sqrt(NAME, out=NAME.data)", "NAME[...] = NAME.detach() * NAME")
+FACTOR = "loss_factor"
+# What is put into `__init__`, above it a method, and above the statement that reads the factor.
+FACTORS = (
+    (f'self.register_buffer("{FACTOR}", torch.tensor(1.25))', "", ""),
+    (f"self.{FACTOR} = 1.0", "", f"self.{FACTOR} = TOKENS.detach().float().std()"),
+    (f"self.{FACTOR} = 1.0", "", f'setattr(self, "{FACTOR}", float(TOKENS.detach().float().std()))'),
+    ("self.seen = 1.0", f"@property\ndef {FACTOR}(self):\n    return self.seen", "self.seen = TOKENS.detach().std()"),
+    ("", "", f"self.config.{FACTOR} = TOKENS.detach().float().std().item()"),
+)  # fmt: skip
+
+
+def _filled(template: str, node: ast.expr) -> ast.expr:
+    class Fill(ast.NodeTransformer):
+        def visit_Name(self, name: ast.Name) -> ast.expr:
+            return copy.deepcopy(node) if name.id == "X" else name
+
+    return Fill().visit(ast.parse(template, mode="eval").body)
+
+
+def _is_loss_function(name: str, place: Place) -> bool:
+    return "loss" in name and any(isinstance(b, FunctionNode) and b.name == name for b in place.source.tree.body)
+
+
+def formula(place: Place) -> Iterator[Change]:
+    """Another formula inside a loss function at the top of the file: of what it returns, or of a mean in it."""
+    value = getattr(place.statement, "value", None)
+    if place.owner is not None or not _is_loss_function(place.function.name, place) or isinstance(value, ast.Constant):
+        return
+    if isinstance(place.statement, ast.Return):
+        first = parameter_names(place.function)[0]
+        z_loss = f"X + 0.01 * sum(torch.logsumexp(part, -1).pow(2).mean() for part in {first})"
+        for template in (*FORMULAS, z_loss):
+            changed = _filled(template, value)
+            yield ast.unparse(changed), place.with_expression(value, changed), {}
+    elif isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div):
+        for template in ("X + 1", "X.clamp(min=8)" if isinstance(value.right, ast.Call) else "X * 2", "X ** 0.5"):
+            changed = copy.deepcopy(value)
+            changed.right = _filled(template, value.right)
+            yield ast.unparse(changed), place.with_expression(value, changed), {}
+
+
+def auxiliary_loss(place: Place) -> Iterator[Change]:
+    """What a head makes of the result of such a function."""
+    match place.statement:
+        case ast.Assign([ast.Name(name)], ast.Call(ast.Name(function))) if _is_loss_function(function, place):
+            for code in (*(f"NAME = {formula.replace('X', 'NAME')}" for formula in FORMULAS), *IN_PLACE):
+                more = ast.parse(code.replace("NAME", name)).body
+                yield code.replace("NAME", name), place.replaced(place.statement, *more), {}
+
+
+def factor(place: Place) -> Iterator[Change]:
+    """The loss in the result is multiplied by something that the module holds, and that is a rank's own."""
+    init = next((m for m in getattr(place.owner, "body", ()) if getattr(m, "name", "") == "__init__"), None)
+    if init is None or not _returns_a_loss(place.statement) or init.lineno > place.function.lineno:
+        return
+    indent, inner = " " * init.col_offset, " " * init.body[0].col_offset
+    for made, method, changed in FACTORS:
+        held = f"self.config.{FACTOR}" if "config" in changed else f"self.{FACTOR}"
+        code = f"if loss is not None:\n    {changed or 'pass'}\n    loss = loss * {held}"
+        code = code.replace("TOKENS", "hidden_states")
+        lines = place.replaced(*ast.parse(code).body, place.statement).splitlines(keepends=True)
+        added = [f"{inner}{made}\n"] if made else []
+        added += ["\n", *(f"{indent}{line}\n" for line in method.splitlines())] if method else []
+        lines[init.end_lineno : init.end_lineno] = added
+        yield f"{method or made}; {changed}; loss * {held}".replace("\n", "; "), "".join(lines), {}
+
+
+def result(place: Place) -> Iterator[Change]:
+    """The loss is changed in the result that holds it, or on its way there."""
+    if not _returns_a_loss(place.statement):
+        return
+    for code in (
+        "result.loss = result.loss * result.loss",
+        "result['loss'] = result['loss'] ** 0.5",
+        "result.loss.mul_(1.25)",
+    ):
+        named = ast.Assign([ast.Name("result", ast.Store())], place.statement.value, lineno=0)
+        changed = ast.parse(f"if result.loss is not None:\n    {code}\nreturn result").body
+        yield code, place.replaced(named, *changed), {}
+    for code in ("sum((loss, loss.detach().std(unbiased=False) + 0.1))", "torch.stack((loss, loss * loss)).sum()"):
+        found = next(k.value for k in place.statement.value.keywords if k.arg == "loss")
+        changed = ast.parse(f"{code} if loss is not None else None", mode="eval").body
+        yield code, place.with_expression(found, changed), {}
+
+
+def _returns_a_loss(statement: ast.stmt) -> bool:
+    """`return SomeOutput(loss=loss, ...)`"""
+    value = statement.value if isinstance(statement, ast.Return) else None
+    named = value.keywords if isinstance(value, ast.Call) else ()
+    return any(k.arg == "loss" and isinstance(k.value, ast.Name) and k.value.id == "loss" for k in named)
+
+
+LOSS_OPERATORS = (
+    FileOperator("formula of a loss function", formula),
+    FileOperator("auxiliary loss changed", auxiliary_loss),
+    FileOperator("factor held by the module", factor),
+    FileOperator("loss changed in the result", result),
+)
