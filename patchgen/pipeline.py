@@ -148,8 +148,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated
     dropped = [block.name for block in original if block.name and block.line not in kept]
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
-    lines_above = text.count("\n") - body.count("\n")
-    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above)
+    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines)
     facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff))
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 

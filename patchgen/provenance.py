@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import __version__
+from patchgen import __version__, emit
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
@@ -69,6 +69,7 @@ def record(
                 "notes": list(step.outcome.notes),
             }
             for step in steps
+            if emit.summary(step.outcome) != emit.NOTHING  # so that a pass that finds nothing changes no record
         ],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
