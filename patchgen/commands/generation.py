@@ -110,7 +110,7 @@ def _how_to_review(folder: Path, changed: list[Path]) -> str:
         return f"git diff {_short(folder)}"
     if _git(folder, "rev-parse", "--is-inside-work-tree"):
         return f"git add -N {_short(folder)} && git diff {_short(folder)}"
-    return f"git diff --no-index /dev/null {_short(folder)}"
+    return f"git diff --no-index /dev/null {_short(changed[0])}"
 
 
 def _git(folder: Path, *arguments: str) -> bool:

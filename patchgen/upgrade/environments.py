@@ -66,12 +66,16 @@ def _share(folder: Path, place: Place) -> None:
     site = next(folder.glob("lib/python*/site-packages"))
     own = Path(__file__).parents[2]  # the folder that patchgen is imported from
     paths = [place.folder, own, *map(Path, dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))]
-    (site / PATHS).write_text("".join(f"{path}\n" for path in dict.fromkeys(paths) if path is not None), encoding="utf-8")
+    (site / PATHS).write_text(
+        "".join(f"{path}\n" for path in dict.fromkeys(paths) if path is not None), encoding="utf-8"
+    )
 
 
 def environment_variables() -> dict[str, str]:
     """Of this process, without what would put another transformers before that of an environment."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    return {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
 
 
 def _ask(python: Path) -> str:

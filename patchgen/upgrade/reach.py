@@ -211,8 +211,9 @@ class Library:
                         yield from self.members_of(found[0], found[1][0], attribute)
 
 
+@functools.lru_cache(maxsize=1024)
 def read_file(path: str, text: str) -> File:
-    """A file of the package as it stands.
+    """A file of the package as it stands; what two releases have alike is read once.
 
     Raises:
         SyntaxError: it is no Python.

@@ -98,12 +98,7 @@ def _old_upstream(model: str, record: Mapping) -> tuple[Upstream, Library]:
     if version is not None:
         before = library(version)
         return load_from(before.release, model), before
-    given = Path(record["command"].partition(" --source ")[2].strip("'\""))
-    if not given.exists():
-        raise UpstreamNotFound(
-            f"{model} was made from a file of your own, {given}, which is not there. Run this where its path leads to it."
-        )
-    return load(model, source=given), library(releases.installed())
+    return load(model, source=releases.own_source(model, record)), library(releases.installed())
 
 
 def _generated(new: Upstream, config: ModelConfig) -> tuple[pipeline.Generated | None, PatchgenError | None]:
