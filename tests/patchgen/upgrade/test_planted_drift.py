@@ -15,7 +15,7 @@ from patchgen import pipeline, provenance, upstream
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.hand_edits import Drop, Edit, EditMethod, OverrideMethod, ReplaceClass, ReplaceFunction
-from patchgen.upgrade import compare_model, comparing, releases
+from patchgen.upgrade import compare_model, releases
 from patchgen.upgrade.findings import PERSON, REVIEW, SAME, ModelUpgrade, Site
 
 MODEL = "qwen3_moe"
@@ -187,12 +187,12 @@ def site_of(found: ModelUpgrade, drift: Drift) -> Site:
 def is_told(found: ModelUpgrade, drift: Drift) -> None:
     site = site_of(found, drift)
     assert (site.kind, site.passes, site.verdict) == (drift.kind, drift.passes, drift.verdict), site.reason
-    if (
-        drift.kind in ("changed", "hand edit") and "@" not in drift.old + drift.new
-    ):  # the head of a class is told alone
-        assert drift.old.strip() in site.old_upstream and drift.new.strip() in site.new_upstream
+    if drift.kind in ("added", "gone"):
+        assert site.new_upstream.strip() in drift.new and site.old_upstream.strip() in drift.old
+    elif "@" in drift.old + drift.new:  # of a decorator the head is told, as Python reads it
+        assert site.old_upstream != site.new_upstream
     else:
-        assert site.old_upstream.strip() in drift.old or site.new_upstream.strip() in drift.new or site.old_line
+        assert drift.old.strip() in site.old_upstream and drift.new.strip() in site.new_upstream
 
 
 @pytest.fixture(scope="module")
@@ -377,21 +377,20 @@ REPLACED_CLASS = (
 )
 
 
-def with_edits(monkeypatch: pytest.MonkeyPatch, root: Path, *edits: Edit) -> None:
-    """A committed model whose config has these edits: generated, so that its record has their targets."""
+def with_edits(root: Path, *edits: Edit) -> ModelConfig:
+    """A config with these edits, and its committed model: generated, so that its record has their targets."""
     config = ModelConfig(MODEL, edits=edits)
-    monkeypatch.setattr(comparing, "config_for", lambda model: config)
     provenance.write(pipeline.generate(upstream.load(MODEL), config), root / MODEL)
+    return config
 
 
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelUpgrade, ModelUpgrade]:
     """What is said of the installed release, and of one with drift under every edit."""
     root = tmp_path_factory.mktemp("edited")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        with_edits(monkeypatch, root, *(edit for edit, _ in UNDER_EDITS))
-        release = planted(tmp_path_factory.mktemp("release"), (drift for _, drift in UNDER_EDITS))
-        return tuple(compare_model(MODEL, to, root) for to in (upstream.installed_version(), str(release)))
+    config = with_edits(root, *(edit for edit, _ in UNDER_EDITS))
+    release = planted(tmp_path_factory.mktemp("release"), (drift for _, drift in UNDER_EDITS))
+    return tuple(compare_model(MODEL, to, root, config=config) for to in (upstream.installed_version(), str(release)))
 
 
 @pytest.mark.parametrize(("edit", "drift"), UNDER_EDITS, ids=lambda one: getattr(one, "id", type(one).__name__))
@@ -410,21 +409,19 @@ def test_only_the_targets_are_told(edited: tuple[ModelUpgrade, ModelUpgrade]):
     assert {site.symbol.partition(".")[0] for site in edited[1].sites} == owners
 
 
-def test_drift_under_a_replaced_class_is_told_with_the_method(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_drift_under_a_replaced_class_is_told_with_the_method(tmp_path: Path):
     edit, drift = REPLACED_CLASS
-    with_edits(monkeypatch, tmp_path, edit)
-    found = compare_model(MODEL, str(planted(tmp_path / "release", [drift])), tmp_path)
+    config = with_edits(tmp_path, edit)
+    found = compare_model(MODEL, str(planted(tmp_path / "release", [drift])), tmp_path, config=config)
     is_told(found, drift)
     (method,) = (site for site in found.sites if site.symbol == "Qwen3MoeTopKRouter.forward")
     assert (method.kind, method.passes, method.verdict) == ("changed", ("hand_edits",), PERSON)
 
 
-def test_a_target_that_is_gone_needs_a_person_and_a_reviewed_one_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    with_edits(monkeypatch, tmp_path, override("Qwen3MoeRMSNorm.extra_repr"))
+def test_a_target_that_is_gone_needs_a_person_and_a_reviewed_one_does_not(tmp_path: Path):
+    config = with_edits(tmp_path, override("Qwen3MoeRMSNorm.extra_repr"))
     gone = Drift(FILE, "Qwen3MoeRMSNorm.extra_repr", "def extra_repr", "def extra_representation")
-    found = compare_model(MODEL, str(planted(tmp_path / "gone", [gone])), tmp_path)
+    found = compare_model(MODEL, str(planted(tmp_path / "gone", [gone])), tmp_path, config=config)
     site = next(site for site in found.sites if site.kind == "hand edit")
     assert (found.verdict, site.symbol, site.new_upstream) == (
         PERSON,
@@ -433,13 +430,13 @@ def test_a_target_that_is_gone_needs_a_person_and_a_reviewed_one_does_not(
     ) and "does not have" in site.reason
     assert not [site for site in found.sites if site.kind == "refused"]  # the same, once
     release = str(planted(tmp_path / "changed", [Drift(FILE, gone.symbol, "eps=", "epsilon=")]))
-    assert compare_model(MODEL, release, tmp_path).verdict == PERSON
-    assert compare_model(MODEL, release, tmp_path, [gone.symbol]).verdict == REVIEW
+    assert compare_model(MODEL, release, tmp_path, config=config).verdict == PERSON
+    assert compare_model(MODEL, release, tmp_path, [gone.symbol], config).verdict == REVIEW
 
 
-def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path):
     edit, drift = UNDER_EDITS[0]
-    with_edits(monkeypatch, tmp_path, edit)
+    with_edits(tmp_path, edit)
     before = {path: path.read_bytes() for path in (tmp_path / MODEL).iterdir()}
     release = releases.find(str(planted(tmp_path / "release", [drift]))).release
     drifted = pipeline.generate(upstream.load_from(release, MODEL), ModelConfig(MODEL, edits=(edit,)))
@@ -450,9 +447,9 @@ def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path, mo
     assert provenance.drifted_edits(tmp_path / MODEL, drifted) == []
 
 
-def test_an_edit_that_was_changed_was_read_against_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_edit_that_was_changed_was_read_against_its_target(tmp_path: Path):
     edit, drift = UNDER_EDITS[0]
-    with_edits(monkeypatch, tmp_path, edit)
+    with_edits(tmp_path, edit)
     release = releases.find(str(planted(tmp_path / "release", [drift]))).release
     other = replace(edit, code=edit.code.replace("super()", "None"))
     drifted = pipeline.generate(upstream.load_from(release, MODEL), ModelConfig(MODEL, edits=(other,)))
