@@ -101,13 +101,19 @@ class _Walk:
         self._entered[name] = None
         infos = list(self.anatomy.lineage(name))
         methods = dict.fromkeys(method for info in infos for method in info.methods)
-        if {"forward", "__call__"} & methods.keys() or _inherited(self.anatomy, name):
+        if (
+            self._assigned(name, "forward")
+            or {"forward", "__call__"} & methods.keys()
+            or _inherited(self.anatomy, name)
+        ):
             self.reached.setdefault(name)
         for method in ("forward", "backward", "__call__", *(m for m in methods if m.startswith("__")), *self._read):
             self.member(name, method)
         for info in infos:
             for base in info.node.bases:
                 self.meant(self.names.resolve(base))
+            for keyword in info.node.keywords:  # a metaclass
+                _Code(self, "", info.node).visit(keyword)
             _Code(self, name, info.node).decorators(info.node)
             if init := info.methods.get("__init__"):
                 _Code(self, name, init, makes=True).visit(init)
@@ -187,9 +193,13 @@ class _Walk:
         statements = self.names.statements.get(name, ())
         if "*" in self.names.origins and not (statements or name in self.names.origins or hasattr(builtins, name)):
             self.unread[name] = f"{UNREAD}: from {' or '.join(self.names.origins['*'])}"
+        read = {name} & self.anatomy.classes.keys() if sum(isinstance(s, ast.ClassDef) for s in statements) < 2 else ()
         for statement in statements:
-            if not isinstance(statement, ast.ClassDef) or name not in self.anatomy.classes:
-                if getattr(statement, "name", "") == name:
+            defined = getattr(statement, "name", name)
+            if defined != name:  # what decorates it is read, or it changes the name: it may be what is called
+                self.name(defined)
+            elif defined not in read or not isinstance(statement, ast.ClassDef):
+                if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
                     self.reached.setdefault(name)
                 _Code(self, "", statement).visit(statement)
 
@@ -247,6 +257,10 @@ class _Code(ast.NodeVisitor):
             self._walk.unread[f"{self._owner}.{meaning}".strip(".")] = f"{UNREAD}: {ast.unparse(node)}"
         if meaning == "builtins.getattr" and isinstance(node.args[1], ast.Constant):
             self.visit(_got(node))
+        if meaning in ("operator.attrgetter", "operator.methodcaller"):
+            self._walk.other(str(getattr(node.args[0], "value", "")))
+        if meaning == "builtins.vars":
+            self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
         for called in self._callees(node.func):
             if own_attribute(called) is not None:
                 self._walk.called(self._owner, called.attr)

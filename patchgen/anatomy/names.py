@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, stored
+from patchgen.anatomy.classes import FunctionNode, dotted, stored
 from patchgen.source import bound_names
 
 
@@ -124,8 +124,15 @@ def _changed(statement: ast.stmt) -> set[str]:
     stores = getattr(statement, "targets", [getattr(statement, "target", None)])
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`
+    elif isinstance(statement, FunctionNode | ast.ClassDef):
+        inside = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
+        local = local_names(statement)
+        stores = [
+            node for node in inside if isinstance(node.ctx, ast.Store) and dotted(node).split(".")[0] not in local
+        ]
+        stores += statement.decorator_list
     for node in stores:
-        while isinstance(node, ast.Attribute | ast.Subscript):
-            node = node.value
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+            node = node.func if isinstance(node, ast.Call) else node.value
         found |= {node.id} if isinstance(node, ast.Name) else set()
     return found
