@@ -32,7 +32,8 @@ PARTS = "runs what is listed here"
 ELSEWHERE = "another file's, which no pass reads"
 EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
-HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict", "functools.partial", "torch.compile")
+HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
+CALLED_PARTS = ("func", "value", "elt", "elts", "values", "body", "orelse")
 ALL_PARTS = ("children", "named_children", "modules", "named_modules", "_modules", "get_submodule", "__dict__")
 OF_OTHERS = ("builtins.eval", "builtins.exec", "builtins.globals", "builtins.__import__", "importlib.import_module")
 ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "attention"}
@@ -157,30 +158,23 @@ class _Walk:
             if ast.unparse(value) not in keys and not self._is_known(value, owner, where):
                 self.unread.setdefault(f"{owner}.{attribute}", f"{UNREAD}: {ast.unparse(value)}")
 
-    def _is_known(self, value: ast.AST, owner: str, where: ast.AST) -> bool:
+    def _is_known(self, value: ast.expr, owner: str, where: ast.AST) -> bool:
         """Whether names tell what is called where the value is."""
-        parts: Iterable[ast.AST | None] = ()
-        match value:
-            case ast.Call(args=args) if (meaning := self.names.resolve(value.func, _local(where))) in HOLDERS:
-                parts = args if meaning.startswith("torch.nn.") else args[:1]
-            case ast.Call(func=part) | ast.Subscript(value=part) | ast.Starred(value=part):
-                parts = [part]
-            case ast.ListComp(elt=part) | ast.GeneratorExp(elt=part) | ast.DictComp(value=part):
-                parts = [part]
-            case ast.List(elts=found) | ast.Tuple(elts=found) | ast.Dict(values=found) | ast.BoolOp(values=found):
-                parts = found
-            case ast.IfExp():
-                parts = [value.body, value.orelse]
-            case ast.Attribute() if own_attribute(value) is not None:
-                self.called(owner, value.attr)
-            case ast.Name() if value.id in _local(where):
-                bound = [n.value for n in ast.walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]
-                handed = () if bound else self.anatomy.handed(owner, value)
-                where = where if bound else ast.Pass()  # what is handed in stands in another class
-                parts = bound or handed or [None]
-            case _ if not isinstance(value, ast.Constant | ast.Lambda):
-                return value is not None and self.names.resolve(value, _local(where)) is not None
-        return all(part is value or self._is_known(part, owner, where) for part in parts)
+        if own_attribute(value) is not None:
+            self.called(owner, value.attr)
+        if own_attribute(value) is not None or isinstance(value, ast.Constant | ast.Lambda):
+            return True
+        if isinstance(value, ast.Name) and value.id in _local(where):
+            if bound := [n.value for n in ast.walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
+                return all(part is value or self._is_known(part, owner, where) for part in bound)
+            handed = self.anatomy.handed(owner, value)  # stands in another class
+            return bool(handed) and all(self._is_known(part, owner, ast.Pass()) for part in handed)
+        if isinstance(value, ast.Name | ast.Attribute):
+            return self.names.resolve(value, _local(where)) is not None
+        holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
+        found = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
+        parts = [part for one in found for part in (one if isinstance(one, list) else [one])]
+        return all(self._is_known(part, owner, where) for part in parts)
 
     def name(self, name: str) -> None:
         """A name of the module: what imports bind to it, and the statements that define or change it."""
@@ -261,29 +255,26 @@ class _Code(ast.NodeVisitor):
             self._walk.other(str(getattr(node.args[0], "value", "")))
         if meaning == "builtins.vars":
             self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
-        for called in self._callees(node.func):
+        for called in self._bound(node.func):
+            if isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
+                called = _got(called)
             if own_attribute(called) is not None:
                 self._walk.called(self._owner, called.attr)
             elif isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
                 self._walk.unread[f"{self._owner}.getattr".strip(".")] = f"{UNREAD}: {ast.unparse(called)}"
         return self.generic_visit(node)
 
-    def _callees(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a call may call: what a name of the function is bound to, and a table without its key."""
+    def _bound(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What is called, a table without its key; for a name of the function all that it is made of."""
         while isinstance(node, ast.Subscript):
             node = node.value
+        yield node
         if isinstance(node, ast.Name) and node.id in self._local:
-            binds = [n for n in ast.walk(self._where) if isinstance(n, ast.Assign | ast.For | ast.comprehension)]
-            for bind in binds:
-                bound, value = (
-                    (targets(bind), bind.value) if isinstance(bind, ast.Assign) else ([bind.target], bind.iter)
-                )
-                if any(node.id in stored(target) for target in bound):
-                    yield from (value, *getattr(value, "args", ())) if value is not node else ()
-        elif isinstance(node, ast.Call) and self._resolved(node.func) == "builtins.getattr":
-            yield _got(node)
-        else:
-            yield node
+            for bind in ast.walk(self._where):
+                if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
+                    made = bind.value if isinstance(bind, ast.Assign) else bind.iter
+                    if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not made):
+                        yield from (made, *getattr(made, "args", ()), *getattr(made, "elts", ()))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         meaning, attribute = self._resolved(node), own_attribute(node)
