@@ -102,11 +102,8 @@ class _Walk:
         self._entered[name] = None
         infos = list(self.anatomy.lineage(name))
         methods = dict.fromkeys(method for info in infos for method in info.methods)
-        if (
-            self._assigned(name, "forward")
-            or {"forward", "__call__"} & methods.keys()
-            or _inherited(self.anatomy, name)
-        ):
+        runs = {"forward", "__call__"} & methods.keys() or self._assigned(name, "forward")
+        if runs or _inherited(self.anatomy, name):
             self.reached.setdefault(name)
         for method in ("forward", "backward", "__call__", *(m for m in methods if m.startswith("__")), *self._read):
             self.member(name, method)
@@ -249,20 +246,27 @@ class _Code(ast.NodeVisitor):
             return None
         if meaning in OF_OTHERS:
             self._walk.unread[f"{self._owner}.{meaning}".strip(".")] = f"{UNREAD}: {ast.unparse(node)}"
-        if meaning == "builtins.getattr" and isinstance(node.args[1], ast.Constant):
-            self.visit(_got(node))
+        if (got := self._got(node)) is not node:
+            self.visit(got)
         if meaning in ("operator.attrgetter", "operator.methodcaller"):
             self._walk.other(str(getattr(node.args[0], "value", "")))
         if meaning == "builtins.vars":
             self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
-        for called in self._bound(node.func):
-            if isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
-                called = _got(called)
+        for called in map(self._got, self._bound(node.func)):
             if own_attribute(called) is not None:
                 self._walk.called(self._owner, called.attr)
             elif isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
                 self._walk.unread[f"{self._owner}.getattr".strip(".")] = f"{UNREAD}: {ast.unparse(called)}"
         return self.generic_visit(node)
+
+    def _got(self, node: ast.AST) -> ast.AST:
+        """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
+        match node:
+            case ast.Call(args=[owner, ast.Constant(value=name), *_]) if (
+                self._resolved(node.func) == "builtins.getattr"
+            ):
+                return ast.Attribute(owner, name, ast.Load())
+        return node
 
     def _bound(self, node: ast.AST) -> Iterator[ast.AST]:
         """What is called, a table without its key; for a name of the function all that it is made of."""
@@ -294,12 +298,6 @@ class _Code(ast.NodeVisitor):
             self._walk.name(node.id)
 
 
-def _got(node: ast.Call) -> ast.AST:
-    """`owner.name` for `getattr(owner, "name")`; the call itself where the name is computed."""
-    owner, name, *_ = node.args
-    return ast.Attribute(owner, name.value, ast.Load()) if isinstance(name, ast.Constant) else node
-
-
 def _local(where: ast.AST) -> set[str]:
     """The names that a function binds around the code in it; none outside of functions."""
     return local_names(where) if isinstance(where, FunctionNode) else set()
@@ -312,13 +310,10 @@ def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
         is_function = isinstance(where, FunctionNode)
         for node in ast.walk(where) if not is_function or not is_setter(where) else ():
             if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
-                stores = [part for target in targets(node) for part in ast.walk(target)]
-                stores = [
-                    n.value if isinstance(n, ast.Subscript) else n
-                    for n in stores
-                    if isinstance(getattr(n, "ctx", None), ast.Store)
-                ]
-                for name in {own_attribute(part) if is_function else getattr(part, "id", "") for part in stores}:
+                parts = [part for target in targets(node) for part in ast.walk(target)]
+                stores = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
+                held = [part.value if isinstance(part, ast.Subscript) else part for part in stores]
+                for name in {own_attribute(part) if is_function else getattr(part, "id", "") for part in held}:
                     found.setdefault(name, []).append((node.value, where))
     return found
 
@@ -348,9 +343,8 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
     functions = methods or [node for node in anatomy.names.statements.get(name, ()) if isinstance(node, FunctionNode)]
     tower = ", in a tower" if name in towers else ""
     if not functions:
-        return (
-            f"{INHERITED}: {base}" if (base := info and _inherited(anatomy, name)) else f"{UNREAD}{tower}: its methods"
-        )
+        base = info and _inherited(anatomy, name)
+        return f"{INHERITED}: {base}" if base else f"{UNREAD}{tower}: its methods"
     if info and anatomy.method(name, "backward"):
         return f"{UNREAD}{tower}: a backward of its own"
     mixed = next(filter(None, (mixing(f.body, set(parameter_names(f)), name, anatomy) for f in functions)), None)
