@@ -100,7 +100,9 @@ def prove_training_path(
         asked = path.choices(asked_config or config, named_seams or {})
     except Exception as error:
         own = path.upstream_refusal()
-        reason = f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
+        reason = (
+            f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
+        )
         failed = TrainingPath(named_attention or "", "", failures=(reason,))
         if not path.mixes_documents_upstream():
             return failed
