@@ -39,6 +39,8 @@ AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
 MEL_BINS = (80, 128, 64, 32)
 """Of towers whose configs do not say."""
+PATCHED_SIDES = (1, 2, 3, 4, 6, 8, 16)
+"""Of an image in patches."""
 WEIGHT = 0.01
 """Of all weights of the copy: not zero, because some towers divide by the norm of what comes out."""
 
@@ -82,7 +84,12 @@ def kind_of(method: str) -> str:
 
 def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
     first, *others = parameters
-    masks = [name for name in others if name.endswith(("attention_mask", "features_mask"))]
+    required = {
+        name for name, one in parameters.items() if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    }
+    masks = [
+        n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
+    ]
     lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
     told = layout.mel_bins(tower)
     whole = whole_frames(tower)
@@ -93,9 +100,7 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
                 arguments = {first: like.new_zeros(1, *shape)}
                 arguments |= {name: torch.ones(1, frames, dtype=dtype, device=like.device) for name in masks}
                 yield arguments | {
-                    name: torch.tensor([frames], device=like.device)
-                    for name in lengths
-                    if parameters[name].default is inspect.Parameter.empty
+                    name: torch.tensor([frames], device=like.device) for name in lengths if name in required
                 }
                 if not masks:
                     break
@@ -124,6 +129,9 @@ def _pictures(tower: Any, kind: str, parameters: Any, sp: int, like: Tensor) -> 
             # Not zeros: some models take an image of zeros for the filling of a batch, and drop it.
             arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
             yield arguments | ({"image_sizes": integers([height, width])} if with_sizes else {})
+    if kind == layout.IMAGE and isinstance(getattr(tower, "patch_size", None), int):
+        for side in PATCHED_SIDES:  # patches that do not say where they lie
+            yield {first: like.new_ones(1, side * side, layout.patch_values(tower))}
 
 
 def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[dict[str, Tensor]]:
@@ -133,9 +141,10 @@ def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[d
     shape = next((name for name in others if name.endswith("spatial_shapes")), None)
     if (position is None and shape is None) or not isinstance(getattr(tower, "patch_size", None), int):
         return
-    for side in (1, 2, 3, 4, 6, 8, 16):
+    sizes = dict.fromkeys((layout.patch_values(tower), layout.merged_patch_values(tower)))
+    for values, side in itertools.product(sizes, PATCHED_SIDES):
         for frames in ((), (1,)) if kind == layout.VIDEO else ((),):
-            arguments = {first: like.new_zeros(1, *frames, side * side, layout.patch_values(tower))}
+            arguments = {first: like.new_zeros(1, *frames, side * side, values)}
             if position is not None:
                 places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).to(like.device)
                 arguments[position] = places.view(1, *frames, side * side, 2)

@@ -15,13 +15,15 @@ IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 
 
 def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
-    """The config of the tower that takes a modality.
+    """The config of the tower that takes a modality: the model's own, where that says how large a patch of an image is.
 
     Raises:
         ValueError: the config has none under a name that transformers uses.
     """
     names = ("audio_config", "encoder_config") if kind == AUDIO else ("vision_config", "vq_config")
     found = next((vars(config)[name] for name in names if vars(config).get(name) is not None), None)
+    if found is None and kind == IMAGE and first_int(config, "patch_size", default=0):
+        return config
     if found is None:
         raise ValueError(
             f"{type(config).__name__} has no {' or '.join(names)}, so what a minimal {kind} looks like is not known."
@@ -37,6 +39,11 @@ def merge_size(vision: PreTrainedConfig) -> int:
 def patch_values(vision: PreTrainedConfig) -> int:
     """The numbers in a packed patch: channels x frames x height x width."""
     return channels(vision) * first_int(vision, "temporal_patch_size", default=1) * vision.patch_size**2
+
+
+def merged_patch_values(vision: PreTrainedConfig) -> int:
+    """The numbers in a patch that a tower without an encoder takes: of all patches that it would pool."""
+    return patch_values(vision) * first_int(vision, "pooling_kernel_size", default=1) ** 2
 
 
 def channels(vision: PreTrainedConfig) -> int:

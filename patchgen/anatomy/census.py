@@ -7,13 +7,22 @@ rewrote is named with the reason; what nothing is known of is `UNREAD`.
 from __future__ import annotations
 
 import ast
+import builtins
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
-from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    is_setter,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import Role
+from patchgen.anatomy.roles import INTERFACE, Role
 from patchgen.anatomy.tokenwise import mixing
 
 COVERED = "passes"
@@ -21,6 +30,12 @@ UNREAD = "not read"
 TOKENWISE = "each token by itself"
 PARTS = "runs what is listed here"
 ELSEWHERE = "another file's, which no pass reads"
+EAGER = "attention: upstream's eager form"
+INHERITED = "its forward is torch's"
+HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
+CALLED_PARTS = ("func", "value", "elt", "elts", "values", "body", "orelse")
+ALL_PARTS = ("children", "named_children", "modules", "named_modules", "_modules", "get_submodule", "__dict__")
+OF_OTHERS = ("builtins.eval", "builtins.exec", "builtins.globals", "builtins.__import__", "importlib.import_module")
 ROLES = {Role.ROTARY: "positions", Role.ROUTER: "a router", Role.ATTENTION: "attention"}
 
 
@@ -35,12 +50,16 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
     walk = _Walk(anatomy)
     for head in heads:
         walk.enter(head)
+    chosen = set(walk.reached)
+    for code, argument in walk.eager:
+        code.visit(argument)
     towers = anatomy.reached_from(i.name for role in (Role.VISION, Role.AUDIO) for i in anatomy.with_role(role))
     found = {}
     for name in walk.reached:
         names = [info.name for info in anatomy.lineage(name)] or [name]  # a function has no lineage
         passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
-        found[name] = f"{COVERED}: {', '.join(passes)}" if passes else _reason(name, anatomy, towers, walk.reached)
+        reason = _reason(name, anatomy, towers, walk.reached) if name in chosen else EAGER
+        found[name] = f"{COVERED}: {', '.join(passes)}" if passes else reason
     return found | dict.fromkeys(walk.outside, ELSEWHERE) | walk.unread
 
 
@@ -55,97 +74,282 @@ def summary(found: Mapping[str, str]) -> str:
 
 
 class _Walk:
-    """What code reaches: classes and functions of the file, and the names of others' that are no library's."""
+    """What code reaches: classes and functions of the file, and the names of others' that are no library's.
+
+    Names are followed, not calls: a function that is handed on is called elsewhere.
+    """
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
-        self._seen: set[tuple[str, str]] = set()
+        self.anatomy, self.names = anatomy, anatomy.names
+        self._stores = {name: _stores(info) for name, info in anatomy.classes.items()}
+        self._seen: set[tuple[str, ...]] = set()
+        self._entered: dict[str, None] = {}
+        self._read: dict[str, None] = {}  # attributes of other objects than self
+        self.eager: list[tuple[_Code, ast.AST]] = []  # what stands for the attention that a run chooses
         self.reached: dict[str, None] = {}
         self.outside: dict[str, None] = {}
         self.unread: dict[str, str] = {}
 
+    def _is_new(self, *what: str) -> bool:
+        known = what in self._seen
+        self._seen.add(what)
+        return not known
+
     def enter(self, name: str) -> None:
-        """An instance of the class that is called."""
-        if self._anatomy.method(name, "forward") is not None:
-            self.reached.setdefault(name)
-            self._method(name, "forward")
-
-    def _method(self, owner: str, method: str) -> None:
-        found = self._anatomy.method(owner, method)
-        if found is not None and (owner, method) not in self._seen:
-            self._seen.add((owner, method))
-            self._code(found[1], owner)
-
-    def _code(self, function: FunctionNode, owner: str) -> None:
-        local = local_names(function)
-        for node in ast.walk(function):
-            if owner and (attribute := own_attribute(node)) is not None:
-                self._method(owner, attribute)
-                self._attribute(owner, attribute)
-            if isinstance(node, ast.Call):
-                self._meant(node.func, local)
-                if owner and (attribute := own_attribute(node.func)) is not None:
-                    self._require_known(owner, attribute)
-
-    def _attribute(self, owner: str, attribute: str) -> None:
-        if (owner, f".{attribute}") in self._seen:
+        """An instance of the class: what runs when it is called, and what `__init__` does but for assigning attributes."""
+        if name in self._entered:
             return
-        self._seen.add((owner, f".{attribute}"))
-        for build in (*self._anatomy.builds(owner), *self._anatomy.auto_builds(owner)):
-            if build.attribute == attribute and (target := self._anatomy.target_of(build)):
-                self.enter(target) if target in self._anatomy.classes else self.outside.setdefault(target)
-        nodes, local = self._assigned(owner, attribute)
-        for node in nodes:
-            if isinstance(node, ast.Call | ast.Subscript):
-                self._meant(node.func if isinstance(node, ast.Call) else node.value, local)
+        self._entered[name] = None
+        infos = list(self.anatomy.lineage(name))
+        methods = dict.fromkeys(method for info in infos for method in info.methods)
+        runs = {"forward", "__call__"} & methods.keys() or self._assigned(name, "forward")
+        if runs or _inherited(self.anatomy, name):
+            self.reached.setdefault(name)
+        for method in ("forward", "backward", "__call__", *(m for m in methods if m.startswith("__")), *self._read):
+            self.member(name, method)
+        for info in infos:
+            for base in info.node.bases:
+                self.meant(self.names.resolve(base))
+            for keyword in info.node.keywords:  # a metaclass
+                _Code(self, "", info.node).visit(keyword)
+            _Code(self, name, info.node).decorators(info.node)
+            if init := info.methods.get("__init__"):
+                _Code(self, name, init, makes=True).visit(init)
 
-    def _assigned(self, owner: str, attribute: str) -> tuple[list[ast.AST], set[str]]:
-        """What __init__ assigns to an attribute, its parts too, and the names of that scope; the first is the whole."""
-        value, init = self._anatomy.attribute(owner, attribute), self._anatomy.method(owner, "__init__")
-        return (list(ast.walk(value)), local_names(init[1])) if value is not None and init is not None else ([], set())
+    def member(self, owner: str, name: str, *, inherited: bool = False) -> None:
+        """What `.name` of an instance is: a method, with `inherited` its ancestors' too, and all that is assigned to it."""
+        if name == "__init__" or not self._is_new(owner, name, str(inherited)):
+            return
+        for build in self.anatomy.auto_builds(owner):
+            if build.attribute == name and (target := self.anatomy.target_of(build)):
+                self.enter(target) if target in self.anatomy.classes else self.outside.setdefault(target)
+        found = [info.methods[name] for info in self.anatomy.lineage(owner) if name in info.methods]
+        for method in found if inherited else found[:1]:
+            self.reached.setdefault(owner)
+            _Code(self, owner, method).visit(method)
+        for value, where in self._assigned(owner, name):
+            _Code(self, owner, where).visit(value)
+        for info in self.anatomy.lineage(owner) if name in ALL_PARTS else ():
+            for attribute in self._stores[info.name]:
+                self.member(owner, attribute)
 
-    def _require_known(self, owner: str, attribute: str) -> None:
-        """An attribute that is called and that no name tells anything of."""
-        nodes, local = self._assigned(owner, attribute)
-        is_known = any(self._anatomy.names.resolve(node, local) for node in nodes)
-        if nodes and not is_known and self._anatomy.method(owner, attribute) is None:
-            self.unread[f"{owner}.{attribute}"] = f"{UNREAD}: {ast.unparse(nodes[0])}"
+    def other(self, name: str) -> None:
+        """`.name` of another object than self: of any class that is on the way."""
+        if name not in self._read:
+            self._read[name] = None
+            for owner in [*self._entered]:
+                self.member(owner, name)
 
-    def _meant(self, node: ast.AST, local: Container[str]) -> None:
-        """What an expression stands for that is called, or looked up in: a class, a function, a table of them."""
-        meaning = self._anatomy.names.resolve(node, local) or ""
-        name = meaning.removeprefix(".")
-        if not meaning.startswith("."):
-            if meaning and not _is_library(meaning):
-                self.outside.setdefault(meaning)
-        elif name in self._anatomy.classes:
+    def _assigned(self, owner: str, attribute: str) -> list[tuple[ast.expr, ast.AST]]:
+        """Each value of an attribute, and the code that it stands in."""
+        return [pair for i in self.anatomy.lineage(owner) for pair in self._stores[i.name].get(attribute, ())]
+
+    def called(self, owner: str, attribute: str) -> None:
+        """An attribute that is called: named, where a value of it is nothing that a name tells."""
+        if self.anatomy.method(owner, attribute) is not None or not self._is_new(owner, attribute, "called"):
+            return
+        values = self._assigned(owner, attribute)
+        # `config.act` beside `TABLE[config.act]`: a function that a caller put there
+        keys = {ast.unparse(n.slice) for value, _ in values for n in ast.walk(value) if isinstance(n, ast.Subscript)}
+        for value, where in values:
+            if ast.unparse(value) not in keys and not self._is_known(value, owner, where):
+                self.unread.setdefault(f"{owner}.{attribute}", f"{UNREAD}: {ast.unparse(value)}")
+
+    def _is_known(self, value: ast.expr, owner: str, where: ast.AST) -> bool:
+        """Whether names tell what is called where the value is."""
+        if own_attribute(value) is not None:
+            self.called(owner, value.attr)
+        if own_attribute(value) is not None or isinstance(value, ast.Constant | ast.Lambda):
+            return True
+        if isinstance(value, ast.Name) and value.id in _local(where):
+            if bound := [n.value for n in ast.walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
+                return all(part is value or self._is_known(part, owner, where) for part in bound)
+            handed = self.anatomy.handed(owner, value)  # stands in another class
+            return bool(handed) and all(self._is_known(part, owner, ast.Pass()) for part in handed)
+        if isinstance(value, ast.Name | ast.Attribute):
+            return self.names.resolve(value, _local(where)) is not None
+        holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
+        found = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
+        parts = [part for one in found for part in (one if isinstance(one, list) else [one])]
+        return all(self._is_known(part, owner, where) for part in parts)
+
+    def name(self, name: str) -> None:
+        """A name of the module: what imports bind to it, and the statements that define or change it."""
+        if not self._is_new(name):
+            return
+        if name in self.anatomy.classes:
             self.enter(name)
-        elif ("", name) not in self._seen:
-            self._seen.add(("", name))
-            if name in self._anatomy.functions:
-                self.reached.setdefault(name)
-                self._code(self._anatomy.functions[name], "")
-            for part in ast.walk(self._anatomy.tables[name]) if name in self._anatomy.tables else ():
-                self._meant(part, ())
+        for meaning in self.names.origins.get(name, ()):
+            self.meant(meaning)
+        statements = self.names.statements.get(name, ())
+        if "*" in self.names.origins and not (statements or name in self.names.origins or hasattr(builtins, name)):
+            self.unread[name] = f"{UNREAD}: from {' or '.join(self.names.origins['*'])}"
+        read = {name} & self.anatomy.classes.keys() if sum(isinstance(s, ast.ClassDef) for s in statements) < 2 else ()
+        for statement in statements:
+            defined = getattr(statement, "name", name)
+            if defined != name:  # what decorates it is read, or it changes the name: it may be what is called
+                self.name(defined)
+            elif defined not in read or not isinstance(statement, ast.ClassDef):
+                if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr):
+                    self.reached.setdefault(name)
+                _Code(self, "", statement).visit(statement)
+
+    def meant(self, meaning: str | None) -> None:
+        """What an import, or dots behind one, name."""
+        if meaning and not meaning.startswith(".") and not _is_library(meaning):
+            self.outside.setdefault(meaning)
+
+
+class _Code(ast.NodeVisitor):
+    """Tells the walk what a piece of code reads. `makes`: what an `__init__` assigns to attributes is left for later."""
+
+    def __init__(self, walk: _Walk, owner: str, where: ast.AST, *, makes: bool = False) -> None:
+        self._walk, self._owner, self._where, self._makes = walk, owner, where, makes
+        self._local = _local(where)
+
+    def _resolved(self, node: ast.AST) -> str | None:
+        return self._walk.names.resolve(node, self._local)
+
+    def decorators(self, node: ast.ClassDef | FunctionNode) -> None:
+        """What replaces a class or function; those of transformers leave it alone unless a run asks them not to."""
+        for one in node.decorator_list:
+            is_theirs = (self._resolved(getattr(one, "func", one)) or "").startswith("transformers.")
+            for part in getattr(one, "args", ()) if is_theirs else (one,):
+                self.visit(part)
+
+    def generic_visit(self, node: ast.AST) -> None:
+        if isinstance(node, FunctionNode | ast.ClassDef):
+            self.decorators(node)
+        for field, value in ast.iter_fields(node):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and field not in ("annotation", "returns", "decorator_list"):
+                    self.visit(child)
+
+    def visit_Assign(self, node: ast.Assign | ast.AnnAssign) -> None:
+        if not self._makes or not any(own_attribute(target) for target in targets(node)):
+            self.generic_visit(node)
+
+    visit_AnnAssign = visit_Assign
+
+    def visit_Import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for _, meaning in self._walk.names.imports(node):
+            self._walk.meant(meaning)
+
+    visit_ImportFrom = visit_Import
+
+    def visit_Call(self, node: ast.Call) -> None:
+        meaning = self._resolved(node.func) or ""
+        if meaning in ("builtins.isinstance", "builtins.hasattr"):
+            return self.visit(node.args[0])
+        if meaning.endswith(f".{INTERFACE}.get_interface"):
+            self._walk.eager += [(self, argument) for argument in node.args]
+            return None
+        if meaning in OF_OTHERS:
+            self._walk.unread[f"{self._owner}.{meaning}".strip(".")] = f"{UNREAD}: {ast.unparse(node)}"
+        if (got := self._got(node)) is not node:
+            self.visit(got)
+        if meaning in ("operator.attrgetter", "operator.methodcaller"):
+            self._walk.other(str(getattr(node.args[0], "value", "")))
+        if meaning == "builtins.vars":
+            self.visit(ast.Attribute(node.args[0], "__dict__", ast.Load()))
+        for called in map(self._got, self._bound(node.func)):
+            if own_attribute(called) is not None:
+                self._walk.called(self._owner, called.attr)
+            elif isinstance(called, ast.Call) and self._resolved(called.func) == "builtins.getattr":
+                self._walk.unread[f"{self._owner}.getattr".strip(".")] = f"{UNREAD}: {ast.unparse(called)}"
+        return self.generic_visit(node)
+
+    def _got(self, node: ast.AST) -> ast.AST:
+        """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
+        match node:
+            case ast.Call(args=[owner, ast.Constant(value=name), *_]) if (
+                self._resolved(node.func) == "builtins.getattr"
+            ):
+                return ast.Attribute(owner, name, ast.Load())
+        return node
+
+    def _bound(self, node: ast.AST) -> Iterator[ast.AST]:
+        """What is called, a table without its key; for a name of the function all that it is made of."""
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        yield node
+        if isinstance(node, ast.Name) and node.id in self._local:
+            for bind in ast.walk(self._where):
+                if isinstance(bind, ast.Assign | ast.For | ast.comprehension):
+                    made = bind.value if isinstance(bind, ast.Assign) else bind.iter
+                    if any(node.id in stored(part) for part in ast.iter_child_nodes(bind) if part is not made):
+                        yield from (made, *getattr(made, "args", ()), *getattr(made, "elts", ()))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        meaning, attribute = self._resolved(node), own_attribute(node)
+        if meaning and not meaning.startswith(".") and not _is_library(meaning):
+            return self._walk.meant(meaning)
+        if meaning is None and isinstance(node.ctx, ast.Load) and self._resolved(node.value):
+            self._walk.unread[ast.unparse(node)] = f"{UNREAD}: replaced in this file"
+        if attribute is not None and self._owner:
+            return self._walk.member(self._owner, attribute)
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super":
+            return self._walk.member(self._owner, node.attr, inherited=True)
+        self._walk.other(node.attr)
+        return self.visit(node.value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if node.id not in self._local:
+            self._walk.name(node.id)
+
+
+def _local(where: ast.AST) -> set[str]:
+    """The names that a function binds around the code in it; none outside of functions."""
+    return local_names(where) if isinstance(where, FunctionNode) else set()
+
+
+def _stores(info: ClassInfo) -> dict[str, list[tuple[ast.expr, ast.AST]]]:
+    """Attribute -> the values that the class's body and its methods assign to it, each with the code it stands in."""
+    found: dict[str, list[tuple[ast.expr, ast.AST]]] = {}
+    for where in info.node.body:
+        is_function = isinstance(where, FunctionNode)
+        for node in ast.walk(where) if not is_function or not is_setter(where) else ():
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                parts = [part for target in targets(node) for part in ast.walk(target)]
+                stores = [part for part in parts if isinstance(getattr(part, "ctx", None), ast.Store)]
+                held = [part.value if isinstance(part, ast.Subscript) else part for part in stores]
+                for name in {own_attribute(part) if is_function else getattr(part, "id", "") for part in held}:
+                    found.setdefault(name, []).append((node.value, where))
+    return found
+
+
+def _inherited(anatomy: Anatomy, name: str) -> str | None:
+    """torch's module whose forward a class without one has."""
+    bases = [anatomy.names.resolve(base) or "" for info in anatomy.lineage(name) for base in info.node.bases]
+    return next((base for base in bases if base.startswith("torch.nn.") and base != "torch.nn.Module"), None)
 
 
 def _is_library(meaning: str) -> bool:
-    """Of torch, of Python, or of what transformers shares among its models."""
-    package = meaning.split(".")[0]
-    if package == "transformers":
-        return not meaning.startswith("transformers.models.") or meaning.startswith("transformers.models.auto.")
-    return package in ("torch", "numpy") or package in sys.stdlib_module_names
+    """Of torch, of Python, or of what transformers shares among its models: not what others write for either."""
+    package, *parts = meaning.split(".")
+    if package == "transformers" and parts:
+        return parts[0] != "integrations" and (parts[0] != "models" or parts[1:2] == ["auto"])
+    if package == "torch" and parts[:1] == ["ops"]:
+        return parts[1:2] in ([], ["aten"])
+    return package in ("torch", "numpy", "transformers") or package in sys.stdlib_module_names
 
 
 def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Container[str]) -> str:
     info = anatomy.classes.get(name)
-    function = anatomy.functions[name] if info is None else anatomy.method(name, "forward")[1]
     for role, reason in ROLES.items():
         if info is not None and role in info.roles:
             return f"{reason}: {info.roles[role]}" if role == Role.ATTENTION else reason
-    mixed = mixing(function.body, set(parameter_names(function)), name, anatomy)
+    methods = [found[1] for run in ("forward", "__call__") if info and (found := anatomy.method(name, run))]
+    functions = methods or [node for node in anatomy.names.statements.get(name, ()) if isinstance(node, FunctionNode)]
+    tower = ", in a tower" if name in towers else ""
+    if not functions:
+        base = info and _inherited(anatomy, name)
+        return f"{INHERITED}: {base}" if base else f"{UNREAD}{tower}: its methods"
+    if info and anatomy.method(name, "backward"):
+        return f"{UNREAD}{tower}: a backward of its own"
+    mixed = next(filter(None, (mixing(f.body, set(parameter_names(f)), name, anatomy) for f in functions)), None)
     if mixed is None:
         return TOKENWISE
     if any(build.target in reached for build in anatomy.builds(name)):
         return PARTS
-    return f"{UNREAD}{', in a tower' if name in towers else ''}: {ast.unparse(mixed).splitlines()[0]}"
+    return f"{UNREAD}{tower}: {ast.unparse(mixed).splitlines()[0]}"

@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, stored
+from patchgen.anatomy.classes import FunctionNode, dotted, stored
 from patchgen.source import bound_names
 
 
@@ -19,11 +19,22 @@ class Names:
 
     Attributes:
         functions: those that the file defines, in the branches of an `if` or `try` too.
+        origins: name -> all that imports bind to it, where several do too.
+        statements: name -> all that defines it at the module's level, or changes what it holds.
     """
 
     def __init__(self, nodes: Sequence[ast.stmt], base_of: Callable[[int], list[str]] = lambda level: []) -> None:
         self._known: dict[str, str | None] = {}
         self.functions = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
+        self.origins: dict[str, list[str]] = {}
+        self.statements: dict[str, list[ast.stmt]] = {}
+        self._base_of = base_of
+        for leaf in _leaves(nodes):
+            declared = [name for node in ast.walk(leaf) if isinstance(node, ast.Global) for name in node.names]
+            for name in (*_changed(leaf), *declared):
+                self.statements.setdefault(name, []).append(leaf)
+            for name, meaning in self.imports(leaf):
+                self.origins.setdefault(name, []).append(meaning)
         self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
         for statement in nodes:
             for name, meaning in self._bindings(statement, base_of):
@@ -60,6 +71,11 @@ class Names:
         if node.id in self._known:
             return self._known[node.id]
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
+
+    def imports(self, statement: ast.AST) -> Iterator[tuple[str, str]]:
+        """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            yield from self._bindings(statement, self._base_of)
 
     def _bindings(self, statement: ast.stmt, base_of: Callable[[int], list[str]]) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""
@@ -100,3 +116,23 @@ def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
             yield from _leaves([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt | ast.ExceptHandler)])
         elif isinstance(node, ast.stmt):
             yield node
+
+
+def _changed(statement: ast.stmt) -> set[str]:
+    """The names that a statement of the module defines, or whose attributes, items or content it changes."""
+    found = set() if isinstance(statement, ast.Import | ast.ImportFrom) else set(bound_names(statement))
+    stores = getattr(statement, "targets", [getattr(statement, "target", None)])
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        stores = [statement.value.func]  # `TABLE.update(..)`
+    elif isinstance(statement, FunctionNode | ast.ClassDef):
+        inside = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
+        local = local_names(statement)
+        stores = [
+            node for node in inside if isinstance(node.ctx, ast.Store) and dotted(node).split(".")[0] not in local
+        ]
+        stores += statement.decorator_list
+    for node in stores:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+            node = node.func if isinstance(node, ast.Call) else node.value
+        found |= {node.id} if isinstance(node, ast.Name) else set()
+    return found

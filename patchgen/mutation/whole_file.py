@@ -135,14 +135,49 @@ def _computed(place: Place) -> Iterator[tuple[ast.expr, list[str]]]:
                 yield node, names
 
 
+def _apart(node: ast.expr, names: list[str]) -> str:
+    """The function of these names that computes an expression."""
+    parameters = ["module" if name == "self" else name for name in names]
+    body = re.sub(r"\bself\b", "module", ast.unparse(node))
+    return f"def computed_apart({', '.join(parameters)}):\n    return {body}"
+
+
 def in_helper(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     """An expression is computed by a function at the top of the file."""
     for node, names in _computed(place):
         call = ast.parse(f"computed_apart({', '.join(names)})", mode="eval").body
-        parameters = ["module" if name == "self" else name for name in names]
-        body = re.sub(r"\bself\b", "module", ast.unparse(node))
-        top = f"def computed_apart({', '.join(parameters)}):\n    return {body}"
-        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, top), {}
+        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, _apart(node, names)), {}
+
+
+def handed_on(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An expression is computed by a function that another calls."""
+    for node, names in _computed(place):
+        given = ", ".join(names)
+        for code in (
+            f"torch.utils.checkpoint.checkpoint(computed_apart, {given}, use_reentrant=False)",
+            f"next(map(computed_apart, {', '.join(f'[{name}]' for name in names)}))",
+            f"(lambda function: function({given}))(computed_apart)",
+            f'{{"apart": computed_apart}}["apart"]({given})',
+        ):
+            call = ast.parse(code, mode="eval").body
+            yield f"{ast.unparse(node)} -> {code}", place.with_expression(node, call, _apart(node, names)), {}
+
+
+AUTOGRAD = """class ComputedApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 1.25"""
+
+
+def in_autograd_function(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A value goes through a function with a backward of its own, which scales its gradient."""
+    for node, _ in _computed(place):
+        call = ast.parse(f"ComputedApart.apply({ast.unparse(node)})", mode="eval").body
+        yield f"{ast.unparse(node)} -> {ast.unparse(call)}", place.with_expression(node, call, AUTOGRAD), {}
 
 
 def in_method(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
@@ -283,10 +318,12 @@ FILE_OPERATORS = (
     FileOperator("function of the same name", other_body),
     FileOperator("function defined twice", shadowed),
     FileOperator("learned factor", parameter_added),
+    FileOperator("backward of its own", in_autograd_function),
     FileOperator("class renamed", class_renamed, keeps_meaning=True),
     FileOperator("local renamed", local_renamed, keeps_meaning=True),
     FileOperator("attribute renamed", attribute_renamed, keeps_meaning=True),
     FileOperator("computed by a function", in_helper, keeps_meaning=True),
+    FileOperator("function handed on", handed_on, keeps_meaning=True),
     FileOperator("computed by a method", in_method, keeps_meaning=True),
     FileOperator("computed in another module", in_module, keeps_meaning=True),
     FileOperator("class in another module", class_moved, keeps_meaning=True),

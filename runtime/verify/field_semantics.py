@@ -127,7 +127,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("input width of a later part", r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim)", HIDDEN),
     _rule(
         "model width",
-        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|dim_model_base|residual_channels)",
+        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
         HIDDEN,
     ),
     _rule("centroids", r"num_centroids|.*codebook_size", 16),

@@ -113,8 +113,7 @@ class MediaMaker:
 
     def _ask(self, item: Item) -> int:
         method = self._features(item.kind)
-        known = inspect.signature(method).parameters
-        named = {name for name, one in known.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+        named = set(self._parameters(item.kind))
         arguments = {name: value for name, value in item.arguments.items() if name in named or not named}
         training = self.model.training
         self.model.eval()
@@ -132,6 +131,18 @@ class MediaMaker:
         owner = next((model for model in (self.model, *self.model.children()) if _names_arguments(model, name)), None)
         owner = owner or next((one for one in (self.model, *self.model.children()) if hasattr(one, name)), self.model)
         return getattr(owner, name)
+
+    def _parameters(self, kind: str) -> dict[str, inspect.Parameter]:
+        """What the method takes by name: of a head that hands on whatever it is given, what the model in it takes as well."""
+        name = f"get_{kind}_features"
+        found = dict(inspect.signature(self._features(kind)).parameters)
+        if any(one.kind is one.VAR_KEYWORD for one in found.values()):
+            inner = [getattr(model, name) for model in self.model.children() if hasattr(model, name)]
+            found = {
+                **{n: one for method in inner for n, one in inspect.signature(method).parameters.items()},
+                **found,
+            }
+        return {n: one for n, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
 
     # ------------------------------------------------------------------------------------------------ vision
 
@@ -248,22 +259,18 @@ class MediaMaker:
         """A sound of so many frames."""
         tower = layout.tower_config(self.config, AUDIO)
         arguments = {"input_features": self._noise(1, layout.mel_bins(tower), frames)}
-        for name in AUDIO_MASKS:
+        for name in (*AUDIO_MASKS, *self._required(AUDIO, "_mask")):
             if name in self.known:
                 arguments[name] = torch.ones(1, frames, dtype=torch.long)
-        for name in self._lengths() & self.known:
+        for name in self._required(AUDIO, "lengths") & self.known:
             per_frame = layout.first_int(tower, "hop_length", default=1) if "sample" in name else 1
             arguments[name] = torch.tensor([frames * per_frame])
         return Item(AUDIO, arguments)
 
-    def _lengths(self) -> set[str]:
-        """The arguments without which sounds have no features, and which say how long each is: in samples, or in frames."""
-        parameters = inspect.signature(self._features(AUDIO)).parameters
-        return {
-            name
-            for name, one in parameters.items()
-            if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD and name.endswith("lengths")
-        }
+    def _required(self, kind: str, ending: str) -> set[str]:
+        """The arguments without which there are no features, and which say how long each sound is: masks, or lengths."""
+        parameters = self._parameters(kind)
+        return {name for name, one in parameters.items() if one.default is one.empty and name.endswith(ending)}
 
     def _noise(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator)
@@ -293,7 +300,7 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
-    if name not in ("input_features", *AUDIO_MASKS):
+    if name not in ("input_features", *AUDIO_MASKS) and not name.endswith("padding_mask"):
         return tensors
     longest = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]

@@ -7,7 +7,7 @@ the trainer calls it:
 
     causality      a later token changes no earlier logits, unless it does so upstream
     plain          rows of one document; the number of labels of the step is handed in
-    padded         zeros of the mask behind the tokens, and before them
+    padded         zeros of the mask behind the tokens, and before them; where upstream itself reads the padding only if equal
     packed         a row of several documents against each alone: logits, loss, every gradient
     leak           other tokens in one document change no logits of the others
     chunks         the packed row again, its loss in chunks of a few tokens
@@ -99,7 +99,11 @@ def prove_training_path(
     try:
         asked = path.choices(asked_config or config, named_seams or {})
     except Exception as error:
-        failed = TrainingPath(named_attention or "", "", failures=(f"its first step fails: {told(error)}",))
+        own = path.upstream_refusal()
+        reason = (
+            f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
+        )
+        failed = TrainingPath(named_attention or "", "", failures=(reason,))
         if not path.mixes_documents_upstream():
             return failed
         path = path.with_documents_apart()

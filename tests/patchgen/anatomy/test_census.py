@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 
 import pytest
 from generation_cases import edited, load
+from planted_code import PLACES, PLANTS, planted
 from typer.testing import CliRunner
 
-from patchgen import pipeline
-from patchgen.anatomy.census import summary
+from patchgen import pipeline, source
+from patchgen.anatomy import study
+from patchgen.anatomy.census import census, summary
+from patchgen.anatomy.roles import Role
 from patchgen.cli import app
 
 
@@ -65,12 +69,39 @@ def test_what_no_pass_sees_is_named(edits, name, reason):
     assert census_of("llama", *edits, config=config)[name] == reason
 
 
+upstream_of = functools.cache(load)
+MODELS = list(PLACES)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(MODELS[number % len(MODELS)], name) for number, name in enumerate(PLANTS)]
+)
+def test_what_is_handed_on_or_put_in_anothers_place_is_named(model, name):
+    origin = replace(upstream_of(model), text=planted(upstream_of(model).text, model, name))
+    anatomy = study(source.parse(origin.text, origin.path), origin)
+    found = census(anatomy, [info.name for info in anatomy.with_role(Role.HEAD)], {})
+    for wanted in PLANTS[name][-1]:
+        assert any(one == wanted or (wanted[0] == "*" and one.endswith(wanted[1:])) for one in found), (wanted, found)
+
+
+def test_the_eager_form_of_attention_is_named_as_that():
+    assert census_of("llama")["repeat_kv"] == "attention: upstream's eager form"
+
+
+def test_a_decoder_whose_layers_stand_in_a_table_is_on_the_way():
+    assert census_of("jamba")["JambaMambaMixer"] == "runs what is listed here"
+
+
+def test_a_function_with_a_backward_of_its_own_is_not_taken_for_its_forward():
+    assert census_of("bloom")["GeLUFunction"] == "not read: a backward of its own"
+
+
 def test_it_is_one_line_and_printed():
     line = summary(census_of("llama"))
-    assert line.startswith("5 of 9 classes and functions on the way to the loss in passes; ")
+    assert line.startswith("5 of 11 classes and functions on the way to the loss in passes; ")
     assert "attention: LlamaAttention" in line
     printed = CliRunner().invoke(app, ["generate", "llama", "--dry-run"]).output
-    assert "census 5 of 9" in " ".join(printed.split())
+    assert "census 5 of 11" in " ".join(printed.split())
 
 
 def test_attention_by_torchs_own_function_is_named():

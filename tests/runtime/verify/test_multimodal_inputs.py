@@ -26,6 +26,9 @@ KINDS = {
     "Qwen2_5_VLForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
     "Gemma3ForConditionalGeneration": {"images"},
     "Dots3NoteForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},
+    "FuyuForCausalLM": {"images"},  # the model's own config says what a patch is, and patches do not say where they lie
+    "Gemma4UnifiedForConditionalGeneration": {"images", "video", "audio", "mixed"},  # patches that are pooled already
+    "MossTranscribeDiarizeForConditionalGeneration": {"audio"},  # whose features require a mask that the head hands on
 }  # fmt: skip
 
 

@@ -164,6 +164,36 @@ def test_rounding_is_what_upstream_moves_by_itself():
     assert not is_rounding("loss", step(1e-1), step(0.0), [step(0.5)]), "a discrete choice excuses nothing"
 
 
+def test_a_gradient_that_cancels_upstream_is_zero_within_its_last_bit():
+    """The scores of a single key have no gradient: upstream's is zero, another order of operations leaves rounding."""
+
+    def step(value: float) -> Step:
+        return Step({}, {"score": torch.tensor([value, 0.0]), "value": torch.tensor([2.0])})
+
+    shaken = [step(0.0)]
+    assert is_rounding("gradient of score", step(2e-9), step(0.0), shaken)
+    assert not is_rounding("gradient of score", step(1e-6), step(0.0), shaken)
+
+
+@pytest.mark.parametrize("model_type", ["minimax_m3_vl_text", "blt"])
+def test_padding_that_upstream_itself_reads_is_not_compared(tmp_path, model_type):
+    """Its blocks and patches begin at the row's first place, padding or not."""
+    path = path_of(write_stand_in(tmp_path, model_type))
+    assert path.reason == "" and path.separates_documents
+    assert "padded right" in [check.name for check in path.checks]
+    assert "padded left" not in [check.name for check in path.checks]
+
+
+def test_padding_that_upstream_does_not_read_is_compared(tmp_path):
+    path = path_of(write_stand_in(tmp_path, "llama", edits=(LEAKS,)))
+    assert any(failure.startswith("padded left: logits differ") for failure in path.failures)
+
+
+def test_upstreams_own_refusal_of_a_document_is_said_to_be_that(tmp_path):
+    path = path_of(write_stand_in(tmp_path, "reformer"))
+    assert path.reason.startswith("upstream's own class fails on a document: If training, sequence length 9 has to be")
+
+
 # ---------------------------------------------------------------------------------------------- somebody's own config
 
 
