@@ -9,12 +9,11 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
+from patchgen.anatomy.classes import CONSTRUCTORS, auto_class, calls
+from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import MarkStatements, code_of, transform
 from patchgen.source import Block, Module
-
-AUTO_CLASSES = ("AutoModel", "AutoBackbone")  # and every AutoModelFor...
 
 
 class LocalClasses(SitePass):
@@ -49,10 +48,9 @@ class LocalClasses(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        imported = imported_names(statement for block in module for statement in block.statements)
-        auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
+        names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
         signs = []
-        for block in module if auto_classes else ():
+        for block in module if "Auto" in module.text else ():
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
                 handled = {
@@ -61,9 +59,9 @@ class LocalClasses(SitePass):
                     if isinstance(call.func, ast.Attribute) and call.func.attr in known
                 }
                 signs += [
-                    f"{block.name or f'line {block.line}'} uses {node.id}"
+                    f"{block.name or f'line {block.line}'} uses {ast.unparse(node)}"
                     for node in ast.walk(statement)
-                    if isinstance(node, ast.Name) and node.id in auto_classes and id(node) not in handled
+                    if id(node) not in handled and auto_class(names.resolve(node))
                 ]
         return signs
 

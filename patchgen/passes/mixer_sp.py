@@ -94,7 +94,7 @@ class MixerSP(SitePass):
         if scans:
             raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
         info = anatomy.classes[site.block]
-        needed = [CONVOLUTION] if depthwise_convolutions(info) else []
+        needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
         functions = [function for name, function in anatomy.functions.items() if name in called]
         needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
         rewriter = WrapCalls(operations, self.mark)
