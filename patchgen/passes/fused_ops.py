@@ -11,7 +11,7 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, parameter_names
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, parameter_names, stored
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, PARAMETER
@@ -210,7 +210,10 @@ def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
     made = held[0].args[0] if len(held) == 1 and anatomy.is_a(held[0], PARAMETER) and held[0].args else None
     sizes = made.args if isinstance(made, ast.Call) and anatomy.names.resolve(made.func) in FILLED else []
     handed = [given for size in sizes for given in anatomy.handed(name, size)]
-    return len(sizes) == 1 and not any(isinstance(v, ast.Constant | ast.Tuple | ast.List) for v in (*sizes, *handed))
+    init = anatomy.method(name, "__init__")
+    is_local = any(isinstance(size, ast.Name) and size.id in stored(init[1]) for size in sizes)
+    is_fixed = any(isinstance(value, ast.Constant | ast.Tuple | ast.List) for value in (*sizes, *handed))
+    return len(sizes) == 1 and not is_local and not is_fixed
 
 
 def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:

@@ -53,6 +53,7 @@ IMPORTS = {
     "F": "import torch.nn.functional as F",
     "ACT2FN": "from transformers.activations import ACT2FN",
     "AutoModel": "from transformers import AutoModel",
+    "is_flash_attention_requested": "from transformers.modeling_flash_attention_utils import is_flash_attention_requested",
     "GenerationMixin": "from transformers import GenerationMixin",
 }
 

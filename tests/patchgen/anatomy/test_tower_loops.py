@@ -184,9 +184,10 @@ def chunks(*edits: tuple[str, str]) -> ChunkedConvolution | None:
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
-    info = anatomy_of(text).classes["Sound"]
+    anatomy = anatomy_of(text)
+    info = anatomy.classes["Sound"]
     assert isinstance(info.methods["forward"], ast.FunctionDef)
-    return chunked_convolution(info, info.methods["forward"])
+    return chunked_convolution(anatomy, info, info.methods["forward"])
 
 
 def test_padded_chunks_are_convolved_up_to_their_selection():
