@@ -22,6 +22,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     plain_assignments,
     reads_name,
+    stored,
     stores_of,
 )
 from patchgen.anatomy.names import Names
@@ -131,9 +132,11 @@ class Anatomy:
         if not isinstance(base, ast.Name) or base.id not in names:
             return ()
         found: list[ast.expr | ast.stmt] = []
-        built = [call for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
-        for call in (c for c in built if self.names.resolve(c.func) == f".{owner}"):
+        built = [(info, call) for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
+        for info, call in ((i, c) for i, c in built if self.names.resolve(c.func) == f".{owner}"):
             given = (dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}).get(base.id)
+            if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
+                given = plain_assignments(ast.walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
                 found += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
             elif isinstance(value, ast.Name) and given is not None:

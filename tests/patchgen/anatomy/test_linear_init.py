@@ -53,7 +53,7 @@ def rule(branch: str, test: str = "isinstance(module, nn.Linear)", above: str = 
                 {branch.replace(chr(10), chr(10) + "    ")}
         """
     )
-    return read_linear_init(anatomy.classes["ExamplePreTrainedModel"])
+    return read_linear_init(anatomy, anatomy.classes["ExamplePreTrainedModel"])
 
 
 @pytest.mark.parametrize("case", RULES)
@@ -84,7 +84,7 @@ def test_a_branch_for_several_kinds_counts_and_one_for_others_does_not():
 
 def test_without_a_method_it_is_transformers_own():
     anatomy, _ = model()
-    assert read_linear_init(anatomy.classes["ExamplePreTrainedModel"]) == UPSTREAMS
+    assert read_linear_init(anatomy, anatomy.classes["ExamplePreTrainedModel"]) == UPSTREAMS
 
 
 OVERRIDE = """
