@@ -209,6 +209,8 @@ class _Reader:
             return resolved in TABLES
         if isinstance(value, ast.Call):
             if library == "torch.nn":
+                if name == "Sequential":
+                    return all(self._is_known(part, call) for part in value.args)
                 sizes = _has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
                 return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed and not sizes)
             found = self._anatomy.method(name, "forward") if not library else None

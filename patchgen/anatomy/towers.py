@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.roles import Role
-from patchgen.anatomy.tokenwise import TABLES
+from patchgen.anatomy.roles import LIST, Role
+from patchgen.anatomy.tokenwise import ACTIVATIONS, TABLES, mixing_member
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
 PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
+CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
+KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
 LENGTHS_TEST = "is_flash_attention_requested"
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
@@ -102,7 +104,11 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
-    must_gather = functools.partial(_is_mixed, anatomy, info) if group == "1" else lambda statement: False
+    must_gather = (
+        functools.partial(_is_mixed, anatomy, info)
+        if group == "1"
+        else functools.partial(_leaves_groups, anatomy, info.name)
+    )
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
@@ -260,6 +266,39 @@ def _is_mixed(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
     if isinstance(built, ast.Subscript):
         return anatomy.names.resolve(built.value) not in TABLES
     return not isinstance(built, ast.Call) or anatomy.names.resolve(built.func) not in PER_ROW
+
+
+def _leaves_groups(anatomy: Anatomy, owner: str, node: ast.AST) -> bool:
+    """Whether code of a class does more than to put the rows of a group together and to treat the groups one by one."""
+    loops = [loop for loop in ast.walk(node) if isinstance(loop, ast.For)]
+    steps = {
+        name for loop in loops if _lists_rows(anatomy, owner, own_attribute(loop.iter)) for name in stored(loop.target)
+    }
+    for child in ast.walk(node):
+        if isinstance(child, ast.Subscript) and getattr(child.value, "attr", "") != "shape":
+            return True
+        attribute = own_attribute(child.func) if isinstance(child, ast.Call) else None
+        if attribute is not None:
+            built = anatomy.attribute(owner, attribute)
+            forward = anatomy.method((anatomy.names.resolve(getattr(built, "func", built)) or "")[1:], "forward")
+            is_split = (
+                anatomy.is_a(built, *CONVOLUTIONS) or mixing_member(anatomy, owner, attribute, fixed=False) is None
+            )
+            if not is_split and (forward is None or _leaves_groups(anatomy, forward[0].name, forward[1])):
+                return True
+        elif isinstance(child, ast.Call) and dotted(child.func) not in steps:
+            first = ast.unparse(child.args[0]) if child.args else ""
+            if (getattr(child.func, "attr", ""), first) not in KEEP_ROWS:
+                return True
+    return False
+
+
+def _lists_rows(anatomy: Anatomy, owner: str, attribute: str | None) -> bool:
+    """Whether an attribute is a list of modules that treat each row by itself."""
+    built = anatomy.attribute(owner, attribute or "")
+    parts = built.args[0].elts if anatomy.is_a(built, LIST) and isinstance(built.args[0], ast.List) else []
+    known = {*PER_ROW, *(f"torch.nn.{name}" for name in ACTIVATIONS)}
+    return bool(parts) and all(anatomy.names.resolve(getattr(part, "func", part)) in known for part in parts)
 
 
 def _is_collected(name: str, loop: ast.For) -> bool:

@@ -72,7 +72,9 @@ def test_a_method_that_takes_its_sizes_already_is_named_as_such():
 
 
 def test_a_decorator_of_another_modality_is_left_alone():
-    decorated = MODEL.replace("    def get_image", '    @accepts_precomputed_kwargs(modality="video")\n    def get_image')
+    decorated = MODEL.replace(
+        "    def get_image", '    @accepts_precomputed_kwargs(modality="video")\n    def get_image'
+    )
     outcome = applied(HostValues(), decorated)
     assert not outcome.hits and "belongs to video" in outcome.notes[0]
 
