@@ -58,10 +58,10 @@ class Names:
             owner = self.resolve(node.value, local)
             found = f"{owner}.{node.attr}" if owner else None
             return None if found in self._patched else found
-        if not isinstance(node, ast.Name) or node.id in local:
-            return None
         if hasattr(node, "meaning"):
             return node.meaning
+        if not isinstance(node, ast.Name) or node.id in local:
+            return None
         if node.id in self._known:
             return self._known[node.id]
         return f"builtins.{node.id}" if hasattr(builtins, node.id) and "*" not in self._known else None
