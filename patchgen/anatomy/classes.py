@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -43,7 +43,10 @@ class ClassInfo:
         return {name: value for name, value in self.attributes.items() if isinstance(value, ast.Call)}
 
 
-def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
+Resolve = Callable[[ast.AST], str | None]  # `Names.resolve`
+
+
+def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve) -> ClassInfo:
     """Reads one class; `local_classes` are the names of all classes of the file."""
     info = ClassInfo(name=node.name, node=node, bases=tuple(dotted(base) for base in node.bases))
     for statement in node.body:
@@ -56,42 +59,38 @@ def describe(node: ast.ClassDef, local_classes: set[str]) -> ClassInfo:
         for statement in ast.walk(init):
             for attribute, value in _self_assignments(statement):
                 info.attributes.setdefault(attribute, value)
-        info.builds = list(_builds(node.name, init, local_classes))
+        info.builds = list(_builds(node.name, init, local_classes, resolve))
     return info
 
 
-def auto_builds(info: ClassInfo, imported: dict[str, str]) -> list[Build]:
-    """What a class constructs through Auto classes, in any of its methods.
+def auto_class(meaning: str | None) -> str:
+    """`AutoModel` for transformers' class of that name, by whichever of its modules; "" for anything else."""
+    module, _, name = (meaning or "").rpartition(".")
+    return name if module in AUTO_MODULES and name.startswith(("AutoModel", "AutoBackbone")) else ""
 
-    Args:
-        info: the class.
-        imported: local name -> imported name of the file, so that an alias of an Auto class is known for one.
-    """
+
+def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
+    """What a class constructs through Auto classes, in any of its methods."""
     found = []
     for method in info.methods.values():
         aliases = plain_assignments(ast.walk(method))
-        for call, attribute, in_list in _constructions(method):
-            head, _, constructor = dotted(call.func).rpartition(".")
-            last = head.rpartition(".")[2]
-            auto_class = imported.get(last, last)
-            if constructor not in CONSTRUCTORS or not auto_class.startswith("Auto"):
+        for call, attribute, in_list in _constructions(method, resolve):
+            is_construction = isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS
+            auto = auto_class(resolve(call.func.value)) if is_construction else ""
+            if not auto:
                 continue
             config = config_argument(call)
             if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
                 config = aliases.get(config.id, config)
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
-            found.append(Build(info.name, attribute, None, source, auto_class, in_list, method.name, code))
+            found.append(Build(info.name, attribute, None, source, auto, in_list, method.name, code))
     return found
 
 
-def imported_names(nodes: Iterable[ast.stmt]) -> dict[str, str]:
-    """Local name -> imported name, of every import statement in the nodes."""
-    aliases = (alias for node in nodes for alias in ast.walk(node) if isinstance(alias, ast.alias))
-    return {alias.asname or alias.name: alias.name for alias in aliases}
-
-
 CONSTRUCTORS = ("from_config", "_from_config")
+AUTO_MODULES = ("transformers", "transformers.models.auto", "transformers.models.auto.modeling_auto")
+LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict", "torch.nn.Sequential")
 
 
 def config_argument(call: ast.Call) -> ast.expr | None:
@@ -194,25 +193,24 @@ def _self_assignments(statement: ast.AST) -> Iterator[tuple[str, ast.expr]]:
                 yield attribute, statement.value
 
 
-def _constructions(method: FunctionNode) -> Iterator[tuple[ast.Call, str | None, bool]]:
+def _constructions(method: FunctionNode, resolve: Resolve) -> Iterator[tuple[ast.Call, str | None, bool]]:
     """Every call of a method with the attribute that its statement sets, and whether it stands in a list of modules."""
     seen: set[ast.Call] = set()
     statements = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and getattr(node, "value", None)]
     for statement in statements:
         attribute = next((name for name, _ in _self_assignments(statement)), None)
         found = list(calls(statement.value))
-        in_list = any(dotted(call.func).endswith(("ModuleList", "ModuleDict", "Sequential")) for call in found)
+        in_list = any(resolve(call.func) in LISTS for call in found)
         yield from ((call, attribute, in_list) for call in found)
         seen.update(found)
     yield from ((call, None, False) for call in calls(method) if call not in seen)  # in conditions, loops, defaults
 
 
-def _builds(owner: str, init: FunctionNode, local_classes: set[str]) -> Iterator[Build]:
-    for call, attribute, in_list in _constructions(init):
-        name = dotted(call.func)
-        head, _, method = name.rpartition(".")
-        target = name if name in local_classes else head if method in CONSTRUCTORS else None
-        if target in local_classes:
+def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resolve: Resolve) -> Iterator[Build]:
+    for call, attribute, in_list in _constructions(init, resolve):
+        is_constructor = isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS
+        target = resolve(call.func.value if is_constructor else call.func) or ""
+        if target[:1] == "." and target[1:] in local_classes:
             argument = config_argument(call)
             config = ast.unparse(argument) if argument is not None else None
-            yield Build(owner, attribute, target, config, in_list=in_list)
+            yield Build(owner, attribute, target[1:], config, in_list=in_list)

@@ -177,7 +177,7 @@ def _check_rows(anatomy: Anatomy, owner: str, attribute: str, expected: str, *, 
 
 def _stacks(anatomy: Anatomy, owner: str) -> dict[str, list[str]]:
     """The shape of every stack of matrices that the class holds, as source."""
-    return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(info).items()}
+    return {name: shape for info in anatomy.lineage(owner) for name, shape in stack_shapes(anatomy, info).items()}
 
 
 def _counts(anatomy: Anatomy, owner: str, source: str, experts: str = "") -> set[str]:

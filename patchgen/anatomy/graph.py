@@ -16,13 +16,13 @@ from patchgen.anatomy.classes import (
     auto_builds,
     calls,
     describe,
-    imported_names,
     is_setter,
     loaded,
     own_attribute,
     parameter_names,
     plain_assignments,
     reads_name,
+    stored,
     stores_of,
 )
 from patchgen.anatomy.names import Names
@@ -64,9 +64,20 @@ class Anatomy:
             yield self.classes[current]
             pending = [*self.classes[current].bases, *pending]
 
+    def is_a(self, value: ast.AST | None, *meanings: str) -> bool:
+        """Whether a class, or what a call of it makes, is one of these (`torch.nn.Linear`) or inherits from one."""
+        meaning = self.names.resolve(value.func if isinstance(value, ast.Call) else value) or ""
+        return bool({meaning, *self._ancestors(meaning.removeprefix("."))} & set(meanings))
+
     def inherits(self, name: str, base: str) -> bool:
-        """Whether `base` (by its last name) is among the ancestors, imported ones included."""
-        return any(base == parent.rpartition(".")[2] for info in self.lineage(name) for parent in info.bases)
+        """Whether transformers' class `base`, by whatever import, is among the ancestors."""
+        return any(
+            meaning.startswith("transformers.") and meaning.endswith(f".{base}") for meaning in self._ancestors(name)
+        )
+
+    def _ancestors(self, name: str) -> set[str]:
+        """What the bases of the class and of its ancestors in this file stand for."""
+        return {self.names.resolve(base) or "" for info in self.lineage(name) for base in info.node.bases}
 
     def add(self, name: str, module: Module) -> None:
         """Takes in a class that a pass put into the file, and who builds it now.
@@ -79,12 +90,12 @@ class Anatomy:
         for child in ast.walk(node):
             if hasattr(child, "lineno"):
                 child.lineno = 0
-        self.classes[name] = describe(node, {*self.classes, name})
         self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
+        self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             if module.has(info.name) and reads_name(module.block(info.name).node, name):
-                changed = describe(module.block(info.name).node, set(self.classes))
+                changed = describe(module.block(info.name).node, set(self.classes), self.names.resolve)
                 info.attributes, info.builds = changed.attributes, changed.builds
 
     def method(self, name: str, method: str) -> tuple[ClassInfo, FunctionNode] | None:
@@ -121,9 +132,11 @@ class Anatomy:
         if not isinstance(base, ast.Name) or base.id not in names:
             return ()
         found: list[ast.expr | ast.stmt] = []
-        built = [call for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
-        for call in (c for c in built if self.names.resolve(c.func) == f".{owner}"):
+        built = [(info, call) for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
+        for info, call in ((i, c) for i, c in built if self.names.resolve(c.func) == f".{owner}"):
             given = (dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}).get(base.id)
+            if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
+                given = plain_assignments(ast.walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
                 found += self.held((self.names.resolve(given.func) or "").removeprefix("."), value.attr)
             elif isinstance(value, ast.Name) and given is not None:
@@ -189,8 +202,10 @@ class Anatomy:
         return None if known is not None else sub_config.config_class  # a config of another file: its model is there
 
     def is_model(self, name: str) -> bool:
-        """Whether the class is a PreTrainedModel."""
-        return any(base.endswith("PreTrainedModel") for info in self.lineage(name) for base in info.bases)
+        """Whether the class is a PreTrainedModel; transformers calls each model's abstract class so, too, and files beside
+        this one follow it."""
+        packages = ("transformers.", f"{self.upstream.package}.")
+        return any(base.startswith(packages) and base.endswith("PreTrainedModel") for base in self._ancestors(name))
 
     def reached_from(self, roots: Iterable[str], without: Iterable[str] = ()) -> set[str]:
         """The classes that these name, directly or through others, not through those in `without`."""
@@ -243,13 +258,11 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
     local = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
     for node in nodes:
         if isinstance(node, ast.ClassDef):
-            anatomy.classes[node.name] = describe(node, local)
+            anatomy.classes[node.name] = describe(node, local, anatomy.names.resolve)
         elif isinstance(node, FunctionNode):
             anatomy.functions[node.name] = node
-    imported = imported_names(nodes)
     for info in anatomy.classes.values():
-        info.auto_builds = auto_builds(info, imported) if "from_config" in module.text else []
-        info.bases = tuple(imported.get(base, base) for base in info.bases)  # an alias of PreTrainedModel is one
+        info.auto_builds = auto_builds(info, anatomy.names.resolve) if "from_config" in module.text else []
     assign_roles(anatomy)
     return anatomy
 

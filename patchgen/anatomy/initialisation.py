@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, plain_assignments
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.roles import LINEAR
 from patchgen.errors import Missed
 from patchgen.source import Module
 
@@ -38,7 +39,7 @@ def initialising_classes(anatomy: Anatomy, module: Module) -> list[ClassInfo]:
     return found
 
 
-def read_linear_init(info: ClassInfo) -> LinearInit:
+def read_linear_init(anatomy: Anatomy, info: ClassInfo) -> LinearInit:
     """The rule of the class for linear layers: its own, or the one it inherits from transformers.
 
     Raises:
@@ -48,7 +49,7 @@ def read_linear_init(info: ClassInfo) -> LinearInit:
     if method is None:
         return LinearInit("normal_", INHERITED)
     for node in ast.walk(method):
-        if isinstance(node, ast.If) and _is_about_linear(node.test):
+        if isinstance(node, ast.If) and _is_about_linear(anatomy, node.test):
             return _rule(method, node)
     if _asks_super(method):
         return LinearInit("normal_", INHERITED)
@@ -84,9 +85,9 @@ class _Resolve(ast.NodeTransformer):
         return self.known.get(node.id, node)
 
 
-def _is_about_linear(test: ast.expr) -> bool:
-    asks = isinstance(test, ast.Call) and dotted(test.func) == "isinstance" and len(test.args) == 2
-    return asks and any(dotted(node).rpartition(".")[2] == "Linear" for node in ast.walk(test.args[1]))
+def _is_about_linear(anatomy: Anatomy, test: ast.expr) -> bool:
+    asks = isinstance(test, ast.Call) and anatomy.names.resolve(test.func) == "builtins.isinstance"
+    return asks and len(test.args) == 2 and any(anatomy.names.resolve(n) == LINEAR for n in ast.walk(test.args[1]))
 
 
 def _asks_super(method: FunctionNode) -> bool:

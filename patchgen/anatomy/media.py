@@ -16,6 +16,7 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import AUDIO_INPUTS, PIXELS, TOKENS
 
 MEDIA = (*PIXELS, *AUDIO_INPUTS, "image_pixel_values", "flattened_patches", "audio_input_features")
+# transformers' public methods of models that take media; users and its own decorators know them by these names.
 FEATURES = re.compile(r"get_(image|video|audio|speech)_features$")
 
 

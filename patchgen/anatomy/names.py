@@ -40,6 +40,8 @@ class Names:
             for name, meaning in self._bindings(statement, base_of):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
         everything = [node for statement in nodes for node in ast.walk(statement)]
+        for function in (node for node in everything if isinstance(node, FunctionNode)):
+            self._mark_local(function, base_of)
         for node in everything:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
@@ -56,7 +58,8 @@ class Names:
 
         Args:
             node: the expression, for example the function of a call.
-            local: the names that the scopes around it bind (`local_names`), self included.
+            local: further names that the scopes around it bind (`local_names`); those that the functions of the file
+                bind are known.
 
         Returns:
             "torch.nn.functional.linear" for `F.linear`; ".rotate_half" for what this file defines; None for a local
@@ -66,6 +69,8 @@ class Names:
             owner = self.resolve(node.value, local)
             found = f"{owner}.{node.attr}" if owner else None
             return None if found in self._patched else found
+        if hasattr(node, "meaning"):
+            return node.meaning
         if not isinstance(node, ast.Name) or node.id in local:
             return None
         if node.id in self._known:
@@ -76,6 +81,16 @@ class Names:
         """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""
         if isinstance(statement, ast.Import | ast.ImportFrom):
             yield from self._bindings(statement, self._base_of)
+
+    def _mark_local(self, function: FunctionNode, base_of: Callable[[int], list[str]]) -> None:
+        """Notes on the names in a function what its own import says that they are; None on others that it binds."""
+        inside = [node for statement in function.body for node in ast.walk(statement)]
+        imports = [node for node in inside if isinstance(node, ast.Import | ast.ImportFrom)]
+        imported = dict(binding for node in imports for binding in self._bindings(node, base_of))
+        local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
+        for node in inside:
+            if isinstance(node, ast.Name) and node.id in local:
+                node.meaning = local[node.id]
 
     def _bindings(self, statement: ast.stmt, base_of: Callable[[int], list[str]]) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""

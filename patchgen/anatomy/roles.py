@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from patchgen.anatomy.classes import (
+    LISTS,
     Build,
     ClassInfo,
     FunctionNode,
@@ -51,7 +52,7 @@ AUDIO_INPUTS = ("input_features", "input_values", "audio_values", "input_audio_e
 TOKENS = {"input_ids", "inputs_embeds"}
 EXPERT_DIMS = 3
 SUMS = {"index_add", "index_add_", "index_put_", "scatter_add", "scatter_add_"}
-LIST = "torch.nn.ModuleList"
+LIST, PARAMETER, LINEAR = "torch.nn.ModuleList", "torch.nn.Parameter", "torch.nn.Linear"
 HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the model chooses
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
@@ -75,7 +76,7 @@ def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
     if inherited is not None:
         _assign(info, _FORWARD_DETECTORS, info, inherited[1])
     if "forward" in info.methods:
-        _assign(info, _OWN_FORWARD_DETECTORS, info, info.methods["forward"])
+        _assign(info, _OWN_FORWARD_DETECTORS, anatomy, info, info.methods["forward"])
     _assign(info, _DETECTORS, info)
 
 
@@ -120,7 +121,7 @@ def _attention(info: ClassInfo) -> str | None:
     return HAND_WRITTEN if multiplies and any(name.startswith(projections) for name in info.attributes) else None
 
 
-def _mlp(info: ClassInfo, forward: FunctionNode) -> str | None:
+def _mlp(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """The product `self.act(self.gate(x)) * self.up(x)`."""
     for node in ast.walk(forward):
         match node:
@@ -131,11 +132,11 @@ def _mlp(info: ClassInfo, forward: FunctionNode) -> str | None:
     return None
 
 
-def stack_shapes(info: ClassInfo) -> dict[str, list[str]]:
+def stack_shapes(anatomy: Anatomy, info: ClassInfo) -> dict[str, list[str]]:
     """The dimensions, as source, of every `nn.Parameter(torch.empty(E, ..., ...))` of the class: stacks of matrices."""
     shapes = {}
     for name, call in info.built.items():
-        inner = call.args[0] if dotted(call.func).endswith("Parameter") and call.args else None
+        inner = call.args[0] if anatomy.is_a(call, PARAMETER) and call.args else None
         shape = inner.args if isinstance(inner, ast.Call) else []
         if len(shape) == 1 and isinstance(shape[0], ast.Tuple | ast.List):
             shape = shape[0].elts
@@ -144,9 +145,9 @@ def stack_shapes(info: ClassInfo) -> dict[str, list[str]]:
     return shapes
 
 
-def _experts(info: ClassInfo, forward: FunctionNode) -> str | None:
+def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     """Two stacks of matrices and a forward that selects among them."""
-    stacks = stack_shapes(info)
+    stacks = stack_shapes(anatomy, info)
     subscripts = [node for node in ast.walk(forward) if isinstance(node, ast.Subscript)]
     selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
     is_alike = len(stacks) > 1 and len({shape[0] for shape in stacks.values()}) == 1
@@ -159,14 +160,14 @@ def _router(info: ClassInfo) -> str | None:
     return next((f"{m.name} calls topk" for m in info.methods.values() if "topk" in called_names(m)), None)
 
 
-def _mixer(info: ClassInfo, forward: FunctionNode) -> str | None:
-    convolutions = depthwise_convolutions(info)
+def _mixer(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
+    convolutions = depthwise_convolutions(anatomy, info)
     return f"mixes along the sequence with the depthwise convolution self.{convolutions[0]}" if convolutions else None
 
 
-def depthwise_convolutions(info: ClassInfo) -> list[str]:
+def depthwise_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
     """The attributes that are grouped `nn.Conv1d`s."""
-    convolutions = {name: call for name, call in info.built.items() if dotted(call.func).endswith("Conv1d")}
+    convolutions = {name: call for name, call in info.built.items() if anatomy.is_a(call, "torch.nn.Conv1d")}
     return [name for name, call in convolutions.items() if "groups" in [keyword.arg for keyword in call.keywords]]
 
 
@@ -205,7 +206,7 @@ def is_gated_mlp(anatomy: Anatomy, name: str | None) -> bool:
 
 def _decoder(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     lists = {build.attribute for build in anatomy.builds(info.name) if build.in_list}
-    lists |= {a for a, v in info.attributes.items() if dotted(v).endswith(("ModuleList", "ModuleDict"))}
+    lists |= {a for a, v in info.attributes.items() if anatomy.is_a(v, *LISTS)}
     loops = [node for node in ast.walk(forward) if isinstance(node, ast.For | ast.While)]
     layers = sorted(lists & {own_attribute(node) for loop in loops for node in ast.walk(loop)} - {None})
     if layers and TOKENS & {*parameter_names(forward)}:
@@ -219,7 +220,7 @@ def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
     if anatomy.inherits(info.name, "GenerationMixin"):
         return "generates and takes labels"
     computes_loss = called_names(forward) & {"loss_function", "CrossEntropyLoss", "cross_entropy"}
-    to_vocabulary = any("vocab" in ast.unparse(v) and "Linear" in dotted(v) for v in info.attributes.values())
+    to_vocabulary = any("vocab" in ast.unparse(v) and anatomy.is_a(v, LINEAR) for v in info.attributes.values())
     return "projects to the vocabulary and computes a loss" if computes_loss and to_vocabulary else None
 
 
@@ -267,7 +268,7 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
 
 
 def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
-    counts = {name: shape[0] for name, shape in stack_shapes(info).items()}
+    counts = {name: shape[0] for name, shape in stack_shapes(anatomy, info).items()}
     stacks = [name for name, count in counts.items() if "expert" in count and "shared" not in count]
     if len(stacks) > 1:
         yield f"has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
@@ -287,7 +288,9 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
         subscripts = [node for node in ast.walk(method) if isinstance(node, ast.Subscript)]
         fixed = ast.Constant | ast.Slice | ast.Tuple
         chosen = {own_attribute(node.value) for node in subscripts if not isinstance(node.slice, fixed)}
-        yield from (f"chooses among the slices of self.{name}" for name in stack_shapes(info) if name in chosen)
+        yield from (
+            f"chooses among the slices of self.{name}" for name in stack_shapes(anatomy, info) if name in chosen
+        )
         for loop in (node for node in ast.walk(method) if isinstance(node, ast.For)):
             looped = {own_attribute(node) for node in ast.walk(loop)} & lists
             if looped and SUMS & called_names(loop):

@@ -22,17 +22,18 @@ POINTWISE = CASTS | {
     "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
     "softplus", "layer_norm", "minimum", "maximum",
 }
-OVER_LAST = frozenset(
-    ["mean", "sum", "softmax", "log_softmax", "norm", "normalize", "amax", "amin", "logsumexp", "var", "std", "size"]
-)
+# What works along a dimension, and the place of `dim` among torch's parameters; the tensor is the first, of a method too.
+# `keepdim` follows on `dim` where there is one; without it the last dimension of the result would be another.
+ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
+REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
 PRODUCTS = frozenset({"linear", "matmul"})
-PARTS = frozenset({"chunk", "split"})  # of the last dimension
 LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
 ACTIVATIONS = frozenset({
     "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
     "Hardsigmoid",
 })
 # fmt: on
+NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max"))
 # torch's modules that act on the last dimension, row by row.
 ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
 TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
@@ -42,7 +43,7 @@ CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's o
 
 def stored_names(node: ast.AST) -> set[str]:
     """The names that code assigns, or whose values it may change in place."""
-    found = set(stored(node))
+    found: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
             found.add(_base(child))
@@ -50,7 +51,7 @@ def stored_names(node: ast.AST) -> set[str]:
             found.add(_base(child.func))
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
             found |= loaded_names(child.value)
-    return found - {"", "torch", "nn", "F", "logger", "warnings"}
+    return (found - {"", "torch", "nn", "F", "logger", "warnings"}) | set(stored(node))
 
 
 def loaded_names(node: ast.AST) -> set[str]:
@@ -139,7 +140,8 @@ class _Reader:
                     yield child
                 case ast.comprehension() | ast.Lambda() | ast.Yield() | ast.Await() | ast.Starred():
                     yield child
-            if self._fixed and id(child) not in called and own_attribute(child) and not self._is_number(child.attr):
+            own = own_attribute(child) if self._fixed and id(child) not in called else None
+            if own and not is_number(self._anatomy, self._owner, own):
                 yield child
         shapes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "shape"]
         last = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Subscript) and _is_last(n.slice)}
@@ -155,21 +157,31 @@ class _Reader:
         elif resolved == "builtins.isinstance":
             return
         elif resolved is None and isinstance(call.func, ast.Attribute) and self._mentions(call.func.value, tensors):
-            yield from self._operation(call.func.attr.rstrip("_"), call, tensors)
+            bound = [call.func.value, *call.args]
+            yield from self._operation(call.func.attr.rstrip("_"), call, bound, tensors)
         else:
             library, _, name = (resolved or "").rpartition(".")
-            yield from self._operation(name, call, tensors) if library in LIBRARIES else (call,)
+            yield from self._operation(name, call, call.args, tensors) if library in LIBRARIES else (call,)
 
-    def _operation(self, name: str, call: ast.Call, tensors: set[str]) -> Iterator[ast.AST]:
-        """A function of torch, or a method of a tensor."""
+    def _operation(self, name: str, call: ast.Call, args: list[ast.expr], tensors: set[str]) -> Iterator[ast.AST]:
+        """A function of torch, or a method of a tensor, with its arguments by position."""
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
+        place = (ALONG | REDUCING).get(name)
         if name in PRODUCTS:
-            if any(self._mentions(arg, tensors) for arg in call.args[1:]):
-                yield call
-        elif name in OVER_LAST | PARTS:
-            given = [*call.args, *(k.value for k in call.keywords if k.arg in ("dim", "axis"))]
-            if not any(_is_last(value) for value in given):
-                yield call
-        elif name not in POINTWISE:
+            others = [*args[1:], *(value for key, value in named.items() if key != "input")]
+            is_known = not any(self._mentions(value, tensors) for value in others)
+        elif place is not None:
+            given = dict(enumerate(args))
+            is_known = _is_last(named.get("dim", named.get("axis", given.get(place))))
+            kept = named.get("keepdim", given.get(place + 1) if name not in ("var", "std") else None)
+            is_known &= name in ALONG or (isinstance(kept, ast.Constant) and kept.value is True)
+        elif name == "where":
+            is_known = len(args) + len(named) == 3  # of a condition alone: the places where it holds
+        elif name == "layer_norm":
+            is_known = not _has_sizes(args[1:2], named)
+        else:
+            is_known = name in POINTWISE
+        if not is_known:
             yield call
 
     def own(self, attribute: str, call: ast.Call) -> Iterator[ast.AST]:
@@ -187,7 +199,7 @@ class _Reader:
         handed = self._anatomy.handed(self._owner, value)
         if handed:
             return all(self._is_known(part, call) for part in handed)
-        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and _is_number(value)):
+        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and _is_of_config(value)):
             return True  # None, or a function that a caller put into the config for an activation
         resolve = self._anatomy.names.resolve
         function = value.func if isinstance(value, ast.Call) else value
@@ -197,7 +209,10 @@ class _Reader:
             return resolved in TABLES
         if isinstance(value, ast.Call):
             if library == "torch.nn":
-                return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed)
+                if name == "Sequential":
+                    return all(self._is_known(part, call) for part in value.args)
+                sizes = _has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
+                return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed and not sizes)
             found = self._anatomy.method(name, "forward") if not library else None
             return resolved in GETTERS or (found is not None and not list(self._body(name, found[1], call)))
         if not library and name in self._anatomy.names.functions:
@@ -215,31 +230,56 @@ class _Reader:
             self.reason = reader.reason or wrong
             yield call
 
-    def _is_number(self, attribute: str) -> bool:
-        """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
-        held = self._anatomy.held(self._owner, attribute)
-        read = [name for value in held for name in ast.walk(value)]
-        handed = [part for name in read for part in self._anatomy.handed(self._owner, name)]
-        return bool(held) and all(map(_is_number, (*held, *handed)))
-
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:
         return bool(loaded_names(node) & tensors)
 
 
-def _is_number(value: ast.AST) -> bool:
+def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+    """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
+    held = anatomy.held(owner, attribute)
+    return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
+
+
+def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str] = frozenset()) -> bool:
     """A constant, something of a config, or what arithmetic and a choice make of them."""
     if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
         parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(isinstance(part, ast.Compare) or _is_number(part) for part in parts)
+        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, seen) for part in parts)
     if isinstance(value, ast.Call):
-        is_plain = ast.unparse(value.func) in ("float", "int", "getattr", "min", "max")
-        return is_plain and all(map(_is_number, value.args))
+        is_plain = anatomy.names.resolve(value.func) in NUMBERS
+        return is_plain and all(_is_number(part, anatomy, owner, seen) for part in value.args)
     if isinstance(value, ast.Subscript):
-        return _is_number(value.value)
-    if isinstance(value, ast.Attribute):
-        return dotted(value).startswith(("config.", "self.config."))
-    return isinstance(value, ast.Constant | ast.Name)
+        return _is_number(value.value, anatomy, owner, seen)
+    if isinstance(value, ast.Name) and value.id != "config":
+        return value.id not in seen and _is_number_by_name(value, anatomy, owner, seen | {value.id})
+    return isinstance(value, ast.Constant) or _is_of_config(value)
+
+
+def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: frozenset[str]) -> bool:
+    """A parameter of `__init__`: by its annotation, else by what it is handed, else by its default; or a local name there."""
+    init = anatomy.method(owner, "__init__")
+    if init is None:
+        return False
+    args = init[1].args
+    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
+    defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
+    known = [node.value for node in ast.walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)]
+    if annotations.get(name.id) not in ("float", "int", "bool"):
+        known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
+        known = known or [name.ctx]  # nothing tells
+    return all(_is_number(value, anatomy, owner, seen) for value in known)
+
+
+def _is_of_config(value: ast.AST) -> bool:
+    """`config` and `self.config` hold the configuration, by transformers' contract: no tensor, nothing that is learned."""
+    return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
+
+
+def _has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
+    """Whether a norm is over several dimensions."""
+    shapes = [*args, named.get("normalized_shape")]
+    return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) != 1 for shape in shapes)
 
 
 def _is_in_place(function: ast.expr) -> bool:
@@ -253,7 +293,7 @@ def _base(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_last(node: ast.AST) -> bool:
+def _is_last(node: ast.AST | None) -> bool:
     return isinstance(node, ast.UnaryOp) and ast.unparse(node) == "-1"
 
 
@@ -267,6 +307,8 @@ def _keeps_tokens(node: ast.Subscript) -> bool:
     if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         return _is_last(node.slice)
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    if not (isinstance(parts[-1], ast.Slice) or ast.unparse(parts[-1]) == "None"):
+        return False  # the last dimension would be another
     if isinstance(parts[0], ast.Constant) and parts[0].value is ...:
         return len(parts) == 2
     whole = [isinstance(p, ast.Slice) and p.lower is p.upper is p.step is None for p in parts]

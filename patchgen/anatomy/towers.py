@@ -15,11 +15,18 @@ from dataclasses import dataclass
 
 from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.roles import Role
+from patchgen.anatomy.roles import LIST, Role
+from patchgen.anatomy.tokenwise import ACTIVATIONS, TABLES, mixing_member
 from patchgen.errors import LeftAlone
 
-PER_ROW = ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity")  # modules that treat each row by itself
+# Modules that treat each row by itself.
+PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
+CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
+KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
 LENGTHS_TEST = "is_flash_attention_requested"
+# What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
+BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
+ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
 
 
 @dataclass(frozen=True)
@@ -76,14 +83,19 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     above |= set(parameter_names(forward))
     inside = {name for statement in loop.body for name in stored(statement)} | set(stored(loop.target))
     rows, bounds, longest, collected = [carried], [], [], []
+    built = [
+        anatomy.method(build.target, "forward") for build in anatomy.builds(info.name) if build.attribute == layers
+    ]
+    takes = parameter_names(built[0][1]) if len(built) == 1 and built[0] is not None else []
     for name in dict.fromkeys(_read(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
-        if "cu_" in name and "len" in name:
+        taken = _taken_as(name, loop, takes)
+        if taken == BOUNDS:
             bounds.append(name)
-        elif name.startswith("max_") and "len" in name:
+        elif taken == LONGEST:
             longest.append(name)
-        elif name in ("position_embeddings", "rotary_pos_emb", "cos", "sin"):
+        elif taken and taken <= ROWS:
             rows.append(name)
         elif _is_collected(name, loop):
             collected.append(name)
@@ -92,16 +104,21 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
-    must_gather = functools.partial(_is_mixed, anatomy, info) if group == "1" else lambda statement: False
+    must_gather = (
+        functools.partial(_is_mixed, anatomy, info)
+        if group == "1"
+        else functools.partial(_leaves_groups, anatomy, info.name)
+    )
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
-def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
+def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
-    built = {f"self.{name}": dotted(call.func) for name, call in info.built.items()}
-    convolving = [(place, call) for place, name, call in called if built.get(name, "").endswith(("Conv1d", "Conv2d"))]
+    built = {f"self.{name}": call for name, call in info.built.items()}
+    kinds = ("torch.nn.Conv1d", "torch.nn.Conv2d")
+    convolving = [(place, call) for place, name, call in called if name in built and anatomy.is_a(built[name], *kinds)]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
@@ -112,6 +129,7 @@ def chunked_convolution(info: ClassInfo, forward: ast.FunctionDef) -> ChunkedCon
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
     read = {name for statement in forward.body[start:end] for name in _read(statement)}
     read = {name for name in read if name in above and not _is_empty_list(name, forward)}
+    # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
     chunks = {name for name in read if name.startswith("padded_") and name not in inside}
     if not chunks or chunks != read or source not in inside:
         return None
@@ -163,17 +181,41 @@ def _carried(loop: ast.For) -> str:
     raise LeftAlone("its loop carries no hidden states from layer to layer")
 
 
+def _taken_as(name: str, loop: ast.For, takes: list[str], above: frozenset[str] = frozenset()) -> set[str]:
+    """The parameters of the layers (`takes`, in order) that get a name, or what the loop sets to it; "" for any other use."""
+    handed = [call for call in calls(loop) if dotted(call.func) in stored(loop.target)]
+    given = [pair for call in handed for pair in zip(takes, call.args, strict=False)]
+    given += [(keyword.arg or "", keyword.value) for call in handed for keyword in call.keywords]
+    plain = [n for n in ast.walk(loop) if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name)]
+    given += [(node.targets[0].id, node.value) for node in plain]
+    assigned = {node.targets[0].id for node in plain} - above - {name}
+    found = []
+    for to, value in given:
+        parts = value.elts if isinstance(value, ast.Tuple) else [value]
+        parts = [p for part in parts for p in ([part.body, part.orelse] if isinstance(part, ast.IfExp) else [part])]
+        found += [to] * sum(isinstance(part, ast.Name) and part.id == name for part in parts)
+    others = {""} if loaded(loop).count(name) > len(found) else set()
+    return others | (set(found) - assigned).union(
+        *(_taken_as(a, loop, takes, above | {name}) for a in assigned & set(found))
+    )
+
+
 def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ...]:
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers and build.target]
     below = anatomy.reached_from(built)
     found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
     for one in found:
         method = anatomy.method(one.name, "forward")
-        if method is None or not any(dotted(call.func) == LENGTHS_TEST for call in calls(method[1])):
+        if method is None or not any(_asks_for_lengths(anatomy, c) for c in calls(method[1])):
             raise LeftAlone(f"{one.name} does not choose between lengths and one call per input")
     if not found:
         raise LeftAlone(f"self.{layers} holds no attention of this file")
     return tuple(one.name for one in found)
+
+
+def _asks_for_lengths(anatomy: Anatomy, call: ast.Call) -> bool:
+    meaning = anatomy.names.resolve(call.func) or ""
+    return meaning.startswith("transformers.") and meaning.endswith(f".{LENGTHS_TEST}")
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
@@ -220,10 +262,43 @@ def _is_mixed(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
     value = statement.value if isinstance(statement, ast.Assign) else None
     if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
         return True
-    built = anatomy.attribute(info.name, dotted(value.func).removeprefix("self."))
+    built = anatomy.attribute(info.name, own_attribute(value.func) or "")
     if isinstance(built, ast.Subscript):
-        return dotted(built.value) != "ACT2FN"
-    return not isinstance(built, ast.Call) or not dotted(built.func).endswith(PER_ROW)
+        return anatomy.names.resolve(built.value) not in TABLES
+    return not isinstance(built, ast.Call) or anatomy.names.resolve(built.func) not in PER_ROW
+
+
+def _leaves_groups(anatomy: Anatomy, owner: str, node: ast.AST) -> bool:
+    """Whether code of a class does more than to put the rows of a group together and to treat the groups one by one."""
+    loops = [loop for loop in ast.walk(node) if isinstance(loop, ast.For)]
+    steps = {
+        name for loop in loops if _lists_rows(anatomy, owner, own_attribute(loop.iter)) for name in stored(loop.target)
+    }
+    for child in ast.walk(node):
+        if isinstance(child, ast.Subscript) and getattr(child.value, "attr", "") != "shape":
+            return True
+        attribute = own_attribute(child.func) if isinstance(child, ast.Call) else None
+        if attribute is not None:
+            built = anatomy.attribute(owner, attribute)
+            forward = anatomy.method((anatomy.names.resolve(getattr(built, "func", built)) or "")[1:], "forward")
+            is_split = (
+                anatomy.is_a(built, *CONVOLUTIONS) or mixing_member(anatomy, owner, attribute, fixed=False) is None
+            )
+            if not is_split and (forward is None or _leaves_groups(anatomy, forward[0].name, forward[1])):
+                return True
+        elif isinstance(child, ast.Call) and dotted(child.func) not in steps:
+            first = ast.unparse(child.args[0]) if child.args else ""
+            if (getattr(child.func, "attr", ""), first) not in KEEP_ROWS:
+                return True
+    return False
+
+
+def _lists_rows(anatomy: Anatomy, owner: str, attribute: str | None) -> bool:
+    """Whether an attribute is a list of modules that treat each row by itself."""
+    built = anatomy.attribute(owner, attribute or "")
+    parts = built.args[0].elts if anatomy.is_a(built, LIST) and isinstance(built.args[0], ast.List) else []
+    known = {*PER_ROW, *(f"torch.nn.{name}" for name in ACTIVATIONS)}
+    return bool(parts) and all(anatomy.names.resolve(getattr(part, "func", part)) in known for part in parts)
 
 
 def _is_collected(name: str, loop: ast.For) -> bool:

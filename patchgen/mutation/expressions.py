@@ -211,6 +211,12 @@ EXPRESSION_OPERATORS = (
     ExpressionOperator("soft cap", _called("5.0 * torch.tanh(X / 5.0)"), of_values=True),
     ExpressionOperator("in another dtype", _called("X.double().float()"), keeps_meaning=True, of_values=True),
     ExpressionOperator("mean removed", _called("X - X.mean(-1, keepdim=True)"), of_values=True),
+    ExpressionOperator(
+        "-1 as another parameter",
+        _called("X * nn.functional.normalize(X.clamp(-1, 1) + 4.0, -1) * 0.1"),
+        of_values=True,
+    ),
+    ExpressionOperator("reduced twice", _called("X * X.mean(-1).softmax(-1)[..., None]"), of_values=True),
     ExpressionOperator("rolled along the tokens", _called("X.roll(1, -2)"), of_values=True),
     ExpressionOperator("positional to keyword", as_keywords, keeps_meaning=True),
     ExpressionOperator("keyword to positional", as_positions, keeps_meaning=True),

@@ -303,6 +303,91 @@ def class_moved(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
     yield f"class {place.owner.name} in another module", "".join(lines), {ELSEWHERE: module}
 
 
+OTHER_LAYER = """from torch import nn
+
+
+class {name}(nn.{name}):
+    def forward(self, *args, **kwargs):
+        result = super().forward(*args, **kwargs)
+        return result * 1.25 + result.flip(-2) * 0.25 if result.ndim > 1 else result * 1.25
+"""
+# Classes and tables of transformers: what stands in their place, in terms of `real`, transformers' own.
+OTHERS = {
+    "ACT2FN": """
+
+class Table:
+    def __getitem__(self, name):
+        activation = real[name]
+        return lambda x: activation(x) * 1.25
+
+
+ACT2FN = Table()
+""",
+    "AutoModel": """
+
+class AutoModel:
+    @staticmethod
+    def from_config(config, **kwargs):
+        model = real.from_config(config, **kwargs)
+        model.register_forward_pre_hook(_doubled, with_kwargs=True)
+        return model
+
+    _from_config = from_config
+
+
+def _doubled(module, args, kwargs):
+    scaled = {name: kwargs[name] * 1.25 for name in ("inputs_embeds", "hidden_states") if kwargs.get(name) is not None}
+    return args, kwargs | scaled
+""",
+}
+
+
+def class_of_same_name(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A class that the class builds, or a table that it reads, is another module's of the same name."""
+    if place.owner is None:
+        return
+    own = slice(first_line(place.owner) - 1, place.owner.end_lineno)
+    code = "".join(place.source.lines[own])
+    for name in sorted(set(re.findall(r"\bnn\.([A-Z]\w+)\(", code)) - {"Module", "ModuleList", "Parameter"}):
+        if name not in _bound_here(place.source):
+            lines = [*place.source.lines]
+            lines[own] = [f"from .{ELSEWHERE} import {name}\n\n\n", re.sub(rf"\bnn\.{name}\(", f"{name}(", code)]
+            text = "".join(lines)
+            yield f"nn.{name} -> {name} of another module", text, {ELSEWHERE: OTHER_LAYER.format(name=name)}
+    for name in sorted(set(OTHERS) & {n.id for n in ast.walk(place.owner) if isinstance(n, ast.Name)}):
+        imported = re.search(rf"^from (\S+) import {name}$", place.source.text, re.MULTILINE)
+        if imported is not None:
+            text = place.source.text.replace(imported[0], f"from .{ELSEWHERE} import {name}", 1)
+            yield (
+                f"{name} of another module",
+                text,
+                {ELSEWHERE: f"from {imported[1]} import {name} as real\n{OTHERS[name]}"},
+            )
+
+
+def of_one_size(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """A parameter of the class has one element, or another dimension of one; broadcasting hides it."""
+    if place.owner is None:
+        return
+    lines = place.source.lines
+    for i in range(place.owner.lineno - 1, place.owner.end_lineno):
+        for size in ("1", r"1, \2"):
+            changed = re.sub(r"(nn\.Parameter\(torch\.(?:ones|zeros|empty)\()([\w.]+)\)", rf"\g<1>{size})", lines[i])
+            if changed != lines[i]:
+                yield changed.strip(), "".join([*lines[:i], changed, *lines[i + 1 :]]), {}
+
+
+def attribute_renamed_everywhere(place: Place) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """An attribute of self that other code of the file reads too."""
+    if place.owner is None:
+        return
+    names = {n.attr for e in expressions(place.statement) if own_attribute(n := e) is not None}
+    assigned = {own_attribute(t) for n in ast.walk(place.owner) if isinstance(n, ast.Assign) for t in n.targets}
+    for name in sorted(names & assigned - {"config", "training"}):
+        if set(re.findall(rf"(\w+)\.{name}\b", place.source.text)) - {"self"}:
+            yield f".{name} -> .{name}_own", re.sub(rf"\.{name}\b", f".{name}_own", place.source.text), {}
+
+
 def _needed(name: str, blocks: dict[str, ast.AST]) -> set[str]:
     found, pending = set(), [name]
     while pending:
@@ -319,9 +404,12 @@ FILE_OPERATORS = (
     FileOperator("function defined twice", shadowed),
     FileOperator("learned factor", parameter_added),
     FileOperator("backward of its own", in_autograd_function),
+    FileOperator("class of the same name", class_of_same_name),
+    FileOperator("parameter of one element", of_one_size),
     FileOperator("class renamed", class_renamed, keeps_meaning=True),
     FileOperator("local renamed", local_renamed, keeps_meaning=True),
     FileOperator("attribute renamed", attribute_renamed, keeps_meaning=True),
+    FileOperator("attribute renamed everywhere", attribute_renamed_everywhere, keeps_meaning=True),
     FileOperator("computed by a function", in_helper, keeps_meaning=True),
     FileOperator("function handed on", handed_on, keeps_meaning=True),
     FileOperator("computed by a method", in_method, keeps_meaning=True),

@@ -55,7 +55,7 @@ class AudioSP(TowerSlices):
       +         max_seqlen = rows.longest(max_seqlen)
       +         hidden_states = rows.own(hidden_states)
                 for layer in self.layers:
-                    hidden_states = layer(hidden_states, cu_seqlens, max_seqlen=max_seqlen)
+                    hidden_states = layer(hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 hidden_states = self.ln_post(hidden_states)
       +         # patchgen: audio_sp
       +         hidden_states = rows.all(hidden_states)

@@ -11,10 +11,11 @@ import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
-from patchgen.anatomy.classes import ClassInfo, called_names, calls, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, called_names, calls, parameter_names, stored
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.tokenwise import mixing_member
+from patchgen.anatomy.roles import LINEAR, PARAMETER
+from patchgen.anatomy.tokenwise import TABLES, is_number, mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import code_of, edit_function, function_body, insert_at_start, marked, statements, with_body
 from patchgen.source import Block, Module
@@ -64,7 +65,7 @@ HALF_ROTATION_FORM = form_of("""
         x2 = x[..., x.shape[-1] // 2 :]
         return torch.cat((-x2, x1), dim=-1)
 """)
-PARAMETER = "torch.nn.Parameter"
+FILLED = ("torch.ones", "torch.zeros", "torch.empty")
 COMPLEX = {"torch.view_as_complex", "torch.view_as_real"}
 
 
@@ -80,6 +81,11 @@ class FusedOps(SitePass):
 
 
         class ExampleRMSNorm(nn.Module):
+            def __init__(self, hidden_size, eps=1e-6):
+                super().__init__()
+                self.weight = nn.Parameter(torch.ones(hidden_size))
+                self.eps = eps
+
             def forward(self, hidden_states):
       +         # patchgen: fused_ops
       +         if ops.serves("rms_norm"):
@@ -133,7 +139,7 @@ class FusedOps(SitePass):
         wrapped = [info.name for info in own if _is_gated_norm(anatomy, info)]
         functions = {name: node for name, node in anatomy.functions.items() if module.has(name)}
         rotations = {name: node for name, node in functions.items() if _is_rotation(anatomy, node)}
-        gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(info)]
+        gated = [info.name for info in own if Role.MLP not in info.roles and _is_like_mlp(anatomy, info)]
         unknown = [name for name, node in rotations.items() if not _is_half_rotation(anatomy, node)]
         return [
             *(f"{n}: a norm of another formula, left as it is" for n in norms if _norm_call(anatomy, n) is None),
@@ -191,15 +197,31 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
+        if not (_is_vector(anatomy, name, weight) and is_number(anatomy, name, epsilon)):
+            continue
         options = f", {form.options}" if form.options else ""
         return f"ops.rms_norm({forward.parameters[0]}, self.{weight}, self.{epsilon}{options})"
     return None
 
 
-def _is_like_mlp(info: ClassInfo) -> bool:
+def _is_vector(anatomy: Anatomy, name: str, attribute: str) -> bool:
+    """Whether `self.<attribute>` is a parameter of one size, which is that of the last dimension: 1 alone would fit others."""
+    held = anatomy.held(name, attribute)
+    made = held[0].args[0] if len(held) == 1 and anatomy.is_a(held[0], PARAMETER) and held[0].args else None
+    sizes = made.args if isinstance(made, ast.Call) and anatomy.names.resolve(made.func) in FILLED else []
+    handed = [given for size in sizes for given in anatomy.handed(name, size)]
+    init = anatomy.method(name, "__init__")
+    is_local = any(isinstance(size, ast.Name) and size.id in stored(init[1]) for size in sizes)
+    is_fixed = any(isinstance(value, ast.Constant | ast.Tuple | ast.List) for value in (*sizes, *handed))
+    return len(sizes) == 1 and not is_local and not is_fixed
+
+
+def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Three projections and an activation, whatever the forward does with them."""
-    projections = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
-    activations = [value for value in info.attributes.values() if dotted(value) == "ACT2FN"]
+    held = info.attributes.values()
+    projections = [value for value in held if anatomy.is_a(value, LINEAR)]
+    tables = [value.value for value in held if isinstance(value, ast.Subscript)]
+    activations = [table for table in tables if anatomy.names.resolve(table) in TABLES]
     return len(projections) == 3 and len(activations) == 1 and "forward" in info.methods
 
 

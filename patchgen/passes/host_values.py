@@ -10,7 +10,7 @@ import libcst as cst
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
 from patchgen.anatomy.media import FEATURES
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream, site_of
+from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
     code_of,
     edit_function,
@@ -64,9 +64,14 @@ class HostValues(SitePass):
             return Upstream("takes the sizes from its keyword arguments")
         if method.args.kwarg is None:
             return Upstream("takes no keyword arguments: nothing can be handed in")
-        modality = FEATURES.match(name)[1]
-        is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
-        keys = {variable: variable if is_prefixed else f"{modality}_{variable}" for variable in listed}
+        modality, prefix = FEATURES.match(name)[1], _prefix(method)
+        if prefix not in (None, modality):
+            raise LeftAlone(
+                f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
+            )
+        if user := _of_several(anatomy, name):
+            raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
+        keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
         kwargs = method.args.kwarg.arg
 
         def edit(function: cst.FunctionDef) -> cst.FunctionDef:
@@ -106,14 +111,34 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
     """
     found = {}
     for other, method in info.methods.items():
-        is_prefixed = any(dotted(decorator) == PREFIXED for decorator in method.decorator_list)
-        if other == name or not FEATURES.match(other) or is_prefixed or method.args.kwarg is None:
+        if other == name or not FEATURES.match(other) or _prefix(method) or method.args.kwarg is None:
             continue
         called = [call for call in calls(method) if own_attribute(call.func) == name]
         starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
         if method.args.kwarg.arg in starred:
             found[other] = FEATURES.match(other)[1]
     return found
+
+
+def _prefix(method: FunctionNode) -> str | None:
+    """The modality whose prefix upstream's decorator takes off the keywords of a method."""
+    for call in (d for d in method.decorator_list if isinstance(d, ast.Call) and dotted(d) == PREFIXED):
+        return next(
+            (v.value for v in (*call.args, *(k.value for k in call.keywords)) if isinstance(v, ast.Constant)), ""
+        )
+    return None
+
+
+def _of_several(anatomy: Anatomy, name: str) -> str:
+    """A method that calls `name` more than once with its own keyword arguments: they hold the sizes of one of them."""
+    for info in anatomy.classes.values():
+        for method in info.methods.values():
+            kwargs = method.args.kwarg and method.args.kwarg.arg
+            called = [c for c in calls(method) if isinstance(c.func, ast.Attribute) and c.func.attr == name]
+            handed = [k for c in called for k in c.keywords if k.arg is None and dotted(k.value) == kwargs]
+            if len(handed) > 1:
+                return f"{info.name}.{method.name}"
+    return ""
 
 
 def _listed(method: FunctionNode) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
 from patchgen.anatomy.roles import TOKENS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -111,7 +111,7 @@ def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
 
 def _knows_positions(anatomy: Anatomy, info: ClassInfo) -> bool:
     """Whether the forward computes rotary embeddings or looks positions up in a table."""
-    tables = {name: value for name, value in info.attributes.items() if dotted(value).endswith("Embedding")}
+    tables = {name: v for name, v in info.attributes.items() if anatomy.is_a(v, "torch.nn.Embedding")}
     learned = {name for name, value in tables.items() if "position" in ast.unparse(value)}
     known = _rotary_attributes(anatomy, info) | learned
-    return any(dotted(call.func).removeprefix("self.") in known for call in calls(info.methods["forward"]))
+    return any(own_attribute(call.func) in known for call in calls(info.methods["forward"]))

@@ -9,12 +9,11 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Build
-from patchgen.anatomy.classes import CONSTRUCTORS, calls, imported_names
+from patchgen.anatomy.classes import CONSTRUCTORS, ClassInfo, auto_class, calls
+from patchgen.anatomy.names import Names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import MarkStatements, code_of, transform
 from patchgen.source import Block, Module
-
-AUTO_CLASSES = ("AutoModel", "AutoBackbone")  # and every AutoModelFor...
 
 
 class LocalClasses(SitePass):
@@ -41,18 +40,19 @@ class LocalClasses(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         found = [(info, _local_builds(anatomy, info.name)) for info in anatomy.still_in(module)]
-        return [
+        known = [
             site_of(info, f"builds by {', '.join(build.code for build in builds)}", builds[0].method)
             for info, builds in found
             if builds
         ]
+        others = [(info, code) for info in anatomy.still_in(module) for code in _foreign(anatomy, info)[:1]]
+        return known + [site_of(info, f"builds by {code}", "__init__") for info, code in others]
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Auto classes that are used in any other way than to construct from a config, or to load whole checkpoints."""
-        imported = imported_names(statement for block in module for statement in block.statements)
-        auto_classes = {local for local, name in imported.items() if name.startswith(AUTO_CLASSES)}
+        names = Names([statement for block in module for statement in block.statements], anatomy.upstream.base_of)
         signs = []
-        for block in module if auto_classes else ():
+        for block in module if "Auto" in module.text else ():
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
                 handled = {
@@ -61,13 +61,15 @@ class LocalClasses(SitePass):
                     if isinstance(call.func, ast.Attribute) and call.func.attr in known
                 }
                 signs += [
-                    f"{block.name or f'line {block.line}'} uses {node.id}"
+                    f"{block.name or f'line {block.line}'} uses {ast.unparse(node)}"
                     for node in ast.walk(statement)
-                    if isinstance(node, ast.Name) and node.id in auto_classes and id(node) not in handled
+                    if id(node) not in handled and auto_class(names.resolve(node))
                 ]
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        for code in _foreign(anatomy, anatomy.classes[site.block]):
+            raise Missed("transformers' own auto class, or a class of this file", code)
         wanted = {}
         for build in _local_builds(anatomy, site.block):
             target = anatomy.target_of(build)
@@ -99,6 +101,16 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
     """Whether the class is known to be of another file, or left to the checkpoint's config."""
     target = anatomy.target_of(build)
     return target is not None and target not in anatomy.classes
+
+
+def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
+    """The constructions whose class is called like an auto class and is none, or is not known."""
+    built = [
+        call for method in info.methods.values() for call in calls(method) if isinstance(call.func, ast.Attribute)
+    ]
+    meanings = {c: anatomy.names.resolve(c.func.value) for c in built if c.func.attr in CONSTRUCTORS}
+    others = (call for call, meaning in meanings.items() if not auto_class(meaning))
+    return [ast.unparse(call) for call in others if "Auto" in (meanings[call] or "Auto").rpartition(".")[2]]
 
 
 def _elsewhere(target: str | None) -> str:

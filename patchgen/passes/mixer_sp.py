@@ -90,11 +90,14 @@ class MixerSP(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         operations = sequence_operations(anatomy)
         called = called_names(block.node)
+        for method in anatomy.classes[site.block].methods.values():
+            if called & set(operations) & local_names(method):  # another function of that name
+                raise Missed("operations along the sequence by names that nothing else is bound to", method)
         scans = [name for name, kind in operations.items() if kind == SCAN and name in called]
         if scans:
             raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
         info = anatomy.classes[site.block]
-        needed = [CONVOLUTION] if depthwise_convolutions(info) else []
+        needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
         functions = [function for name, function in anatomy.functions.items() if name in called]
         needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
         rewriter = WrapCalls(operations, self.mark)

@@ -9,7 +9,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, dotted, parameter_names
+from patchgen.anatomy.classes import ClassInfo, parameter_names
+from patchgen.anatomy.roles import LINEAR
 from patchgen.anatomy.tokenwise import stored_names
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -137,11 +138,11 @@ def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str
     builds = [build for build in anatomy.builds(name) if build.attribute and build.target in anatomy.classes]
     built = [(build.attribute, anatomy.classes[build.target]) for build in builds]
     routed = [attribute for attribute, info in built if Role.EXPERTS in info.roles]
-    return routed, [attribute for attribute, info in built if Role.MLP in info.roles or _is_dense(info)]
+    return routed, [attribute for attribute, info in built if Role.MLP in info.roles or _is_dense(anatomy, info)]
 
 
-def _is_dense(info: ClassInfo) -> bool:
-    linear = [value for value in info.attributes.values() if dotted(value).endswith("Linear")]
+def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
+    linear = [value for value in info.attributes.values() if anatomy.is_a(value, LINEAR)]
     forward = info.methods.get("forward")
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 

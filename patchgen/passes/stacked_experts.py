@@ -187,7 +187,7 @@ class StackedExperts(SitePass):
         has_bias = {name: experts.bias == BIAS for name, experts in zip(names, lists, strict=True)}
         for info in initialising_classes(anatomy, module):
             try:
-                rule = read_linear_init(info)
+                rule = read_linear_init(anatomy, info)
             except Missed as miss:
                 site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
                 raise PassMismatch(self._miss_message([(site, miss)])) from miss

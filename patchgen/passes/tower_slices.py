@@ -51,7 +51,7 @@ class TowerSlices(SitePass):
         except LeftAlone as reason:
             why = f"{site.block} is computed whole on every rank that shares a sequence: {reason}"
             raise LeftAlone(why) from reason
-        chunks = chunked_convolution(info, _forward(block))
+        chunks = chunked_convolution(anatomy, info, _forward(block))
         edited = edit_function(block, "forward", lambda forward: self._divide(forward, loop, chunks))
         names = ", ".join(dict.fromkeys(name for _, gathered in loop.gathers for name in gathered))
         convolved = "; convolutions on a slice of the chunks" if chunks is not None else ""

@@ -32,6 +32,16 @@ class VisionSP(TowerSlices):
                 self.attn = ExampleAttention(config)
 
 
+        class ExampleMerger(nn.Module):
+            def __init__(self, config):
+                super().__init__()
+                self.size = config.hidden_size * config.spatial_merge_size**2
+                self.proj = nn.Linear(self.size, config.out_hidden_size)
+
+            def forward(self, x):
+                return self.proj(x.view(-1, self.size))
+
+
         class ExampleVision(PreTrainedModel):
             def __init__(self, config):
                 super().__init__(config)

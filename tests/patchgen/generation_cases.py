@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from patchgen.errors import EmissionError, PassMismatch
 from patchgen.model_configs import ModelConfig
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.base import Outcome, Pass
+from patchgen.source import bound_names
 from patchgen.upstream import ConfigClass, SubConfig, Upstream
 
 EXAMPLE_CONFIGS = {
@@ -36,13 +38,34 @@ def written(text: str, **facts: object) -> Upstream:
 def applied(kind: Pass, text: str, **facts: object) -> Outcome:
     """The outcome of one pass on a text."""
     origin = written(text, **facts)
-    module = source.parse(origin.text, origin.path)
-    return kind.apply(module, study(module, origin))
+    return kind.apply(source.parse(origin.text, origin.path), anatomy_of(text, **facts))
 
 
 def anatomy_of(text: str, **facts: object) -> Anatomy:
     origin = written(text, **facts)
-    return study(source.parse(origin.text, origin.path), origin)
+    return study(source.parse(_with_imports(origin.text), origin.path), origin)
+
+
+# What a short text may leave out.
+IMPORTS = {
+    "torch": "import torch",
+    "nn": "from torch import nn",
+    "F": "import torch.nn.functional as F",
+    "ACT2FN": "from transformers.activations import ACT2FN",
+    "AutoModel": "from transformers import AutoModel",
+    "is_flash_attention_requested": "from transformers.modeling_flash_attention_utils import is_flash_attention_requested",
+    "GenerationMixin": "from transformers import GenerationMixin",
+}
+
+
+def _with_imports(text: str) -> str:
+    """The text with the usual imports of what it reads and does not bind; below it, so that lines keep their numbers."""
+    tree = ast.parse(text)
+    read = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    missing = sorted(read - {name for statement in tree.body for name in bound_names(statement)})
+    lines = [IMPORTS[name] for name in missing if name in IMPORTS]
+    lines += [f"from transformers import {name}" for name in missing if name.endswith("PreTrainedModel")]
+    return "\n".join([text, *lines, ""])
 
 
 def with_absolute_imports(origin: Upstream) -> str:

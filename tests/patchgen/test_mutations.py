@@ -223,7 +223,11 @@ TEXT_MODEL = "self.language_model = AutoModel.from_config(config.text_config)"
 IMPORT = "from ..auto.modeling_auto import AutoModel\n"
 CLASSES = (
     mutation("local_classes", "qwen3_vl", "AutoModel under an alias", (IMPORT, IMPORT.replace("AutoModel\n", "AutoModel as Any\n")), ("AutoModel.from_config", "Any.from_config"), because="imports tell what an alias is", gives="Qwen3VLTextModel._from_config("),
-    mutation("local_classes", "qwen3_vl", "through the module", (IMPORT, "from .. import auto\n"), ("AutoModel.from_config", "auto.AutoModel.from_config"), because="the last name decides", gives="Qwen3VLTextModel._from_config("),
+    mutation("local_classes", "qwen3_vl", "through the module", (IMPORT, "from .. import auto\n"), ("AutoModel.from_config", "auto.AutoModel.from_config"), because="the import says what it is", gives="Qwen3VLTextModel._from_config("),
+    mutation("local_classes", "qwen3_vl", "AutoModel of another module", (IMPORT, "from .parts import AutoModel\n")),
+    mutation("local_classes", "qwen3_vl", "AutoModel of this file", (IMPORT, "from .parts import build\n\n\nclass AutoModel:\n    from_config = build\n")),
+    mutation("local_classes", "qwen3_vl", "AutoModel of another module in __init__", ("        " + TEXT_MODEL, "        from .parts import AutoModel\n\n        " + TEXT_MODEL)),
+    mutation("local_classes", "qwen3_vl", "AutoModel imported in __init__", ("        " + TEXT_MODEL, "        from transformers import AutoModel\n\n        " + TEXT_MODEL), because="the function's own import says what it is", gives="Qwen3VLTextModel._from_config("),
     mutation("local_classes", "qwen3_vl", "config by keyword", (TEXT_MODEL, TEXT_MODEL.replace("(config", "(config=config")), because="", gives="Qwen3VLTextModel._from_config(config=config.text_config)"),
     mutation("local_classes", "qwen3_vl", "config by keyword, second", (TEXT_MODEL, TEXT_MODEL.replace("(config", "(dtype=None, config=config")), because="the argument's name decides", gives="Qwen3VLTextModel._from_config(dtype=None, config=config.text_config)"),
     mutation("local_classes", "qwen3_vl", "config through a variable", (TEXT_MODEL, "text_config = config.text_config\n        " + TEXT_MODEL.replace("(config.", "(")), because="the assignment above says what it is", gives="Qwen3VLTextModel._from_config(text_config)"),

@@ -50,8 +50,8 @@ def test_windows_are_put_back_into_order_on_all_rows():
 
 @pytest.mark.parametrize(("model", "chunks"), [("qwen3_omni_moe", 1), ("qwen2_5_omni", 2)])
 def test_chunks_of_sound_are_divided_up_to_the_selection_of_what_is_no_padding(model, chunks):
-    _, tower = towers(model, Role.AUDIO)
-    found = chunked_convolution(tower, tower.methods["forward"])
+    anatomy, tower = towers(model, Role.AUDIO)
+    found = chunked_convolution(anatomy, tower, tower.methods["forward"])
     assert len(found.chunks) == chunks
     assert found.result == "padded_embed"
 

@@ -9,6 +9,7 @@ import pytest
 
 from patchgen.anatomy import classes
 from patchgen.anatomy.classes import Build, auto_builds, describe, stores_of
+from patchgen.anatomy.names import Names
 
 SOURCE = """
 class Model(Base, nn.Module):
@@ -47,7 +48,13 @@ class Model(Base, nn.Module):
         return self.forward(new)
 """
 TREE = ast.parse(SOURCE).body[0]
-INFO = describe(TREE, {"Part", "Tower"})
+CLASSES = "class Part: ...\nclass Tower: ...\n"
+NAMES = Names(
+    ast.parse(
+        f"from torch import nn\nfrom transformers import AutoModel, AutoModelForCausalLM as AnyModel\n{CLASSES}"
+    ).body
+)
+INFO = describe(TREE, {"Part", "Tower"}, NAMES.resolve)
 
 
 def test_bases_methods_annotations_and_first_values():
@@ -75,7 +82,7 @@ def test_what_init_builds_of_the_files_classes():
 
 
 def test_what_any_method_builds_through_auto_classes():
-    found = auto_builds(INFO, {"AnyModel": "AutoModelForCausalLM"})
+    found = auto_builds(INFO, NAMES.resolve)
     told = [(b.attribute, b.config, b.auto_class, b.in_list, b.method) for b in found]
     assert told == [
         ("language", "config.get_text_config()", "AutoModel", False, "lazily"),
@@ -83,7 +90,25 @@ def test_what_any_method_builds_through_auto_classes():
         (None, "kind", "AutoModel", False, "lazily"),
     ]
     assert found[0].code == "AutoModel.from_config(chosen, dtype=None)"
-    assert [b.auto_class for b in auto_builds(INFO, {})] == ["AutoModel", "AutoModel"]
+
+
+@pytest.mark.parametrize(
+    ("imports", "known"),
+    [
+        ("from transformers import AutoModel, AutoModel as AnyModel", 3),
+        (
+            "from transformers.models.auto.modeling_auto import AutoModel\nfrom transformers.models.auto import AutoModel as AnyModel",
+            3,
+        ),
+        ("from .parts import AutoModel\nfrom elsewhere import AutoModelForCausalLM as AnyModel", 0),
+        ("from transformers.models.example import AutoModel\nfrom transformers import AutoConfig as AnyModel", 0),
+        ("class AutoModel: ...\nclass AnyModel: ...", 0),
+        ("from transformers import AutoModel\nif AutoModel:\n    from .parts import AutoModel", 0),
+    ],
+)
+def test_an_auto_class_is_transformers_own(imports: str, known: int):
+    resolve = Names(ast.parse(imports).body, lambda level: ["transformers", "models", "example"]).resolve
+    assert len(auto_builds(INFO, resolve)) == known
 
 
 @pytest.mark.parametrize(
@@ -127,5 +152,3 @@ def test_names_of_expressions():
 def test_the_last_plain_value_of_a_name():
     nodes = ast.parse("a = 1\nb, c = 2, 3\na = 4\nd: int = 5\nself.e = 6\nf = g = 7").body
     assert {name: value.value for name, value in classes.plain_assignments(nodes).items()} == {"a": 4, "f": 7}
-    imported = ast.parse("import a.b as c\nfrom d import e, f as g\nif h:\n    import i").body
-    assert classes.imported_names(imported) == {"c": "a.b", "e": "e", "g": "f", "i": "i"}

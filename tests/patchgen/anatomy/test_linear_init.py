@@ -5,10 +5,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
-from generation_cases import written
+from generation_cases import anatomy_of
 
 from patchgen import source
-from patchgen.anatomy import study
 from patchgen.anatomy.initialisation import INHERITED, LinearInit, initialising_classes, read_linear_init
 from patchgen.errors import Missed
 
@@ -41,7 +40,7 @@ UNREAD = {
 def model(method: str = "pass"):
     text = textwrap.dedent(MODEL).format(method=textwrap.indent(textwrap.dedent(method), "    ").strip())
     module = source.parse(text, "example.py")
-    return study(module, written(text)), module
+    return anatomy_of(text), module
 
 
 def rule(branch: str, test: str = "isinstance(module, nn.Linear)", above: str = "pass"):
@@ -54,7 +53,7 @@ def rule(branch: str, test: str = "isinstance(module, nn.Linear)", above: str = 
                 {branch.replace(chr(10), chr(10) + "    ")}
         """
     )
-    return read_linear_init(anatomy.classes["ExamplePreTrainedModel"])
+    return read_linear_init(anatomy, anatomy.classes["ExamplePreTrainedModel"])
 
 
 @pytest.mark.parametrize("case", RULES)
@@ -85,7 +84,7 @@ def test_a_branch_for_several_kinds_counts_and_one_for_others_does_not():
 
 def test_without_a_method_it_is_transformers_own():
     anatomy, _ = model()
-    assert read_linear_init(anatomy.classes["ExamplePreTrainedModel"]) == UPSTREAMS
+    assert read_linear_init(anatomy, anatomy.classes["ExamplePreTrainedModel"]) == UPSTREAMS
 
 
 OVERRIDE = """
@@ -105,7 +104,7 @@ def test_the_root_initialises_and_an_override_that_does_not_ask_it():
             )
         )
         module = source.parse(text, "example.py")
-        return [info.name for info in initialising_classes(study(module, written(text)), module)]
+        return [info.name for info in initialising_classes(anatomy_of(text), module)]
 
     assert names("super()._init_weights(module)") == ["ExamplePreTrainedModel"]
     assert names("module.reset()") == ["ExamplePreTrainedModel", "ExampleModel"]

@@ -151,7 +151,10 @@ def test_the_shapes_of_stacks():
     anatomy = anatomy_of(
         f"class Example:\n{textwrap.indent(STACKS, '    ')}        self.b = nn.Parameter(torch.empty(8))\n"
     )
-    assert stack_shapes(anatomy.classes["Example"]) == {"w1": ["config.n", "8", "9"], "w2": ["config.n", "9", "8"]}
+    assert stack_shapes(anatomy, anatomy.classes["Example"]) == {
+        "w1": ["config.n", "8", "9"],
+        "w2": ["config.n", "9", "8"],
+    }
 
 
 LIST = "def __init__(self, config):\n    self.parts = nn.ModuleList([Gated(config) for _ in range(3)])\n"

@@ -43,6 +43,7 @@ class Head(nn.Module):
     def __init__(self, config, outside):
         self.proj = nn.Linear(8, 8)
         self.norm = nn.LayerNorm(8)
+        self.plane = nn.LayerNorm((4, 8))
         self.drop = nn.Dropout(0.1)
         self.conv = nn.Conv1d(8, 8, 3)
         self.act = ACT2FN[config.act]
@@ -86,10 +87,12 @@ ALONE = (
     "y = x.float().to(torch.float32) * 2 + x.pow(2)",
     "y = torch.tanh(x / self.scale) * self.scale",
     "y = F.gelu(x) + torch.special.exp(x)",
-    "y = x.mean(-1, keepdim=True) + x.softmax(dim=-1) + torch.logsumexp(x, axis=-1)",
+    "y = x.mean(-1, keepdim=True) + x.softmax(dim=-1) + torch.logsumexp(x, axis=-1, keepdim=True)",
+    "y = x.sum(-1, True) + torch.norm(x, 2, -1, True) + x.norm(dim=-1, keepdim=True) + F.normalize(x, 2, -1) + F.normalize(x, dim=-1)",
+    "a, b = torch.chunk(x, 2, -1)\nc, d = x.split(4, -1)\ny = x.var(-1, keepdim=True) + x.softmax(-1) + torch.softmax(input=x, dim=-1)",
     "a, b = x.chunk(2, dim=-1)",
     "y = F.linear(x, self.learned) + torch.matmul(x, self.learned) + x @ self.learned",
-    "y = x[..., :4] + x[:, :, 0] + x[:, :, 1:3] + x[..., None]",
+    "y = x[..., :4] + x[:, :, 1:3]",
     "y = x * x.shape[-1]",
     "y = x * x.size(-1)",
     "y = self.proj(self.norm(x)) + self.act(x) + self.other_act(x) + self.silu(x) + self.function(x)",
@@ -118,6 +121,12 @@ MIXED = (
     "if x.mean(0) > 1:\n    y = x", "if wanted:\n    y = x.mean(0)", "if wanted:\n    y = x\nelse:\n    y = x.mean(0)", "y = x\ny = y.sum(0)",
     "if not self.training:\n    y = x\nelse:\n    y = x.mean(0)", "if not self.training or wanted:\n    y = self.mixer(x)", "if not self.training:\n    y = self.mixer(x)",
     "y = x\nif not self.training:\n    x[0:1] = self.mixer(x[0:1], y)",
+    # -1 as another parameter than the dimension, and what follows on a last dimension that is gone
+    "y = x / x.norm(-1)", "y = x / x.norm(-1, keepdim=True)", "y = F.normalize(x, -1)", "y = F.normalize(x, -1, 1)", "y = torch.norm(x, -1)", "y = torch.norm(x, p=-1)",
+    "y = torch.split(x, -1)", "y = x.chunk(-1)", "y = x.clone().chunk(2, 1, -1)", "y = torch.var(x, 1, -1)", "y = x.std(1, unbiased=-1)", "y = torch.sum(x, 1, -1)",
+    "y = x.mean(-1)", "y = x.mean(-1).softmax(-1)", "y = x.sum(-1, False)", "y = x[..., 0].softmax(-1)", "y = x[:, :, 0]", "y = x.var(-1, True)",
+    "y = F.linear(input=x, weight=x)", "y = x.matmul(x)", "y = torch.where(x)", "y = F.softmax(x, *where)", "y = F.softmax(x, **where)",
+    "y = F.layer_norm(x, x.shape[1:])", "y = F.layer_norm(x, (4, 8))", "y = self.plane(x)",
     "x.cumsum_(0)", "y = x.__len__()",
 )  # fmt: skip
 

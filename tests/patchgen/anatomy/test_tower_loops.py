@@ -24,6 +24,18 @@ class Block(nn.Module):
     def __init__(self, config):
         self.attn = Attention(config)
 
+class Merger(nn.Module):
+    def __init__(self, config):
+        self.norm = nn.LayerNorm(8)
+        self.mlp = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 8))
+        self.last = nn.ModuleList([nn.Linear(8, 8), nn.GELU()])
+
+    def forward(self, x):
+        x = self.mlp(self.norm(x).view(-1, 32))
+        for part in self.last:
+            x = part(x)
+        return x
+
 class Tower(PreTrainedModel):
     def __init__(self, config):
         self.patch_embed = nn.Linear(8, 8)
@@ -125,6 +137,51 @@ def test_what_is_not_understood_is_unread(edit: tuple[str, str]):
         read(edit)
 
 
+@pytest.mark.parametrize(
+    ("edits", "gathered"),
+    [
+        ([], (10, ("merged",))),
+        ([(NORM, NORM + "        hidden_states = hidden_states - hidden_states.mean(0)\n")], (8, ("hidden_states",))),
+        ([(NORM, NORM + "        hidden_states = hidden_states[1:]\n")], (8, ("hidden_states",))),
+        ([("self.norm(x).view(-1, 32)", "self.norm(x).roll(1, 0).view(-1, 32)")], (9, ("hidden_states",))),
+        ([("self.norm(x).view(-1, 32)", "self.norm(x).view(32, -1).mT")], (9, ("hidden_states",))),
+        ([("nn.ModuleList([nn.Linear(8, 8)", "nn.ModuleList([nn.BatchNorm1d(8)")], (9, ("hidden_states",))),
+        ([("nn.Linear(32, 32)", "Linear(32, 32)"), ("from torch import nn", "from torch import nn\nfrom .parts import Linear")], (9, ("hidden_states",))),
+    ],
+)  # fmt: skip
+def test_groups_of_rows_are_merged_apart_or_gathered_first(edits: list, gathered: tuple):
+    merges = ("        self.blocks =", "        self.spatial_merge_unit = 4\n        self.blocks =")
+    assert read(merges, *edits).gathers == (gathered,)
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        [("            hidden_states = blk(", "            hidden_states = hidden_states * cu_seqlens\n            hidden_states = blk(")],
+        [("cu_seqlens=cu_seqlens", "cu_seqlens=max_seqlen"), ("max_seqlen=max_seqlen", "max_seqlen=cu_seqlens * 2")],
+        [("cos=cos", "scale=cos")],
+        [("cu_seqlens=cu_seqlens", "cu_len_scale=cu_seqlens")],
+    ],
+)  # fmt: skip
+def test_lengths_are_what_the_layers_take_as_such(edits: list):
+    with pytest.raises(LeftAlone):
+        read(*edits)
+
+
+def test_the_names_of_lengths_are_free():
+    renamed = read(
+        ("cu_seqlens = lengths_of", "bounds = lengths_of"),
+        ("= cu_seqlens.max()", "= bounds.max()"),
+        ("=cu_seqlens, max", "=bounds, max"),
+    )
+    assert renamed.bounds == ("bounds",) and renamed.longest == ("max_seqlen",)
+    through = read(
+        (CALL, "now = cu_seqlens if number else order\n            " + CALL),
+        ("cu_seqlens=cu_seqlens", "cu_seqlens=now"),
+    )
+    assert set(through.bounds) == {"cu_seqlens", "order"}
+
+
 def test_rows_that_are_never_returned_are_unread():
     merges = ("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")
     with pytest.raises(LeftAlone, match="never returned"):
@@ -184,9 +241,10 @@ def chunks(*edits: tuple[str, str]) -> ChunkedConvolution | None:
     for old, new in edits:
         assert old in text
         text = text.replace(old, new)
-    info = anatomy_of(text).classes["Sound"]
+    anatomy = anatomy_of(text)
+    info = anatomy.classes["Sound"]
     assert isinstance(info.methods["forward"], ast.FunctionDef)
-    return chunked_convolution(info, info.methods["forward"])
+    return chunked_convolution(anatomy, info, info.methods["forward"])
 
 
 def test_padded_chunks_are_convolved_up_to_their_selection():

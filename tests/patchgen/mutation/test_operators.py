@@ -43,9 +43,14 @@ class Whole(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.part = Part(size)
+        self.scale = 1.5
 
     def forward(self, x):
-        return self.part(x)
+        return self.part(x) * self.scale
+
+
+def scale_of(whole):
+    return whole.scale
 """
 
 

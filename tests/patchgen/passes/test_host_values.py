@@ -69,3 +69,22 @@ def test_a_method_that_takes_its_sizes_already_is_named_as_such():
     ]
     other = MODEL.replace("image_grid_thw.prod(-1).tolist()", "kwargs.pop('sizes', None)")
     assert applied(HostValues(), other).upstream == ()
+
+
+def test_a_decorator_of_another_modality_is_left_alone():
+    decorated = MODEL.replace(
+        "    def get_image", '    @accepts_precomputed_kwargs(modality="video")\n    def get_image'
+    )
+    outcome = applied(HostValues(), decorated)
+    assert not outcome.hits and "belongs to video" in outcome.notes[0]
+
+
+def test_a_method_that_one_forward_calls_for_images_and_videos_is_left_alone():
+    """With the images' sizes it would split the videos."""
+    forward = (
+        "\n    def forward(self, pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw, **kwargs):\n"
+        "        images = self.get_image_features(pixel_values, image_grid_thw, **kwargs)\n"
+        "        return images, self.get_image_features(pixel_values_videos, video_grid_thw, **kwargs)\n"
+    )
+    outcome = applied(HostValues(), MODEL[: MODEL.index("    def get_video")] + forward)
+    assert not outcome.hits and "ExampleModel.forward calls it for several media" in outcome.notes[0]

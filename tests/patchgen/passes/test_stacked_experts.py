@@ -6,6 +6,7 @@ import re
 import textwrap
 
 import pytest
+from generation_cases import applied
 
 from patchgen.anatomy import Role, study
 from patchgen.anatomy.experts import read_expert_list
@@ -130,8 +131,7 @@ def upstream_of(text: str) -> Upstream:
 
 
 def stack(text: str) -> Outcome:
-    module = parse(text)
-    return StackedExperts().apply(module, study(module, upstream_of(text)))
+    return applied(StackedExperts(), text)
 
 
 def method_text(module: Module, block: str, method: str) -> str:
@@ -175,7 +175,7 @@ def test_what_something_else_reads_stays():
 
 def test_fused_experts_and_parallel_plan_see_the_new_class(default_config):
     head = (
-        "\n\nclass ToyForCausalLM(ToyModel, GenerationMixin):\n"
+        "from transformers import GenerationMixin\n\n\nclass ToyForCausalLM(ToyModel, GenerationMixin):\n"
         "    def forward(self, input_ids=None, labels=None):\n"
         "        return self.loss_function(self.moe(input_ids), labels, 8)\n"
     )
