@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from patchgen.cli import app
 from patchgen.commands import checkpoints, generation
-from patchgen.runtime import registry
-from patchgen.runtime.train import run_log
+from patchgen.runtime import launch, registry
+from patchgen.runtime.train import recipe, run_log
 from patchgen.runtime.verify import media_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -108,32 +108,19 @@ def test_the_page_works_as_written(place):
     assert json.loads(Path("stacked/config.json").read_text())["model_type"] == "lattice_moe"
 
 
-STARTED_BY_A_PROGRAM = """
-import sys
-from pathlib import Path
-from patchgen.runtime.launch import launch
-from patchgen.runtime.train import recipe
-
-sys.exit(launch(recipe.load(Path("recipe.yaml"), {"log.directory": "by_launch"}), processes=2))
-"""
 COMMANDS_OF_A_MACHINE = {  # as sshd does: the words of a command are one text for a shell
     "ssh": '#!/bin/bash\nexec bash -c "$3"\n',
     "patchgen": f'#!/bin/bash\nexec {sys.executable} -m patchgen.cli "$@"\n',
 }
 
 
-def finished(words: list[str], **variables: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, env=os.environ | variables)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_program_and_a_start_script_train_it_as_well(place):
+def test_a_program_and_a_start_script_train_it_as_well(place, monkeypatch):
     """`launch()` with two ranks, and what `--script` prints on two machines of one rank each: the same steps."""
     checkpoint()
     source, to = Path("lattice_moe"), Path("generated")
     generation.generate(["lattice_moe"], False, None, source, to, dry_run=False, force=False)
-    finished([sys.executable, "-c", STARTED_BY_A_PROGRAM], HOME=str(place))
+    monkeypatch.setenv("HOME", str(place))  # the second start reads what the first has found out of the model
+    assert launch.launch(recipe.load(Path("recipe.yaml"), {"log.directory": "by_launch"}), processes=2) == 0
 
     for name, text in COMMANDS_OF_A_MACHINE.items():
         file = place / "bin" / name
@@ -148,7 +135,10 @@ def test_a_program_and_a_start_script_train_it_as_well(place):
         port = free.getsockname()[1]
     Path("start.sh").write_text(printed.output.replace(":29500", f":{port}"))
     path = f"{place / 'bin'}:{os.environ['PATH']}"
-    finished(["bash", "start.sh"], HOME=str(place), PATH=path, HOSTS="localhost localhost")
+    started = ["bash", "start.sh"]
+    machines = os.environ | {"PATH": path, "HOSTS": "localhost localhost"}
+    done = subprocess.run(started, capture_output=True, text=True, timeout=240, env=machines)
+    assert done.returncode == 0, done.stdout + done.stderr
 
     runs = [[entry["loss"] for entry in run_log.read(Path(run))] for run in ("by_launch", "by_script")]
     assert len(runs[0]) == 3 and runs[0] == runs[1]
