@@ -76,10 +76,11 @@ def linear_causal_lm_loss(
     reason = unsupported(head, hidden_states)
     if reason is not None:
         raise UnsupportedOptionError(f"causal_lm_loss='linear': {reason} Use causal_lm_loss='chunked' for this model.")
-    if head.in_features != hidden_states.shape[-1] or vocab_size not in (None, head.out_features):
+    rows, width = head.weight.shape  # of what computes: a tied weight has other sizes than the layer was built with
+    if width != hidden_states.shape[-1] or vocab_size not in (None, rows):
         raise ValueError(
-            f"causal_lm_loss: the head maps {head.in_features} to {head.out_features} features; expected hidden size "
-            f"{hidden_states.shape[-1]} to vocab_size {vocab_size}."
+            f"causal_lm_loss: the head maps {width} to {rows} features; expected hidden size {hidden_states.shape[-1]} to "
+            f"vocab_size {vocab_size}."
         )
     target_T = shifted_targets(hidden_states, labels, shift_labels, ignore_index)
     weight, bias = head.weight, head.bias
@@ -90,7 +91,7 @@ def linear_causal_lm_loss(
         divisor = torch.full((), divisor, dtype=_fp32_or_more(weight), device=weight.device)
     keep = torch.is_grad_enabled()
     loss, *_, loss_T = torch.ops.patchgen.linear_cross_entropy(
-        hidden_states.reshape(-1, head.in_features),
+        hidden_states.reshape(-1, width),
         weight,
         bias,
         target_T,

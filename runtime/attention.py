@@ -16,6 +16,7 @@
 | `patchgen_flash_attention_2`   | GPU     | window, soft cap, dropout                                  |
 | `patchgen_flash_attention_3`   | GPU     | window, soft cap                                           |
 | `patchgen_flash_attention_4`   | GPU     | window, soft cap, sinks                                    |
+| `patchgen_by_layer`            | any     | each call by the fastest of these that has what it asks    |
 
 All names share one contract, flash-attention's: structure comes from `is_causal`, `sliding_window` and
 `cu_seq_lens_q` (of the whole sequence), not from a mask tensor. So nothing of size S x S exists unless the backend
@@ -38,6 +39,7 @@ from functools import wraps
 import torch
 from torch import Tensor, nn
 
+from patchgen.kernels import choices
 from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
@@ -46,7 +48,22 @@ from patchgen.runtime.parallel import sequence
 from patchgen.runtime.parallel.media import holds_whole
 from patchgen.runtime.per_tensor import PerTensor
 
-__all__ = ["ORDER", "UnsupportedError", "attention_function", "choose", "lacks", "names", "recording", "register"]
+__all__ = [
+    "BY_LAYER",
+    "FEATURES",
+    "ORDER",
+    "UnsupportedError",
+    "attention_function",
+    "choose",
+    "lacks",
+    "names",
+    "recording",
+    "register",
+]
+
+BY_LAYER = "patchgen_by_layer"
+"""The name under which each call gets the fastest attention that has what it asks for. There is no `flash` in it: upstream
+decides by that whether masks in chunks are drawn at all."""
 
 # Fastest first, as measured in docs/parallel.md; the formula, which has every feature and runs anywhere, comes last.
 ORDER = (
@@ -62,7 +79,7 @@ ORDER = (
 
 def names() -> tuple[str, ...]:
     """The registered names."""
-    return tuple(BACKENDS)
+    return (*BACKENDS, BY_LAYER)
 
 
 def register() -> None:
@@ -71,8 +88,8 @@ def register() -> None:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    for name, backend in BACKENDS.items():
-        ALL_ATTENTION_FUNCTIONS.register(name, attention_function(name, backend))
+    for name in names():
+        ALL_ATTENTION_FUNCTIONS.register(name, attention_function(name, BACKENDS.get(name)))
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask_function)
     search = masking_utils.find_packed_sequence_indices
     if not hasattr(search, "knows_patchgen"):
@@ -95,9 +112,9 @@ def accept_names() -> None:
 
     @wraps(original)
     def check(self, attn_implementation, *args, **kwargs):
-        if not isinstance(attn_implementation, str) or attn_implementation not in BACKENDS:
+        if not isinstance(attn_implementation, str) or attn_implementation not in names():
             return original(self, attn_implementation, *args, **kwargs)
-        reason = BACKENDS[attn_implementation].unavailable()
+        reason = None if attn_implementation == BY_LAYER else BACKENDS[attn_implementation].unavailable()
         if reason is not None:
             usable = [name for name, backend in BACKENDS.items() if backend.unavailable() is None]
             raise ImportError(
@@ -173,25 +190,28 @@ def _against(name: str, asked: Collection[str], device_type: str | None, head_si
     return BACKENDS[name].unavailable() or ""
 
 
-_RECORDINGS: list[set[str]] = []
+Recorded = dict[nn.Module, set[tuple[str, ...]]]
+"""For each module that attended, the features of each of its calls."""
+
+_RECORDINGS: list[Recorded] = []
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[set[str]]:
-    """Collects the features that calls of our attention ask for; all compute by the formula meanwhile, and none refuses."""
-    asked: set[str] = set()
+def recording() -> Iterator[Recorded]:
+    """Collects what calls of our attention ask for; all compute by the formula meanwhile, and none refuses."""
+    asked: Recorded = {}
     _RECORDINGS.append(asked)
     try:
         yield asked
     finally:
-        _RECORDINGS.remove(asked)
+        _RECORDINGS[:] = [one for one in _RECORDINGS if one is not asked]
 
 
 # -------------------------------------------------------------------------------------------- attention
 
 
-def attention_function(name: str, backend: Backend) -> Callable:
-    """The attention function of one name, as transformers calls it.
+def attention_function(name: str, backend: Backend | None) -> Callable:
+    """The attention function of one name, as transformers calls it; None: each call gets the backend for what it asks.
 
     It takes query, key, value `(B, N, s, D)` of this rank and returns `((B, s, N_q, D_v), None)`.
     """
@@ -230,13 +250,18 @@ def attention_function(name: str, backend: Backend) -> Callable:
         more = {argument: kwargs[argument] for argument in added(kwargs)}
         if request.is_cross or more or "sinks of each token" in request.asks_for:
             _require_whole(request, size, more, where)
+        asked = tuple(dict.fromkeys((*request.asks_for, *(("overlays",) if more else ()))))
         used = backend
         if _RECORDINGS:
             used = BACKENDS["patchgen_eager"]
-            for asked in _RECORDINGS:
-                asked.update(request.asks_for, ("overlays",) if more else ())
+            for recorded in _RECORDINGS:
+                recorded.setdefault(module, set()).add(asked)
+        elif used is None:
+            taken = _for_call(asked, q.device.type, max(q.shape[-1], v.shape[-1]))
+            used = BACKENDS[taken]
+            choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
         else:
-            require_features(name, (*request.asks_for, *(("overlays",) if more else ())), where, q.device.type)
+            require_features(name, asked, where, q.device.type)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
             form = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not more)
@@ -259,6 +284,12 @@ def attention_function(name: str, backend: Backend) -> Callable:
         return out.contiguous(), None
 
     return forward
+
+
+@torch.compiler.assume_constant_result
+def _for_call(asked: tuple[str, ...], device_type: str, head_size: int) -> str:
+    """The fastest attention for one call; compiled code holds its answer, for what is asked is known when it is traced."""
+    return choose(asked, device_type=device_type, head_size=head_size)
 
 
 # One host sync per batch, not per layer, where lengths did not come as numbers.

@@ -12,7 +12,6 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +70,7 @@ class Attention:
     overlay: object | None = None
     is_cross: bool = False
 
-    @cached_property
+    @property
     def asks_for(self) -> tuple[str, ...]:
         """The features (of FEATURES) that a backend must have."""
         by_token = self.sinks is not None and self.sinks.ndim > 1

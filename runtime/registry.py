@@ -123,13 +123,14 @@ class GeneratedModel:
 
 
 def _declare_inputs(head: type) -> None:
-    """The rules of `input_rules`, whose examples are for proofs alone."""
+    """The rules of `input_rules`, whose examples are for proofs alone, and of what its features are computed from."""
+    from patchgen.runtime.parallel import fields
+
     given = getattr(head, "input_rules", {})
     if given:
-        from patchgen.runtime.parallel import fields
-
         rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
         fields.declare(rules, f"{head.__name__}.input_rules")
+    fields.of_items(head)
 
 
 LOCAL_PACKAGE = "patchgen_generated_"

@@ -106,8 +106,17 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
         "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
         "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
         "inputs": _inputs(proof),
+        "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
         "training": training_record(proof.training) if proof.training is not None else None,
     }
+
+
+def _without_rule(model_type: str, directory: Path, proof: Proof) -> list[str]:
+    """The inputs of the head that no rule says how to pack: of a proven type that is an error of the record."""
+    from patchgen.runtime.registry import read_model
+    from patchgen.runtime.verify.input_names import without_rule
+
+    return without_rule(getattr(read_model(directory).load(), proof.head), model_type, proof.inputs)
 
 
 def _inputs(proof: Proof) -> list[str]:
@@ -130,6 +139,7 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "moe": False,
         "family": TEXT,
         "inputs": [],
+        "inputs_without_rule": [],
         "training": None,
         "loss_difference": None,
         "gradient_difference": None,

@@ -91,8 +91,12 @@ def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
     others = ", ".join(f"{counts[status]} {status}" for status in statuses[1:])
     console.print(f"{counts[PROVEN]} proven ({moe} MoE), {others}")
     console.print(f"written: {path} and {path.with_suffix('.md').name}", soft_wrap=True)
+    unpacked = [one for one in asked if one["status"] == PROVEN and one.get("inputs_without_rule")]
+    for one in unpacked:
+        names = ", ".join(one["inputs_without_rule"])
+        console.print(f"error: {one['model_type']} is proven, and no rule says how to pack {names}", soft_wrap=True)
     is_good = counts[PROVEN] == len(asked) if is_asked_by_name else counts[PROVEN] and not counts[GENERATED]
-    return 0 if is_good else 1
+    return 0 if is_good and not unpacked else 1
 
 
 def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool) -> int:

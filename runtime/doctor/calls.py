@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import attention_kinds, parallel, seams
 from patchgen.runtime.parallel import loss as losses
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.selfcheck import HALF_PRECISION, TOLERANCE
@@ -35,7 +35,7 @@ def selected(chosen: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def eager_attention(model: nn.Module) -> Iterator[None]:
     """The model attends by the formula."""
-    before = model.config._attn_implementation
+    before = attention_kinds.named_in(model.config)
     model.set_attn_implementation(EAGER_ATTENTION)
     try:
         yield

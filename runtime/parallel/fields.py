@@ -8,7 +8,8 @@
     pixel_values          0 (patches)   no       0              -
     image_grid_thw        0 (images)    no       -              -
 
-A model's class has rules for inputs of its own (`input_rules`), a recipe for whatever its processor makes (`inputs`).
+A model's class has rules for inputs of its own (`input_rules`), a recipe for whatever its processor makes (`inputs`). What a
+model computes features of images, videos or sounds from is of these items, whatever it is called (`of_items`).
 
 Samples are put together along `pack_dim`; where their other dimensions differ (sounds of different lengths), the shorter
 ones are filled up. Media stay whole on every rank of a sequence-parallel group: the towers divide them (`media.py`).
@@ -17,6 +18,8 @@ ones are filled up. Media stay whole on every rank of a sequence-parallel group:
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -114,6 +117,9 @@ RULES: dict[str, FieldRule] = {
 
 
 BUILT_IN = frozenset(RULES)
+FEATURES = tuple(f"get_{kind}_features" for kind in ("image", "video", "audio"))
+"""The methods of upstream's models that compute features of items."""
+_FOUND: set[str] = set()  # rules that were read from a model: whoever declares another knows better
 ATTRIBUTES = tuple(field.name for field in dataclasses.fields(FieldRule))
 
 
@@ -145,8 +151,26 @@ def declare(rules: Mapping[str, FieldRule | Mapping[str, Any]], where: str) -> N
             rule = given if isinstance(given, FieldRule) else FieldRule(**given)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {name}: {error} Attributes: {', '.join(ATTRIBUTES)}.") from error
+        if name in _FOUND:
+            _FOUND.remove(name)
+            RULES[name] = rule
         if RULES.setdefault(name, rule) != rule:
             raise ValueError(f"{where}: {name} has the rule {RULES[name]}, and is given {rule}.")
+
+
+def of_items(head: type) -> None:
+    """Gives tensors that a head computes features of items from the rule of items, where nothing else says one.
+
+    Args:
+        head: its own method, or that of the model inside it, which is a class of the same file, says what it is given.
+    """
+    taken = inspect.signature(head.forward).parameters
+    classes = [one for one in vars(sys.modules[head.__module__]).values() if isinstance(one, type)]
+    methods = [getattr(one, name) for one in classes for name in FEATURES if hasattr(one, name)]
+    for name, parameter in (item for method in methods for item in inspect.signature(method).parameters.items()):
+        if name in taken and name not in RULES and "Tensor" in str(parameter.annotation):
+            RULES[name] = ITEMS
+            _FOUND.add(name)
 
 
 def declared() -> dict[str, FieldRule]:

@@ -46,12 +46,18 @@ class ParameterGroup:
     local: int
 
 
-def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mapping[str, str] | None = None) -> str:
+def describe(
+    model: nn.Module,
+    state: ParallelState | None,
+    wanted_seams: Mapping[str, str] | None = None,
+    kinds: str = "",
+) -> str:
     """The report as text.
 
     Args:
         model: after `shard_model`.
         wanted_seams: what the configuration asked for, by seam; those set to "eager" ask for nothing.
+        kinds: lines that say which kinds of layers get which attention and why, where it is not one for all.
 
     Raises:
         ValueError: a wanted seam that no module uses, or that another implementation serves.
@@ -65,6 +71,7 @@ def describe(model: nn.Module, state: ParallelState | None, wanted_seams: Mappin
         modules = ", ".join(f"{count} {label}" for label, count in users.items())
         label = name.partition(":")[0]
         lines.append(f"  {label:<16} {_served_by(name, state):<64} {modules}")
+    lines += [f"  {line}" for line in kinds.splitlines()]
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):
         lines.append(f"  {group.label:<50} {group.count:>6} {_size(group.whole):>11} {_size(group.local):>11}")
@@ -81,7 +88,7 @@ def chosen() -> str:
         for name, served in seams.selected().items()
         if served == seams.AUTO
         for line in choices.taken(name)
-    ]
+    ] + [("attention", line) for line in choices.taken("attention")]
     return "\n".join(f"  {name:<16} auto took {line}" for name, line in lines)
 
 
@@ -116,9 +123,9 @@ def attends(module: nn.Module) -> bool:
     return getattr(module, "config", None) is not None and {"get_interface", "_attn_implementation"} <= names
 
 
-def largest_head(model: nn.Module) -> int:
-    """The largest head size, of keys or values, of the modules that attend as their config names; 0 without one."""
-    sizes = [getattr(module, name, 0) for module in model.modules() if attends(module) for name in HEAD_SIZES]
+def head_size(module: nn.Module) -> int:
+    """The larger of the head sizes, of keys and values, that a module says it has; 0 if it says none."""
+    sizes = [getattr(module, name, 0) for name in HEAD_SIZES]
     return max((size for size in sizes if isinstance(size, int)), default=0)
 
 

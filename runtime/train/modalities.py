@@ -17,12 +17,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import attention
+from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.multimodal_inputs import SampleBuilder
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_inputs import Documents
-from patchgen.runtime.verify.training_path import ON_CPU, one_rank
+from patchgen.runtime.verify.training_path import on_cpu, one_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -35,7 +36,7 @@ def kept_apart(
     generated_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     *,
-    attention_name: str,
+    attention_name: Names,
     separates_documents: bool = False,
 ) -> tuple[Pair, ...]:
     """The pairs of modalities of which a row may not hold both.
@@ -53,8 +54,7 @@ def kept_apart(
     attention.register()
     comparison = Comparison(upstream_class, generated_class, config, media=False)
     builder = SampleBuilder(comparison.reference)
-    comparison.choices(comparison.config, {})
-    comparison.ran_with = attention_name if attention_name in ON_CPU else ON_CPU[-1]
+    comparison.ran_with = on_cpu(attention_name, comparison.choices(comparison.config, {}), comparison.config)
     if separates_documents:
         comparison = comparison.with_documents_apart()
     with one_rank() as state:

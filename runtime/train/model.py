@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import json
 import re
@@ -18,16 +17,14 @@ import transformers
 from torch import nn
 
 from patchgen.runtime import attention, model_calls, parallel, registry, seams
-from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.objectives.heads import SequenceClassifier, UnknownHeadError, sequence_classifier
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import architecture, lora_targets, optimizers
+from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
-from patchgen.runtime.verify.training_path import asked_of_attention
 from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
@@ -168,67 +165,6 @@ def weights_folder(model: ModelConfig) -> Path | None:
     return Path(snapshot_download(found, allow_patterns=["*.safetensors", "*.json"]))
 
 
-def require_attention(wanted: str | None) -> None:
-    """Refuses a name of no attention, and one that cannot run on this machine."""
-    if wanted is None:
-        return
-    if wanted in BACKENDS:
-        reason = BACKENDS[wanted].unavailable()
-        if reason is not None:
-            raise RecipeError(f"model.attention = '{wanted}' cannot run here: {reason}.")
-        return
-    near = difflib.get_close_matches(wanted, BACKENDS, n=1, cutoff=0.3)
-    raise RecipeError(
-        f"model.attention = '{wanted}' is none of {', '.join(BACKENDS)}." + (f" Near: {near[0]}." if near else "")
-    )
-
-
-def choose_attention(wanted: str | None, head: type[PreTrainedModel], config: PreTrainedConfig) -> str:
-    """The name of the attention: the wanted one, or the fastest that has here what a small form of the model asks for and
-    takes its heads.
-
-    Raises:
-        RecipeError: the wanted one cannot run here, or not with heads of this size.
-    """
-    require_attention(wanted)
-    if wanted is not None:
-        require_heads(wanted, head.__name__, largest_head(head, config) if BACKENDS[wanted].max_head else 0)
-        return wanted
-    asked = asked_of_attention(head, config)
-    chosen = attention.choose(asked)
-    return (
-        chosen if BACKENDS[chosen].max_head is None else attention.choose(asked, head_size=largest_head(head, config))
-    )
-
-
-def require_heads(name: str, model: str, head_size: int) -> None:
-    """Refuses an attention that cannot do heads of this size."""
-    if lacking := attention.lacks(name, (), head_size=head_size):
-        able = [other for other, backend in BACKENDS.items() if backend.max_head is None]
-        raise RecipeError(
-            f"model.attention = '{name}' cannot do {lacking[0]}, which {model} has. Those that take any: {', '.join(able)}."
-        )
-
-
-def why_attention(head: type[PreTrainedModel], config: PreTrainedConfig, name: str) -> str:
-    """Why faster attentions than `name` are not taken, a line for each reason; "" if there is none."""
-    found = attention.passed_over(name, asked_of_attention(head, config), head_size=largest_head(head, config))
-    names = {reason: [other for other, why in found.items() if why == reason] for reason in found.values()}
-    return "\n".join(f"             not {', '.join(others)}: {reason}" for reason, others in names.items())
-
-
-def largest_head(head: type[PreTrainedModel], config: PreTrainedConfig) -> int:
-    """The largest head size of a model, read from its attention modules."""
-    return _largest_head(head, config.to_json_string(use_diff=False))
-
-
-@functools.lru_cache(maxsize=8)
-def _largest_head(head: type[PreTrainedModel], config_text: str) -> int:
-    config = head.config_class.from_dict(json.loads(config_text))
-    with torch.device("meta"):
-        return report.largest_head(head._from_config(config, attn_implementation="eager"))
-
-
 def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     """The generated model of a recipe without memory, frozen where the recipe says so.
 
@@ -241,7 +177,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         head, config = find_head_and_config(config, architecture.register(recipe.model))
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
-    chosen = choose_attention(recipe.model.attention, head, config)
+    chosen = attention_choice.choose(recipe.model.attention, head, config)
     if (scores := choose.objective_of(recipe.objective).scores) is not None:
         head = _classifier(head, config, scores, recipe.objective.name)
     dtype = getattr(torch, recipe.model.dtype)
@@ -374,7 +310,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
         initialise(model, initial_names(model), seed=recipe.train.seed)
     else:
         done = load_pretrained(model, folder, **may_differ(recipe, model), seed=recipe.train.seed)
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if _is_first_rank():
             print(done, flush=True)  # what was initialised or left out is told before it trains
     return model
 
@@ -407,4 +343,17 @@ def check_model(recipe: Recipe, model: PreTrainedModel, state: ParallelState, wa
 
     with parallel.using(state):
         selfcheck.require_sliceable(model, state, vocab_size=model.config.get_text_config().vocab_size)
-    return report.describe(model, state, wanted)
+    return report.describe(model, state, wanted, _kinds_of_attention(recipe) if _is_first_rank() else "")
+
+
+def _kinds_of_attention(recipe: Recipe) -> str:
+    """Which kinds of layers get which attention, where it is not one for all."""
+    names = recipe.model.attention
+    if names is None or names in attention.ORDER:
+        return ""
+    head, config = find_head_and_config(read_config(recipe.model), architecture.register(recipe.model))
+    return attention_choice.explain(head, config, names)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

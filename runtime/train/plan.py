@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime import attention_kinds
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import checkpointing, report
 from patchgen.runtime.parallel.config import draw
-from patchgen.runtime.train import captured, flops, lora, lora_targets, memory, optimizers, run_log
+from patchgen.runtime.train import attention_choice, captured, flops, lora, lora_targets, memory, optimizers, run_log
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.feed import micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -41,7 +41,7 @@ def require_valid(recipe: Recipe, world: int) -> None:
             micro_batches_per_step(train.eval_batches, layout.num_batches)
         except RecipeError as error:
             raise RecipeError(str(error).replace("batches_per_step", "eval_batches")) from error
-    models.require_attention(recipe.model.attention)
+    attention_choice.require_known(recipe.model.attention)
     models.require_kernels(recipe.kernels)
     for kind in recipe.log.trackers:
         run_log.require_tracker(kind)
@@ -96,8 +96,7 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         + (f", {step / world / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
         f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
-        *(f"{name.replace(':', '    ')}    {sum(users.values())} layers" for name, users in _attention(model)),
-        *([why] if (why := _why_attention(recipe, model)) else []),
+        *attention_choice.explain(type(model), model.config, attention_kinds.named_in(model.config)).splitlines(),
         *([f"lora         {lora_targets.find_targets(model, recipe.lora).told}"] if recipe.lora is not None else []),
         f"run          {recipe.directory}",
         "",
@@ -106,14 +105,3 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         draw(layout),
     ]
     return "\n".join(lines)
-
-
-def _why_attention(recipe: Recipe, model) -> str:
-    """Why no faster attention runs, for the one that most layers have."""
-    found = [name.partition(":")[2] for name, _ in _attention(model)]
-    own = [name for name in found if name in BACKENDS]
-    return models.why_attention(type(model), model.config, own[0]) if own else ""
-
-
-def _attention(model) -> list[tuple[str, dict]]:
-    return list(report.attention_users(model).items())

@@ -26,12 +26,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from patchgen.runtime import attention, registry, seams
+from patchgen.runtime import attention, attention_kinds, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
-from patchgen.runtime.train import architecture, data_check, modalities
+from patchgen.runtime.train import architecture, attention_choice, data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
@@ -42,7 +43,7 @@ from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_slices
 from patchgen.runtime.verify.small_config import small_config
-from patchgen.runtime.verify.training_path import ON_CPU, asked_of_attention, prove_training_path
+from patchgen.runtime.verify.training_path import asked_of_attention, on_cpu, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Preflight:
 
     status: str
     reason: str
-    attention: str
+    attention: Names
     separates_documents: bool = False
     apart: tuple[modalities.Pair, ...] = ()
 
@@ -103,13 +104,13 @@ def require_trainable(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
 
 
-def _refusal_on_slices(recipe: Recipe, name: str) -> str:
+def _refusal_on_slices(recipe: Recipe, name: Names) -> str:
     """What a small form of the model says to a slice of a sequence under the attention of the run."""
     head, config = _head(recipe)
-    on_cpu = name if name in ON_CPU else attention.choose(asked_of_attention(head, config), device_type="cpu")
+    name = on_cpu(name, asked_of_attention(head, config), config)
     attention.register()
     small = _small(head, config)
-    return refusal_on_slices(head._from_config(small, attn_implementation=on_cpu, dtype=torch.float32))
+    return refusal_on_slices(head._from_config(small, attn_implementation=name, dtype=torch.float32))
 
 
 def examine(recipe: Recipe) -> Preflight:
@@ -118,16 +119,16 @@ def examine(recipe: Recipe) -> Preflight:
     Raises:
         RecipeError: there is no such model, or none was generated.
     """
-    models.require_attention(recipe.model.attention)
+    attention_choice.require_known(recipe.model.attention)
     head, config = _head(recipe)
     named = {name: getattr(recipe.kernels, name) for name in seams.names()}
     media = recipe.data.kind == "multimodal"
     path = _cache() / f"{_key(head, config, recipe.model.attention, named, media)}.json"
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
-    found = _decide(head, config, recipe.model.attention, named, media=media)
+    found, asked = _decide(head, config, recipe.model.attention, named, media=media)
     if not found.refusal:  # a small form has small heads
-        found = _with_attention_for_heads(found, recipe.model.attention, head, config)
+        found = replace(found, attention=attention_choice.choose(recipe.model.attention, head, config, asked))
     if media and not found.refusal:
         found = with_modalities(found, head, config)
     try:
@@ -158,19 +159,20 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
 def _decide(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
-    named_attention: str | None,
+    named_attention: Names | None,
     named_seams: Mapping[str, str | None],
     *,
     media: bool,
-) -> Preflight:
+) -> tuple[Preflight, tuple[Kind, ...]]:
+    """The verdict, and what each kind of layer asks of its attention."""
     generated = architecture.generated_of(head)
     upstream_class = _upstream_class(generated, head)
     if upstream_class is not None:
         found, training = _of_type(generated, head)
         if found.status != verdict.PROVEN:
-            return Preflight(found.status, found.reason, "")
+            return Preflight(found.status, found.reason, ""), ()
         if training is not None and not named_attention and not any(named_seams.values()) and _is_default(config):
-            return Preflight(found.status, "", attention.choose(training["asked"]), training["separates_documents"])
+            return Preflight(found.status, "", "", training["separates_documents"]), report.read_kinds(training)
     small = _small(upstream_class or head, config)
     path = prove_training_path(
         upstream_class,
@@ -182,21 +184,7 @@ def _decide(
         media=media,
     )
     status = verdict.PROVEN if not path.reason else verdict.EAGER_ONLY if upstream_class else verdict.GENERATED
-    return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents)
-
-
-def _with_attention_for_heads(
-    found: Preflight, named: str | None, head: type[PreTrainedModel], config: PreTrainedConfig
-) -> Preflight:
-    """The same decision, with an attention that takes the heads of the real model.
-
-    Raises:
-        RecipeError: the named attention does not.
-    """
-    largest = models.largest_head(head, config) if BACKENDS[found.attention].max_head is not None else 0
-    if not attention.lacks(found.attention, (), head_size=largest):
-        return found
-    return replace(found, attention=models.choose_attention(named, head, config))
+    return Preflight(status, verdict.one_line(path.reason), path.attention, path.separates_documents), path.asked
 
 
 def with_modalities(found: Preflight, head: type[PreTrainedModel], config: PreTrainedConfig) -> Preflight:
@@ -224,11 +212,17 @@ def _of_type(
 ) -> tuple[verdict.Verdict, Mapping[str, Any] | None]:
     """The verdict on a head, and the record of its training path: that beside its file if it holds here, else made now."""
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
-    if recorded is not None and attention.choose(recorded["asked"], device_type="cpu") == recorded["compared_with"]:
+    if recorded is not None and _is_of_this_choice(recorded, head.config_class):
         return verdict.Verdict(verdict.PROVEN), recorded
     found, proof = judge(generated, head=head.__name__, implementations=IMPLEMENTATIONS)
     path = proof.training if proof is not None else None
     return found, report.training_record(path) if path is not None else None
+
+
+def _is_of_this_choice(recorded: Mapping[str, Any], config_class: type[PreTrainedConfig]) -> bool:
+    """Whether the CPU would still choose what a recorded comparison ran with."""
+    chosen = attention_kinds.choose(report.read_kinds(recorded), small_config(config_class).config, device_type="cpu")
+    return chosen == recorded["compared_with"]
 
 
 def _is_default(config: PreTrainedConfig) -> bool:

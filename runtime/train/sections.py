@@ -33,8 +33,9 @@ class ModelConfig:
         weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.
         allow_missing: patterns of parameters that the weights may lack (new heads); they keep their random values.
         dtype: what parameters and optimizer state are stored in.
-        attention: a name of runtime/attention.py; null chooses the fastest that can run here and has what the model asks
-            for: sinks, soft caps, the size of its heads.
+        attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}); null
+            chooses, for each kind of layer, the fastest that can run here and has what it asks for: sinks, soft caps, windows, the
+            size of its heads.
         separate_documents: compute each packed document in a row of its own, padded: for models that cannot be told where
             documents end; null: where the proof of the model shows that it needs it.
         freeze: patterns of parameter names (`model.visual.*`) that are not trained.
@@ -48,7 +49,7 @@ class ModelConfig:
     weights: str = "auto"
     allow_missing: tuple[str, ...] = ()
     dtype: DtypeName = "float32"
-    attention: str | None = None
+    attention: str | dict[str, Any] | None = None
     separate_documents: bool | None = None
     freeze: tuple[str, ...] = ()
 

@@ -81,6 +81,8 @@ class Proof:
     not_compared: dict[str, str] = field(default_factory=dict)
     """Modalities that the head takes and that were in no case, with the reason: what is said of the others holds not for
     them."""
+    inputs: tuple[str, ...] = ()
+    """The names of all that its cases held."""
     upstream_version: str | None = ""
     """Of transformers; None: it was made from a file."""
     file_sha256: str = ""

@@ -41,7 +41,7 @@ def read(path: Path) -> dict[Place, dict]:
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-    rows = ({"family": TEXT, "inputs": [], **row} for row in rows)
+    rows = ({"family": TEXT, "inputs": [], "inputs_without_rule": [], **row} for row in rows)
     return {(row["family"] != TEXT, row["model_type"]): row for row in rows}
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -13,6 +14,7 @@ from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
+from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
@@ -167,12 +169,17 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
     return record.get("training") if holds else None
 
 
+def read_kinds(training: Mapping[str, Any]) -> tuple[Kind, ...]:
+    """What each kind of layer asks of its attention, by the record of a comparison as a run computes."""
+    return tuple(Kind(one["layers"], one["config"], tuple(one["asked"])) for one in training["asked"])
+
+
 def training_record(path: TrainingPath) -> dict[str, object]:
     """What a record says of the comparison as a run computes."""
     return {
         "attention": path.attention,
         "compared_with": path.ran_with,
-        "asked": list(path.asked),
+        "asked": [{"layers": kind.layers, "config": kind.config, "asked": list(kind.asked)} for kind in path.asked],
         "separates_documents": path.separates_documents,
         "seams": dict(path.seams),
         "checks": {

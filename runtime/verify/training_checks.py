@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels.chunking import largest_chunk
-from patchgen.runtime import attention, model_calls, parallel, seams
+from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
+from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import loss, report
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
@@ -81,13 +82,13 @@ class Comparison:
         self.ran_seams: dict[str, str] = {}
         self.positions: Any = None
         self.state: ParallelState | None = None
-        self.ran_with = ""
+        self.ran_with: Names = ""
         self.separates_documents = False
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
 
-    def _generated(self, name: str, config: PreTrainedConfig) -> PreTrainedModel:
+    def _generated(self, name: Names, config: PreTrainedConfig) -> PreTrainedModel:
         """The generated class under an attention, with upstream's weights."""
         torch.manual_seed(SEED)
         model = self.generated_class._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
@@ -110,8 +111,8 @@ class Comparison:
         other.separates_documents, other.checks, other.failures = True, [], []
         return other
 
-    def choices(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> set[str]:
-        """Finds the seams of a run and its position function; returns the features that it asks of its attention.
+    def choices(self, config: PreTrainedConfig, named_seams: Mapping[str, str | None]) -> tuple[Kind, ...]:
+        """Finds the seams of a run and its position function; returns what each kind of layer asks of its attention.
 
         Rows of the data pipeline are run for that, with `config`.
         """
@@ -126,7 +127,7 @@ class Comparison:
         with attention.recording() as asked, torch.no_grad(), all_eager():
             for rows in packed:
                 model(**inputs.without_labels(_handed(rows)), use_cache=False)
-        return asked
+        return attention_kinds.asked_by(model, asked)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
         """The implementation of a seam that a run selects, or the choice of the CPU where it needs another device."""

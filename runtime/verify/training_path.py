@@ -25,14 +25,16 @@ import contextlib
 import copy
 import functools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
-from patchgen.runtime import attention
+from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.shrink import shrink, with_dropout
@@ -45,17 +47,23 @@ ON_CPU = tuple(name for name in attention.ORDER if BACKENDS[name].has_cpu_backwa
 """Attention that runs on the CPU without compiling; others are stood in for by the fastest of them with the features."""
 
 
+def on_cpu(names: Names, asked: Iterable[Kind], config: PreTrainedConfig) -> Names:
+    """The attention of a run as the CPU can compute it: itself, or what the CPU would choose."""
+    is_there = all(name in (*ON_CPU, attention.BY_LAYER) for name in attention_kinds.all_names(names))
+    return names if is_there else attention_kinds.choose(asked, config, device_type="cpu")
+
+
 @dataclass(frozen=True)
 class TrainingPath:
     """What a run would choose, what was compared under it, and what failed."""
 
-    attention: str
-    """The name that a run on this machine takes."""
-    ran_with: str
-    """The name that the comparison ran with: the same, or one for the CPU that computes the same features."""
+    attention: Names
+    """What a run on this machine takes, by heads of the small form."""
+    ran_with: Names
+    """What the comparison ran with: the same, or what computes the same features on the CPU."""
     seams: Mapping[str, str] = field(default_factory=dict)
-    asked: tuple[str, ...] = ()
-    """The features that the model asks of its attention."""
+    asked: tuple[Kind, ...] = ()
+    """What each kind of layer asks of its attention."""
     checks: tuple[Check, ...] = ()
     failures: tuple[str, ...] = ()
     separates_documents: bool = False
@@ -78,7 +86,7 @@ def prove_training_path(
     generated_class: type[PreTrainedModel],
     config: PreTrainedConfig,
     *,
-    named_attention: str | None = None,
+    named_attention: Names | None = None,
     named_seams: Mapping[str, str | None] | None = None,
     asked_config: PreTrainedConfig | None = None,
     media: bool = True,
@@ -97,30 +105,22 @@ def prove_training_path(
     config = _without_router_loss(config)
     path = Comparison(upstream_class or generated_class, generated_class, config, media)
     try:
-        asked = path.choices(asked_config or config, named_seams or {})
+        path, asked = _choices(path, asked_config or config, named_seams or {})
     except Exception as error:
         own = path.upstream_refusal()
-        reason = (
+        whose = (
             f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
         )
-        failed = TrainingPath(named_attention or "", "", failures=(reason,))
-        if not path.mixes_documents_upstream():
-            return failed
-        path = path.with_documents_apart()
-        try:
-            asked = path.choices(asked_config or config, named_seams or {})
-        except Exception:
-            return failed
-    chosen = named_attention or attention.choose(asked)
-    lacking = attention.lacks(chosen, asked)
-    found = TrainingPath(chosen, chosen, path.seams, tuple(sorted(asked)))
-    if lacking:
-        able = attention.choose(asked)
+        return TrainingPath(named_attention or "", "", failures=(whose,))
+    chosen = named_attention or attention_kinds.choose(asked, config)
+    found = TrainingPath(chosen, chosen, path.seams, asked)
+    if lacking := attention_kinds.lacking(chosen, asked):
+        able = attention_kinds.choose(asked, config)
         return replace(
             found,
             failures=(f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can.",),
         )
-    path.ran_with = chosen if chosen in ON_CPU else attention.choose(asked, device_type="cpu")
+    path.ran_with = on_cpu(chosen, asked, config)
     with one_rank() as state:
         path.state = state
         path.run()
@@ -138,16 +138,35 @@ def prove_training_path(
     )
 
 
+def _choices(
+    path: Comparison, config: PreTrainedConfig, named_seams: Mapping[str, str | None]
+) -> tuple[Comparison, tuple[Kind, ...]]:
+    """What each kind of layer asks for, and the comparison: with documents apart where upstream's model mixes them and ours
+    takes them in no other way."""
+    try:
+        return path, path.choices(config, named_seams)
+    except Exception as error:
+        if not path.mixes_documents_upstream():
+            raise
+        apart = path.with_documents_apart()
+        try:
+            return apart, apart.choices(config, named_seams)
+        except Exception:
+            raise error from None
+
+
 @functools.lru_cache(maxsize=8)
-def _asked(generated_class: type[PreTrainedModel], config_text: str) -> frozenset[str]:
+def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
     config = generated_class.config_class.from_dict(json.loads(config_text))
     small = shrink(config).config
-    path = Comparison(generated_class, generated_class, _without_router_loss(small), media=False)
-    return frozenset(path.choices(with_dropout(path.config, config), {}))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):  # a run that asks while it starts has its own
+        path = Comparison(generated_class, generated_class, _without_router_loss(small), media=True)
+        return _choices(path, with_dropout(path.config, config), {})[1]
 
 
-def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> frozenset[str]:
-    """The features that packed text makes a model ask of its attention, found by running a small form of it."""
+def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:
+    """What packed rows make each kind of layer ask of its attention, found by running a small form of the model."""
     attention.register()
     return _asked(generated_class, config.to_json_string(use_diff=False))
 
@@ -155,16 +174,16 @@ def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTraine
 def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
     """One record of several variants of a model; the first gives the names, checks of the others carry their variant's."""
     (_, first), *others = paths.items()
-    checks, failures, asked = list(first.checks), list(first.failures), set(first.asked)
+    checks, failures = list(first.checks), list(first.failures)
+    asked = dict.fromkeys(kind for path in paths.values() for kind in path.asked)
     for variant, path in others:
         checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
         failures += [f"variant {variant}: {failure}" for failure in path.failures]
-        asked |= set(path.asked)
     return replace(
         first,
         checks=tuple(checks),
         failures=tuple(failures),
-        asked=tuple(sorted(asked)),
+        asked=tuple(asked),
         separates_documents=any(path.separates_documents for path in paths.values()),
     )
 

@@ -111,6 +111,7 @@ def verify_model(
     merged = merge(proofs)
     merged.refused = refused
     merged.not_compared = merged.not_compared | _without_example(upstream_class, fed)
+    merged.inputs = tuple(sorted(fed))
     merged.model, merged.head = generated.name, head
     merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
     merged.upstream_version = generated.upstream_version

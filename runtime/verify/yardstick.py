@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import attention, registry
+from patchgen.runtime import attention, attention_kinds, registry
+from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
@@ -23,7 +24,7 @@ from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
-from patchgen.runtime.verify.training_path import ON_CPU
+from patchgen.runtime.verify.training_path import on_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -48,13 +49,12 @@ def find(model: Subject) -> registry.GeneratedModel:
 
 def choices(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[str, dict[str, str]]:
+) -> tuple[Names, dict[str, str]]:
     """The attention and the implementations of seams that a run takes, as far as a CPU can run them."""
     attention.register()
     path = Comparison(upstream_class, generated_class, config, media=takes_media(upstream_class))
     asked = path.choices(config, {})
-    chosen = attention.choose(asked)
-    return chosen if chosen in ON_CPU else attention.choose(asked, device_type="cpu"), path.ran_seams
+    return on_cpu(attention_kinds.choose(asked, config), asked, config), path.ran_seams
 
 
 _STATES: dict[tuple[int, int], ParallelState] = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,8 +22,8 @@ from typer.testing import CliRunner
 
 from patchgen.cli import app
 from patchgen.commands import checkpoints, generation
-from patchgen.runtime import registry
-from patchgen.runtime.train import run_log
+from patchgen.runtime import launch, registry
+from patchgen.runtime.train import recipe, run_log
 from patchgen.runtime.verify import media_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,43 @@ def test_the_page_works_as_written(place):
     Path("pyproject.toml").write_text(blocks("toml")[0])
     checkpoints.convert(Path("exported"), Path("stacked"), layout="stacked", dtype=None, code=None, generated=None)
     assert json.loads(Path("stacked/config.json").read_text())["model_type"] == "lattice_moe"
+
+
+COMMANDS_OF_A_MACHINE = {  # as sshd does: the words of a command are one text for a shell
+    "ssh": '#!/bin/bash\nexec bash -c "$3"\n',
+    "patchgen": f'#!/bin/bash\nexec {sys.executable} -m patchgen.cli "$@"\n',
+}
+
+
+def test_a_program_and_a_start_script_train_it_as_well(place, monkeypatch):
+    """`launch()` with two ranks, and what `--script` prints on two machines of one rank each: the same steps."""
+    checkpoint()
+    source, to = Path("lattice_moe"), Path("generated")
+    generation.generate(["lattice_moe"], False, None, source, to, dry_run=False, force=False)
+    monkeypatch.setenv("HOME", str(place))  # the second start reads what the first has found out of the model
+    assert launch.launch(recipe.load(Path("recipe.yaml"), {"log.directory": "by_launch"}), processes=2) == 0
+
+    for name, text in COMMANDS_OF_A_MACHINE.items():
+        file = place / "bin" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755)
+    words = ["train", "recipe.yaml", "--nproc", "1", "--nnodes", "2", "--set", "log.directory=by_script"]
+    printed = CliRunner().invoke(app, [*words, "--script", "ssh"], catch_exceptions=False)
+    assert printed.exit_code == 0, printed.output
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    Path("start.sh").write_text(printed.output.replace(":29500", f":{port}"))
+    path = f"{place / 'bin'}:{os.environ['PATH']}"
+    started = ["bash", "start.sh"]
+    machines = os.environ | {"PATH": path, "HOSTS": "localhost localhost"}
+    done = subprocess.run(started, capture_output=True, text=True, timeout=240, env=machines)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    runs = [[entry["loss"] for entry in run_log.read(Path(run))] for run in ("by_launch", "by_script")]
+    assert len(runs[0]) == 3 and runs[0] == runs[1]
+    assert Path("by_launch/export/config.json").is_file() and Path("by_script/export/config.json").is_file()
 
 
 def test_a_fault_that_only_slices_show_is_found_on_ranks(place, two_ranks):

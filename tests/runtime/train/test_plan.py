@@ -12,7 +12,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import checks, memory, model, plan
+from patchgen.runtime.train import attention_choice, checks, memory, model, plan
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -167,19 +167,21 @@ def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
     for size, expected in ((64, flash), (512, "patchgen_sdpa")):
         recipe = recipe_of(model={"overrides": SMALL | {"head_dim": size}})
         head, config = model.find_head_and_config(model.read_config(recipe.model))
-        assert model.choose_attention(None, head, config) == expected
+        assert attention_choice.choose(None, head, config) == expected
     with pytest.raises(RecipeError, match=f"'{flash}' cannot do heads of 512, which Qwen3MoeForCausalLM has"):
-        model.choose_attention(flash, head, config)
-    (why,) = model.why_attention(head, config, "patchgen_sdpa").splitlines()
-    assert flash in why and why.endswith(": cannot do heads of 512")
+        attention_choice.choose(flash, head, config)
+    told, *why = attention_choice.explain(head, config, "patchgen_sdpa").splitlines()
+    assert told.endswith("patchgen_sdpa    3 layers: model.layers.*.self_attn (heads of 512)")
+    assert [line for line in why if flash in line and line.endswith(": cannot do heads of 512")]
 
 
 def test_what_a_model_asks_for_is_why_an_attention_was_not_taken():
     head, config = model.find_head_and_config(small_config("gpt_oss").config)
-    assert model.choose_attention(None, head, config) == "patchgen_eager"
-    told = model.why_attention(head, config, "patchgen_eager")
-    (why,) = [line for line in told.splitlines() if line.endswith(": cannot do sinks")]
-    assert "patchgen_sdpa" in why and "patchgen_flash_attention_2" in why
+    assert attention_choice.choose(None, head, config) == "patchgen_eager"
+    told = attention_choice.explain(head, config, "patchgen_eager")
+    reasons = [line for line in told.splitlines() if line.endswith(": cannot do sinks")]
+    assert len(reasons) == 2, "one for each kind of layer"
+    assert all("patchgen_sdpa" in why and "patchgen_flash_attention_2" in why for why in reasons)
 
 
 def test_a_dry_run_fetches_no_weights(monkeypatch):

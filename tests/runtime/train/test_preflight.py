@@ -121,7 +121,7 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     provenance.write(pipeline.generate(upstream.load("bloom")), folder / "bloom")
     monkeypatch.setattr(registry, "find_head", functools.partial(registry.find_head, directory=folder))
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
-    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     recipe = recipe_of("bloom", tmp_path / "run")
     preflight.require_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
@@ -151,7 +151,7 @@ def test_a_verdict_that_cannot_be_kept_is_told_of(tmp_path, monkeypatch):
     (tmp_path / "home").write_text("a file where the folder would be")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
-    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: decided)
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
     with pytest.warns(UserWarning, match="found anew at each start"):
         assert preflight.examine(from_dict(recipe_of("qwen3_moe", tmp_path / "run"))) == decided
 

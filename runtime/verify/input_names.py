@@ -1,0 +1,98 @@
+"""The inputs of a head that need a rule of packing (`parallel/fields.py`): what its processors make and what its cases hold.
+
+Processors are read, not imported: many need packages that are not here. What they make and the head's forward does not take
+is used up on the way.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import transformers
+
+from patchgen.runtime.parallel.fields import RULES
+
+MODELS = Path(transformers.__file__).parent / "models"
+MAPPING = re.compile(r"(PROCESSOR|FEATURE_EXTRACTOR)_MAPPING_NAMES$")
+"""The tables of transformers' auto classes that name processors, and their parts, by model type. Read as they are written: when
+imported, they have none for classes whose packages are not here."""
+DECLARED = "model_input_names"
+"""What processors call the list of what they make."""
+
+
+def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
+    """The inputs of a head that no rule says how to pack.
+
+    Args:
+        head: a generated class, loaded (`registry.GeneratedModel.load`): the rules of its inputs hold.
+        fed: what the cases of its proof hold.
+    """
+    taken = inspect.signature(head.forward).parameters
+    return sorted(name for name in {*made_for(model_type), *fed} if name in taken and name not in RULES)
+
+
+def made_for(model_type: str) -> frozenset[str]:
+    """What the processors of a model type say that they make."""
+    return frozenset(made for name in _processors().get(model_type, ()) for made in _said_by(name))
+
+
+@functools.cache
+def _processors() -> dict[str, set[str]]:
+    """The names of the processors of each model type."""
+    found: dict[str, set[str]] = {}
+    for file in (MODELS / "auto").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Assign) and MAPPING.search(ast.unparse(node.targets[0])):
+                for kind, value in _entries(node.value):
+                    found.setdefault(kind, set()).update(_constants(value))
+    return found
+
+
+def _entries(table: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """The keys and values of `{"a": b}` or `OrderedDict([("a", b)])`."""
+    for node in ast.walk(table):
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+        else:
+            pairs = [node.elts] if isinstance(node, ast.Tuple) and len(node.elts) == 2 else []
+        yield from ((key.value, value) for key, value in pairs if isinstance(key, ast.Constant))
+
+
+def _constants(node: ast.AST) -> Iterator[str]:
+    return (c.value for c in ast.walk(node) if isinstance(c, ast.Constant) and isinstance(c.value, str))
+
+
+@functools.cache
+def _said_by(name: str) -> frozenset[str]:
+    """The names in the list of a processor class, or of the classes that it extends."""
+    file = _files().get(name)
+    if file is None:
+        return frozenset()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    node = next(one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name)
+    inherited = (_said_by(base.id) for base in node.bases if isinstance(base, ast.Name) and base.id != name)
+    return frozenset(_strings(node)).union(*inherited)
+
+
+def _strings(node: ast.ClassDef) -> Iterator[str]:
+    for one in node.body:
+        names = [target.id for target in getattr(one, "targets", ()) if isinstance(target, ast.Name)]
+        if DECLARED in (*names, getattr(one, "name", None)):
+            yield from _constants(one)
+
+
+@functools.cache
+def _files() -> dict[str, Path]:
+    """The file of each processor class of the installed release."""
+    files = [*MODELS.glob("*/*processing_*.py"), *MODELS.glob("*/feature_extraction_*.py")]
+    return {
+        name: file
+        for file in sorted(files)
+        if not file.name.startswith("modular_")
+        for name in re.findall(r"^class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    }
