@@ -40,7 +40,11 @@ def main() -> None:
         print(
             f"{version}: {sum(one['generation'] == 'generates' for one in own)} of {len(own)} generate, {proven} proven"
         )
-    with options.output.open("w", encoding="utf-8", newline="") as file:
+        write(options.output, rows)
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
