@@ -35,12 +35,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--made-with", default="5.13.0")
     parser.add_argument("--moved-to", nargs="+", default=["5.17.0", "5.23.0"])
+    parser.add_argument("--models", nargs="+", default=committed())
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     old = releases.find(options.made_with).release
-    drawn = draw(old, options.count, options.seed)
+    drawn = draw(old, options.models, options.count, options.seed)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for model, targets in drawn.items():
@@ -58,10 +59,10 @@ def main() -> None:
     print(f"{len(rows)} edits moved, {len(changed)} targets changed or gone, {len(wrong)} told otherwise")
 
 
-def draw(old: Release, count: int, seed: int) -> dict[str, list[str]]:
-    """Methods of the committed models that generate from the old release: model -> `Class.method`."""
+def draw(old: Release, models: list[str], count: int, seed: int) -> dict[str, list[str]]:
+    """Methods of those committed models that generate from the old release: model -> `Class.method`."""
     methods = []
-    for model in committed():
+    for model in models:
         try:
             generated = pipeline.generate(load_from(old, model))
         except PatchgenError as error:

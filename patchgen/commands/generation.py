@@ -16,8 +16,7 @@ from patchgen import emit, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import sweeping
 from patchgen.commands.console import console, print_diff
-from patchgen.commands.upgrading import refuse_unknown
-from patchgen.errors import ConfigError, PatchgenError, StaleFile
+from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
@@ -162,6 +161,15 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     if not found:
         console.print("Every recorded proof holds for the sources that stand here.")
     return bool(found)
+
+
+def refuse_unknown(models: list[str]) -> None:
+    """Raises where a model is none of the committed ones."""
+    known = committed()
+    missing = [name for name in models if name not in known]
+    if missing:
+        there_are = ", ".join(known) or "none"
+        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
 
 
 def _state(name: str) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from patchgen import provenance
 from patchgen import upgrade as upgrading
 from patchgen.commands.console import console
-from patchgen.errors import UpstreamNotFound
+from patchgen.commands.generation import refuse_unknown
 from patchgen.runtime.verify.committed_models import committed, named
 from patchgen.upgrade import releases, words
 
@@ -81,12 +81,3 @@ def verify_against(models: list[str], to: str, *, every: bool, python: Path | No
         style = "green" if holds else "red"
         console.print(f"{name} with transformers {to}: {told}", style=style, markup=False, soft_wrap=True)
     return 1 if failed else 0
-
-
-def refuse_unknown(models: list[str]) -> None:
-    """Raises where a model is none of the committed ones."""
-    known = committed()
-    missing = [name for name in models if name not in known]
-    if missing:
-        there_are = ", ".join(known) or "none"
-        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")

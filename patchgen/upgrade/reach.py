@@ -40,10 +40,6 @@ class File:
     names: Names
     imports: Mapping[str, str]  # name -> dotted meaning, also of what only a type checker reads
 
-    @property
-    def package(self) -> list[str]:
-        return ["transformers", *self.path.split("/")[:-1]]
-
 
 class Library:
     """The files of a release, read when they are first needed."""
