@@ -8,8 +8,8 @@ from pathlib import Path
 from patchgen.errors import ConfigError
 
 
-def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool) -> int:
-    """Examines a recipe with its checkpoint and data; 0 when nothing failed."""
+def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool, memory: float | None = None) -> int:
+    """Examines a recipe with its checkpoint and data; 0 when nothing failed. `memory` is in GiB."""
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
@@ -18,7 +18,7 @@ def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
         from patchgen.runtime.doctor import examine
 
-        report = examine(recipe, skip=skip)
+        report = examine(recipe, skip=skip, memory=None if memory is None else int(memory * 2**30))
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
     print(json.dumps(report.as_json(), indent=1) if as_json else report.text())

@@ -105,17 +105,19 @@ class Report:
         return "\n".join(lines)
 
 
-def examine(recipe: Recipe, *, skip: Collection[str] = ()) -> Report:
+def examine(recipe: Recipe, *, skip: Collection[str] = (), memory: int | None = None) -> Report:
     """Runs every check on a recipe.
 
     Args:
         skip: names of checks that do not run.
+        memory: the most bytes that a model may take: of a larger one, one layer after another is held. None: nine tenths of
+            what is free.
 
     Raises:
         RecipeError: `skip` names no check.
     """
     require_names(skip)
-    patient, report = Patient(recipe), Report(recipe.name)
+    patient, report = Patient(recipe, memory=memory), Report(recipe.name)
     try:
         for check in CHECKS:
             started = time.perf_counter()

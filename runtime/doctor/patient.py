@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,9 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
+from patchgen.runtime.checkpoint.in_parts import WeightsInParts
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
-from patchgen.runtime.doctor import calls, traces
+from patchgen.runtime.doctor import calls, layerwise, traces
+from patchgen.runtime.doctor.finding import told_size
+from patchgen.runtime.doctor.layerwise import Change, Layerwise
 from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
 from patchgen.runtime.objectives.base import NextToken
 from patchgen.runtime.parallel import sharding
@@ -79,10 +83,15 @@ class Patient:
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
         asking: the name of the check that runs now.
+        memory: the most bytes that models may take; None: nine tenths of what is free.
+        layerwise: the weights of a model that is larger, layer by layer; None: it is held whole.
+        weights: what they are read from then; None: they are random.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.asking, self.is_decided = recipe, "", False
+    def __init__(self, recipe: Recipe, *, memory: int | None = None) -> None:
+        self.recipe, self.asking, self.is_decided, self.memory = recipe, "", False, memory
+        self.layerwise: Layerwise | None = None
+        self.weights: WeightsInParts | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -151,12 +160,15 @@ class Patient:
 
     @part("the model")
     def model(self) -> PreTrainedModel:
-        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected."""
-        whole = sum(p.numel() for p in self.blueprint.parameters()) * self.dtype.itemsize
-        self.require_room(whole, "the weights")
+        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected; larger
+        than memory, its layers one after another."""
         name = str(self.dtype).removeprefix("torch.")
         recipe = replace(self.recipe, model=replace(self.recipe.model, dtype=name))
         model = models.build_on_meta(recipe)
+        options = {**models.may_differ(recipe, model), "seed": recipe.train.seed}
+        if not self.has_room(model):
+            self.layerwise, self.weights = self.in_layers(model, options)
+            return model.train()
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
         sharding.materialise(model, self.device)
@@ -164,8 +176,32 @@ class Patient:
         if folder is None:
             initialise(model, models.initial_names(model), seed=recipe.train.seed)
         else:
-            load_pretrained(model, folder, **models.may_differ(recipe, model), seed=recipe.train.seed)
+            load_pretrained(model, folder, **options)
         return model.train()
+
+    def has_room(self, model: PreTrainedModel) -> bool:
+        """Whether all weights fit into memory at once."""
+        return sum(p.numel() for p in model.parameters()) * self.dtype.itemsize <= self.room
+
+    def in_layers(self, model: PreTrainedModel, options: dict[str, Any]) -> tuple[Layerwise, WeightsInParts | None]:
+        """Gives a model of the meta device, generated or upstream's, the checkpoint's weights, layer by layer.
+
+        Raises:
+            NoRoom: not even one layer fits.
+        """
+        for module in sharding.kept_in_fp32(model, self.dtype):
+            module.float()
+        folder = models.weights_folder(self.recipe.model)
+        parts = None if folder is None else WeightsInParts(model, folder, **options)
+        read = parts.read if parts else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
+        try:
+            return Layerwise(model, self.device, read, self.room), parts
+        except layerwise.DoesNotFit as error:
+            raise NoRoom(f"{error}, and {self._told_room}: run the doctor where they fit.") from error
+
+    def changed(self, changes: Sequence[Change]) -> AbstractContextManager[None]:
+        """A block within which some tensors of the model have other values."""
+        return layerwise.changed(changes) if self.layerwise is None else self.layerwise.changed(changes)
 
     @part("the kernels that the recipe names")
     def kernels(self) -> dict[str, str]:
@@ -177,11 +213,11 @@ class Patient:
         return calls.loss(self.model, self.row, self.kernels)
 
     @part("the gradients")
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of every parameter that trains, from one backward of the row."""
+    def slopes(self) -> dict[str, calls.Slope]:
+        """What is kept of the gradient of every parameter that one reaches, from one backward of the row."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.require_room(sum(p.numel() * p.element_size() for p in trained) * 2, "gradients")
-        return calls.gradients(self.model, self.row, self.kernels)
+        self.require_room(max((p.numel() * p.element_size() for p in trained), default=0) * 2, "gradients")
+        return calls.slopes(self.model, self.row, self.kernels)
 
     @property
     def probe(self) -> dict[str, Any]:
@@ -200,20 +236,30 @@ class Patient:
         """Gives the model's memory back; what was made of it stays."""
         if "model" in self.made:
             del self.made["model"]
-            self.made.pop("gradients", None)
+            self.layerwise = self.weights = None
             gc.collect()
-        self.failures |= dict.fromkeys(("model", "gradients"), "its memory was given to what came next")
+        self.failures |= {"model": "its memory was given to what came next"}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def require_room(self, num_bytes: int, what: str) -> None:
-        """Raises NoRoom unless so many bytes are free on the device."""
+    @property
+    def room(self) -> int:
+        """How many bytes a model may take."""
+        if self.memory is not None:
+            return self.memory
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory.available()
-        if num_bytes > 0.9 * free:
-            raise NoRoom(
-                f"{what} take {num_bytes / 2**30:.1f} GiB in {str(self.dtype).removeprefix('torch.')}, and "
-                f"{free / 2**30:.1f} GiB are free on {setup.device_name(self.device)}: run the doctor where they fit."
-            )
+        return int(min(0.9 * free, 1 << 62))
+
+    @property
+    def _told_room(self) -> str:
+        if self.memory is not None:
+            return f"--memory allows {told_size(self.memory)}"
+        return f"{told_size(self.room)} may be taken of {setup.device_name(self.device)}"
+
+    def require_room(self, num_bytes: int, what: str) -> None:
+        """Raises NoRoom unless so many bytes may be taken of the device."""
+        if num_bytes > self.room:
+            raise NoRoom(f"{what} take {told_size(num_bytes)}, and {self._told_room}: run the doctor where they fit.")
 
     def close(self) -> None:
         """Deletes what was written."""
