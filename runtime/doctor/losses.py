@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 from patchgen.runtime.doctor.layerwise import Change
-from patchgen.runtime.doctor.patient import NoRoom
+from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.doctor.recorded_experts import expert_calls
 from patchgen.runtime.train import first_loss
 
@@ -51,7 +51,7 @@ class FirstLoss(Check):
         unknowing = math.log(size)
         told = f"{loss:.3f} nats per label; ln V = {unknowing:.2f}"
         limit = patient.recipe.train.first_loss_limit
-        too_high = first_loss.refusal(loss, size, limit)
+        too_high = first_loss.Expected(size, limit).refusal(loss)
         known = first_loss.KNOWN * unknowing
         if not math.isfinite(loss):
             return failed(
@@ -73,7 +73,8 @@ class FirstLoss(Check):
                 "Look at the failures of tokenizer, labels, weights and alternatives in this table; if the data are of a kind "
                 "that the model has never seen, say so with train.first_loss_limit.",
             )
-        return passed(f"{told}.")
+        first_loss.keep_level(patient.recipe, loss)
+        return passed(f"{told}. A run with these weights and data is held to it.")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def alternatives(patient: Patient) -> Iterator[Alternative]:
     yield from _tied(model)
     yield from _rotary(model)
     yield from _exchanged(patient)
-    with contextlib.suppress(NoRoom):
+    with contextlib.suppress(Needs):
         yield from _transposed(patient)
 
 

@@ -61,9 +61,9 @@ def part(named: str) -> Callable[[Callable[[Any], Value]], property]:
             if make.__name__ not in self.made:
                 try:
                     self.made[make.__name__] = make(self)
-                except Needs:
-                    raise
-                except Exception:
+                except Exception as error:
+                    if isinstance(error, Needs) and not isinstance(error, NoRoom):
+                        raise
                     self.failures[make.__name__] = f"see '{self.asking}'"
                     raise
             return self.made[make.__name__]
@@ -114,7 +114,7 @@ class Patient:
     @property
     def is_trained(self) -> bool:
         """Whether the whole model comes from a checkpoint, no new part of it random."""
-        return self.checkpoint is not None and not models.may_differ(self.recipe, self.blueprint)["allow_missing"]
+        return models.is_from_checkpoint(self.recipe, self.blueprint)
 
     @part("the config")
     def config(self) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ from patchgen.runtime.checkpoint.layout import assemble
 from patchgen.runtime.checkpoint.load import stored_leaves
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, passed
-from patchgen.runtime.doctor.patient import Needs, NoRoom
+from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
@@ -175,7 +175,7 @@ class TrainedParameters(Check):
     def _reached(patient: Patient, told: str, trained: set[str]) -> Finding:
         try:
             slopes = patient.slopes
-        except NoRoom as error:
+        except Needs as error:
             return passed(f"{told}. Whether gradients reach them was not looked at: {error}")
         decoder = patient.model.get_decoder()
         layers = [layer for layer in sharding.find_layers(patient.model, None) if _is_inside(layer, decoder)]

@@ -19,6 +19,7 @@ from patchgen.runtime.doctor.labels import runs, shift_of
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.samples import ANY_TWO, LONGEST, Sample, fits_beside
 from patchgen.runtime.doctor.stepping import run_ranks
+from patchgen.runtime.train import first_loss
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.setup import DataParts
 
@@ -34,6 +35,7 @@ def test_a_sound_model_passes_every_check(toy):
     assert {entry.finding.status for entry in report.entries} == {PASSED}, report.text()
     assert "[[In Dresden.<|im_end|>]]" in report.text()
     assert report.as_json()["failed"] == []
+    assert 0 < first_loss.read_level(from_dict(toy.values)) < 1  # a run of any layout is held to it
     assert "on 2 ranks (sp 1, ep 2)" in report["layout"].found.lower()
 
 
@@ -165,7 +167,8 @@ def test_a_model_that_does_not_fit_is_told_with_both_sizes(toy, monkeypatch):
     report = examine(from_dict(toy.values), skip=SLOW)
     assert report.exit_status == 0, report.text()
     assert report["weights"].status == report["kernels"].status == NOT_CHECKED
-    assert "layer and what lies around the layers take 0.09 MiB, and 0.00 MiB may be taken" in report["kernels"].found
+    assert "layer and what lies around the layers take 0.09 MiB, and 0.00 MiB may be taken" in report["weights"].found
+    assert report["kernels"] == not_checked("it needs the model: see 'weights'.")
     assert report["labels"].status == PASSED
 
 
