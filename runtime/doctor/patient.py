@@ -29,7 +29,7 @@ from patchgen.runtime.doctor import calls, layerwise, traces
 from patchgen.runtime.doctor.finding import told_size
 from patchgen.runtime.doctor.layerwise import Change, Layerwise
 from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
-from patchgen.runtime.objectives.base import NextToken
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import setup
@@ -131,22 +131,27 @@ class Patient:
 
     @part("the data")
     def samples(self) -> list[Sample]:
-        """The first of each source, at least one.
-
-        Raises:
-            Needs: the data are of a kind of which a row is more than text with labels.
-        """
-        if self.recipe.data.kind not in NextToken.kinds:
-            raise Needs(
-                f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
-            )
+        """The first documents of each source, at least one; of pairs both halves, one behind the other."""
         apart = self.recipe.data.separate_modalities or ()
         return first_samples(self.recipe.data, self.parts, apart if self.is_decided else ANY_TWO)
 
     @property
+    def documents(self) -> list[Sample]:
+        """The samples that a language-model head is asked about.
+
+        Raises:
+            Needs: the model has none.
+        """
+        if choose.objective_of(self.recipe.objective).scores is not None:
+            raise Needs(
+                f"it asks a language-model head, and objective.name = {self.recipe.objective.name} puts another on the model."
+            )
+        return self.samples
+
+    @property
     def row(self) -> dict[str, Any]:
-        """All samples in one packed row, `(1, S)`, on the host."""
-        return self.rows(self.samples)
+        """All samples in one packed row, `(1, S)`, on the host; of pairs the chosen halves."""
+        return self.rows([one for one in self.documents if one.half != "rejected"])
 
     def rows(self, samples: list[Sample]) -> dict[str, Any]:
         """Samples in one packed row."""
@@ -222,7 +227,7 @@ class Patient:
     @property
     def probe(self) -> dict[str, Any]:
         """One sample alone, with media if any has them, as the trainer hands it over."""
-        richest = max(self.samples, key=lambda one: len(one.fields))
+        richest = max(self.documents, key=lambda one: len(one.fields))
         return calls.handed(self.rows([richest]), self.device)
 
     @part("what the layers of the model compute")

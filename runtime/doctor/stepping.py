@@ -59,7 +59,7 @@ class Step(Check):
                     "The estimate of --dry-run does not hold for this model: report it, and plan with the figure measured here.",
                 )
             return passed(
-                f"{told}; parameters, gradients and optimizer hold {told_size(held)}, as estimated (no peak of a CPU)."
+                f"{told}; parameters, gradients and optimizer hold {told_size(held)}, as estimated (a CPU's peak is not measured)."
             )
         told += f" and {told_size(figures.peak_bytes)}; the estimate is {told_size(estimate.total)}"
         if figures.peak_bytes > FAR * estimate.total:
