@@ -116,9 +116,11 @@ def figures_of_one(patient: Patient) -> StepFigures:
         estimate = estimate_of(patient, 1)
         patient.require_room(estimate.total, "parameters, gradients, optimizer and activations of one rank")
         section = replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1)
-        recipe = replace(single_step(patient.recipe, _ranks_or_one(patient)), parallel=section)
+        ranks = _ranks_or_one(patient)
+        recipe = replace(single_step(patient.recipe, ranks), parallel=section)
+        groups = models.parallel_config(patient.recipe.parallel, ranks).num_batches if ranks > 1 else 1
         with launch.process_group() as device:
-            patient.made["step"] = one_step(recipe, device, patient.scratch)
+            patient.made["step"] = one_step(recipe, device, patient.scratch, groups=groups)
     return patient.made["step"]
 
 
