@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor.chat_template import Turn, find_turn
+from patchgen.runtime.doctor.chat_template import Turn, find_turn, special_ids
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.judged import of_classes, of_pairs
 from patchgen.runtime.doctor.samples import Sample, own_samples
@@ -173,10 +173,10 @@ def show(sample: Sample, tokenizer: Any) -> str:
 
 def _text(ids: Sequence[int], tokenizer: Any) -> str:
     """Tokens as text, the places of a picture as one with their number."""
-    found, plain = [], []
+    found, plain, special = [], [], special_ids(tokenizer)
     for token, group in itertools.groupby(ids):
         count = len(list(group))
-        if count >= LEAST_REPEATED:
+        if count >= LEAST_REPEATED and token in special:
             found += [tokenizer.decode(plain), f"{tokenizer.decode([token])} (x {count})"]
             plain = []
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.samples import ANY_TWO, LONGEST, Sample, fits_beside
 from patchgen.runtime.doctor.stepping import run_ranks
 from patchgen.runtime.train import first_loss
+from patchgen.runtime.train import recipe as recipes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.setup import DataParts
 
@@ -213,6 +215,17 @@ def test_labels_are_the_ids_of_their_own_places(labels, told):
 
     found = shift_of(Sample("here", {"input_ids": torch.tensor([5, 6, 7, 8]), "labels": torch.tensor(labels)}))
     assert found is None if told is None else told in found
+
+
+def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_sound(home, tmp_path):
+    """That of gemma3: `image_token` is where an image begins."""
+    folder = tmp_path / "toy"
+    runpy.run_path(str(HERE.parents[2] / "examples" / "toy_vision_model.py"))["main"](str(folder))
+    recipe = recipes.load(HERE.parents[2] / "recipes" / "vision_toy.yaml", {"model.source": str(folder)})
+    skip = [check.name for check in CHECKS if check.name not in ("recipe", "tokenizer", "labels")]
+    report = examine(recipe, skip=skip)
+    assert report.exit_status == 0, report.text()
+    assert "<image_soft_token> (x 4)" in report["labels"].shown and "\n\n" in report["labels"].shown
 
 
 def test_learned_stretches():
