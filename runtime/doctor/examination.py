@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 import textwrap
 import time
 import warnings
@@ -148,7 +150,8 @@ def _asked(check: Check, patient: Patient) -> Finding:
     """What a check finds; an error is a finding, too."""
     patient.asking = check.name
     try:
-        with warnings.catch_warnings():
+        # What a run prints as it starts is no part of the table, nor of its JSON.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             return check.run(patient)
     except Needs as needs:

@@ -70,8 +70,8 @@ class FirstLoss(Check):
         if loss > (known if limit is None else limit):
             return failed(
                 f"{told}: these weights know nothing of these tokens.",
-                "Look at the failures of tokenizer, labels, weights and alternatives in this table; if the data are of a kind "
-                "that the model has never seen, say so with train.first_loss_limit.",
+                "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
+                "trained, or not on data of this kind, say so with train.first_loss_limit.",
             )
         first_loss.keep_level(patient.recipe, loss)
         return passed(f"{told}. A run with these weights and data is held to it.")
