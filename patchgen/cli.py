@@ -270,12 +270,16 @@ def doctor(
     ] = None,
     skip: Annotated[list[str] | None, Option(help="a check that does not run, by its name in the table")] = None,
     as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
+    memory: Annotated[
+        float | None, Option(help="the most GiB that a model may take: a larger one is looked at layer by layer")
+    ] = None,
 ) -> None:
     """Examine a recipe's checkpoint and data on this machine: what passed, what failed, what to do. Exit 1 if one failed.
 
     Example: patchgen doctor recipes/qwen3_moe_toy.yaml --skip layout
     """
-    raise typer.Exit(commands.doctor.doctor(recipe, assignments or [], skip=skip or [], as_json=as_json))
+    options = {"skip": skip or [], "as_json": as_json, "memory": memory}
+    raise typer.Exit(commands.doctor.doctor(recipe, assignments or [], **options))
 
 
 @app.command()

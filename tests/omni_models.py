@@ -62,3 +62,17 @@ def save_whole(config, folder: Path, *, seed: int = 0, dtype: torch.dtype | None
         speaker = {"bos_token": 5, "cond": torch.randn(1, dit.enc_emb_dim), "ref_mel": torch.randn(1, 20, dit.mel_dim)}
         torch.save({"Chelsie": speaker}, folder / "spk_dict.pt")
     return model
+
+
+def spoken(whole, config) -> torch.Tensor:
+    """What a model says, text and sound, from one seed."""
+    torch.manual_seed(11)
+    if config.model_type == "qwen2_5_omni":
+        ids, more = [3, 4, 5, 6], {"speaker": "Chelsie", "token2wav_num_steps": 2, "talker_eos_token_id": [127]}
+    else:
+        ids = [config.im_start_token_id, config.user_token_id, 3, 4, 5, config.im_end_token_id]
+        ids += [config.im_start_token_id, config.assistant_token_id, 6]
+        more = {"thinker_eos_token_id": 127}
+    asked = {"thinker_max_new_tokens": 5, "talker_max_new_tokens": 6, "attention_mask": torch.ones(1, len(ids)).long()}
+    words, wave = whole.generate(torch.tensor([ids]), **asked, **more)
+    return torch.cat([words.flatten().double(), wave.flatten().double()])

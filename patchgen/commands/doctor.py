@@ -8,18 +8,22 @@ from pathlib import Path
 from patchgen.errors import ConfigError
 
 
-def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool) -> int:
-    """Examines a recipe with its checkpoint and data; 0 when nothing failed."""
+def doctor(path: Path, assignments: list[str], *, skip: list[str], as_json: bool, memory: float | None = None) -> int:
+    """Examines a recipe with its checkpoint and data; 0 when nothing failed. `memory` is in GiB."""
     try:
         from patchgen.runtime.train import recipe as recipes
     except ModuleNotFoundError as error:
         raise ConfigError(f"The doctor needs the package {error.name}: `pip install 'patchgen[train]'`.") from error
     try:
         recipe = recipes.load(path, recipes.parse_overrides(assignments))
-        from patchgen.runtime.doctor import examine
+        from transformers.utils import logging
 
-        report = examine(recipe, skip=skip)
+        from patchgen.runtime.doctor import examine, row_of
+
+        logging.disable_progress_bar()
+        tell = (lambda entry: None) if as_json else lambda entry: print(row_of(entry), flush=True)
+        report = examine(recipe, skip=skip, memory=None if memory is None else int(memory * 2**30), tell=tell)
     except recipes.RecipeError as error:
         raise ConfigError(str(error)) from error
-    print(json.dumps(report.as_json(), indent=1) if as_json else report.text())
+    print(json.dumps(report.as_json(), indent=1) if as_json else report.rest())
     return report.exit_status

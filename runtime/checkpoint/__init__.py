@@ -3,6 +3,7 @@
 load.py                 weights from any Hugging Face layout into a sharded model
 train_state.py          save and resume a run: whole or not at all, on any layout
 export.py               weights out of a sharded model, in the layout of the original
+in_parts.py             weights some at a time, for a model that never holds all of them
 stream.py               the same without files, for an engine that generates
 offline.py              from disk to disk: other layouts, a run's weights, fingerprints
 merge.py                an adapter into a checkpoint

@@ -106,7 +106,7 @@ def load_pretrained(
     directory = Path(directory)
     # Ranks may see different files: each with a disk of its own, or a network disk of which one is behind.
     fit = together(
-        lambda: _fit(model, directory, allow_missing, allow_unexpected),
+        lambda: fitting(model, directory, allow_missing, allow_unexpected),
         f"{directory} cannot be loaded; nothing was changed in the model:",
     )
     unusable = f"{directory} cannot be loaded; the model is not usable:"
@@ -124,9 +124,9 @@ def load_pretrained(
             ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="load") as pool,
         ):
             wanted = {owner: fit.parameters[name] for owner, name in fit.wanted.items()}
-            errors = _read_all(reader, pool, wanted, state)
+            errors = read_all(reader, pool, wanted, state)
             if not errors:
-                errors = _compare_copies(reader, pool, fit.copies, fit.wanted, fit.parameters, state)
+                errors = compare_copies(reader, pool, fit.copies, fit.wanted, fit.parameters, state)
             if errors:
                 raise CheckpointError(unusable, errors)
             return reader.bytes_read
@@ -149,11 +149,11 @@ def require_fitting(
     Raises:
         CheckpointError: what `load_pretrained` would refuse before it reads a byte.
     """
-    _fit(model, Path(directory), allow_missing, allow_unexpected)
+    fitting(model, Path(directory), allow_missing, allow_unexpected)
 
 
 @dataclass(frozen=True)
-class _Fit:
+class Fitting:
     """What of a checkpoint goes where in a model.
 
     Attributes:
@@ -172,9 +172,9 @@ class _Fit:
     num_bytes: int
 
 
-def _fit(
+def fitting(
     model: PreTrainedModel, directory: Path, allow_missing: Sequence[str], allow_unexpected: Sequence[str]
-) -> _Fit:
+) -> Fitting:
     """Reads headers and finds out what fits.
 
     Raises:
@@ -220,7 +220,7 @@ def _fit(
         raise CheckpointError(f"{directory} does not fit {class_name(model)}:", problems)
     origin = Origin.of(directory.absolute(), {key: tensor.shape for key, tensor in stored.items()})
     num_bytes = sum(tensor.num_bytes for tensor in stored.values())
-    return _Fit(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes)
+    return Fitting(assembly.parameters, wanted, copies, tuple(initialised), tuple(sorted(ignored)), origin, num_bytes)
 
 
 def stored_leaves(stored: Mapping[str, StoredTensor]) -> dict[str, Moved]:
@@ -324,7 +324,7 @@ def _is_worth_keeping(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     return any(has_copies(tensor) for tensor in large)
 
 
-def _read_all(
+def read_all(
     reader: FileReader, pool: ThreadPoolExecutor, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]
 ) -> list[str]:
     """Fills this rank's parts, in the order of the files; returns what went wrong."""
@@ -389,7 +389,7 @@ def _pieces(stored: StoredTensor, box: Box, out: Tensor) -> list[tuple[Box, Tens
     ]
 
 
-def _compare_copies(
+def compare_copies(
     reader: FileReader,
     pool: ThreadPoolExecutor,
     copies: Sequence[tuple[str, str]],

@@ -236,7 +236,7 @@ def _open(source: Path) -> _Opened:
             problems += [
                 f"{first} and {copy} are one tied tensor in the model, and differ in the checkpoint."
                 for copy in copies
-                if not _equal(reader, parameters[first], parameters[copy])
+                if not are_equal(reader, parameters[first], parameters[copy])
             ]
             parameters |= dict.fromkeys(group, parameters[first])
     if problems:
@@ -245,7 +245,7 @@ def _open(source: Path) -> _Opened:
     return _Opened(model, parameters, {key: stored[key] for key in sorted(ignored)})
 
 
-def _equal(reader: FileReader, one: Moved, other: Moved) -> bool:
+def are_equal(reader: FileReader, one: Moved, other: Moved) -> bool:
     """Whether two tensors of files hold the same values."""
     if one.shape != other.shape:
         return False

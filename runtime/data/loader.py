@@ -38,7 +38,7 @@ def make_batch(
     """
     documents, sources, labels = [], [], []
     for source, sample in samples:
-        halves = _documents_of(sample)
+        halves = documents_of(sample)
         documents += halves
         sources += [source] * len(halves)
         labels += [sample["label"]] * len(halves) if "label" in sample else []
@@ -50,7 +50,7 @@ def make_batch(
     return batch
 
 
-def _documents_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
+def documents_of(sample: dict[str, Any]) -> list[dict[str, Any]]:
     """The document that a sample is, or the two of a pair."""
     fields = {name: value for name, value in sample.items() if name not in ("lengths", "label")}
     if "lengths" not in sample:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,13 +64,52 @@ def loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) ->
         return float(_loss(model, row, chosen))
 
 
-def gradients(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Tensor | None]:
-    """The gradient of every parameter that trains."""
+@dataclass(frozen=True)
+class Slope:
+    """What is kept of a parameter's gradient.
+
+    Attributes:
+        norm: its size.
+        is_zero: whether each element is 0.
+        gains: of a square matrix, or of each in a stack of them: how much lower the loss would be, as the gradient says, if
+            it were transposed. Empty: the parameter is neither.
+    """
+
+    norm: float
+    is_zero: bool
+    gains: tuple[float, ...] = ()
+
+
+def slopes(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> dict[str, Slope]:
+    """What the gradients of a row say of every parameter that one reaches. Each is let go when it has been looked at."""
+    found: dict[str, Slope] = {}
     model.zero_grad(set_to_none=True)
-    _loss(model, row, chosen).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    model.zero_grad(set_to_none=True)
+    handles = [
+        p.register_post_accumulate_grad_hook(functools.partial(_look, name, found))
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    ]
+    try:
+        loss = _loss(model, row, chosen)
+        with selected(chosen):  # layers that are computed again run as they ran
+            loss.backward()
+    finally:
+        for handle in handles:
+            handle.remove()
     return found
+
+
+@torch.no_grad()
+def _look(name: str, found: dict[str, Slope], parameter: nn.Parameter) -> None:
+    gradient = parameter.grad
+    gains = ()
+    if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
+        weights, steps = (one.reshape(-1, *one.shape[-2:]) for one in (parameter.detach(), gradient))
+        gains = tuple(
+            -float((step.float() * (one.mT - one).float()).sum()) for one, step in zip(weights, steps, strict=True)
+        )
+    found[name] = Slope(float(gradient.float().norm()), not bool(gradient.any()), gains)
+    parameter.grad = None
 
 
 def _loss(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) -> Tensor:

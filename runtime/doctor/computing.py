@@ -29,7 +29,7 @@ class Packing(Check):
     name = "packing"
 
     def run(self, patient: Patient) -> Finding:
-        documents = patient.samples[:MOST_DOCUMENTS]
+        documents = patient.documents[:MOST_DOCUMENTS]
         if len(documents) == 1:
             documents = _halves(documents[0])
         if len(documents) == 1:

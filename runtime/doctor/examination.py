@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import sys
 import textwrap
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.chat_template import ChatTemplate
 from patchgen.runtime.doctor.computing import Kernels, Packing, Router
 from patchgen.runtime.doctor.finding import FAILED, NOT_CHECKED, PASSED, Check, Finding, failed, not_checked
+from patchgen.runtime.doctor.judged import ObjectiveCheck
 from patchgen.runtime.doctor.labels import Data, Labels
 from patchgen.runtime.doctor.losses import Alternatives, FirstLoss
 from patchgen.runtime.doctor.patient import Needs, Patient
@@ -37,6 +40,7 @@ CHECKS: tuple[type[Check], ...] = (
     Weights,
     TrainedParameters,
     FirstLoss,
+    ObjectiveCheck,
     Alternatives,
     Packing,
     Kernels,
@@ -88,15 +92,11 @@ class Report:
 
     def text(self) -> str:
         """The table: a check a line, what to do below those that failed, samples and figures at the end."""
-        width = max((len(entry.check) for entry in self.entries), default=0)
+        return "\n".join([*map(row_of, self.entries), self.rest()])
+
+    def rest(self) -> str:
+        """What stands below the table: samples and figures, and how many checks passed."""
         lines = []
-        for entry in self.entries:
-            finding = entry.finding
-            start = f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  "
-            why = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
-            lines += _wrapped(start, why)
-            if finding.advice:
-                lines += _wrapped(" " * (width + 2) + "to do   ", finding.advice)
         for entry in self.entries:
             if entry.finding.shown:
                 lines += ["", f"{entry.check}:", textwrap.indent(entry.finding.shown, "  ")]
@@ -105,22 +105,42 @@ class Report:
         return "\n".join(lines)
 
 
-def examine(recipe: Recipe, *, skip: Collection[str] = ()) -> Report:
+def row_of(entry: Entry) -> str:
+    """A check in the table, with what to do if it failed."""
+    width, finding = max(len(check.name) for check in CHECKS), entry.finding
+    why = f"not checked: {finding.found}" if finding.status == NOT_CHECKED else finding.found
+    lines = [*_wrapped(f"{entry.check:<{width}}  {SIGNS[finding.status]:<6}  ", why)]
+    if finding.advice:
+        lines += _wrapped(" " * (width + 2) + "to do   ", finding.advice)
+    return "\n".join(lines)
+
+
+def examine(
+    recipe: Recipe,
+    *,
+    skip: Collection[str] = (),
+    memory: int | None = None,
+    tell: Callable[[Entry], None] = lambda entry: None,
+) -> Report:
     """Runs every check on a recipe.
 
     Args:
         skip: names of checks that do not run.
+        memory: the most bytes that a model may take: of a larger one, one layer after another is held. None: nine tenths of
+            what is free.
+        tell: called with what each check found as soon as it has.
 
     Raises:
         RecipeError: `skip` names no check.
     """
     require_names(skip)
-    patient, report = Patient(recipe), Report(recipe.name)
+    patient, report = Patient(recipe, memory=memory), Report(recipe.name)
     try:
         for check in CHECKS:
             started = time.perf_counter()
             finding = not_checked("it was skipped (--skip).") if check.name in skip else _asked(check(), patient)
             report.entries.append(Entry(check.name, time.perf_counter() - started, finding))
+            tell(report.entries[-1])
     finally:
         patient.close()
     return report
@@ -130,7 +150,8 @@ def _asked(check: Check, patient: Patient) -> Finding:
     """What a check finds; an error is a finding, too."""
     patient.asking = check.name
     try:
-        with warnings.catch_warnings():
+        # What a run prints as it starts is no part of the table, nor of its JSON.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             return check.run(patient)
     except Needs as needs:

@@ -51,6 +51,11 @@ def few(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def told_size(count: float) -> str:
+    """Bytes in a unit that shows them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
 class Check(ABC):
     """One question, asked of a recipe with its checkpoint and data.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor.chat_template import Turn, find_turn
+from patchgen.runtime.doctor.chat_template import Turn, find_turn, special_ids
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
+from patchgen.runtime.doctor.judged import of_classes, of_pairs
 from patchgen.runtime.doctor.samples import Sample, own_samples
 from patchgen.runtime.parallel.batch import IGNORED
 
@@ -15,12 +18,15 @@ if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
 SHOWN = 2
+MOST_LABELS = 10
 SHOWN_CHARACTERS = 400
 UNKNOWN_SHARE = 0.01
 OWN_LABELS = (
     "Hand over labels that are the ids of the same places, -100 where nothing is learned: the model shifts them itself (the "
     "transform of this source makes them)."
 )
+LEAST_REPEATED = 4
+"""Of one token, from which on it is shown once."""
 REACH = 3
 """Tokens by which a mask may be off and still be recognised."""
 
@@ -50,7 +56,8 @@ class Data(Check):
 
 
 class Labels(Check):
-    """Labels are the ids themselves (the model shifts them), and cover each answer from its first token to its last."""
+    """Labels are the ids themselves (the model shifts them), and cover each answer from its first token to its last; pairs
+    share what they answer, classes exist."""
 
     name = "labels"
 
@@ -60,21 +67,38 @@ class Labels(Check):
         for sample in samples:
             wrong = shift_of(sample)
             if wrong is not None:
-                return failed(f"{sample.where}: {wrong}", OWN_LABELS, shown)
-        if patient.recipe.data.kind != "text":
-            turn = find_turn(patient)
-            for sample in samples:
-                wrong = _mask_problem(sample, turn, patient.tokenizer)
-                if wrong:
-                    return failed(
-                        f"{sample.where}: {wrong}",
-                        "Learn from the first token behind the header of the turn through the token that ends it: mend the "
-                        "transform, or the {% generation %} marks of the chat template.",
-                        shown,
-                    )
-        total = sum(len(one.ids) for one in samples)
-        learned = sum(label != IGNORED for one in samples for label in one.labels)
-        return passed(f"{learned} of {total} tokens in {len(samples)} samples are learned.", shown)
+                return failed(f"{sample.place}: {wrong}", OWN_LABELS, shown)
+        for problem, advice in (*_masks(patient, samples), *of_pairs(samples, patient), *of_classes(samples, patient)):
+            return failed(problem, advice, shown)
+        return passed(_told(patient, samples), shown)
+
+
+def _told(patient: Patient, samples: Sequence[Sample]) -> str:
+    """What is learned of the samples."""
+    counts = Counter(one.label for one in samples if one.label is not None)
+    if counts:
+        told = ", ".join(f"{label:g} ({count} x)" for label, count in sorted(counts.items())[:MOST_LABELS])
+        more = f" and {len(counts) - MOST_LABELS} more" if len(counts) > MOST_LABELS else ""
+        return f"{len(samples)} samples have the labels {told}{more}."
+    total = sum(len(one.ids) for one in samples)
+    learned = sum(label != IGNORED for one in samples for label in one.labels)
+    pairs = sum(one.half == "chosen" for one in samples)
+    what = f"{pairs} pairs, each of one prompt," if pairs else f"{len(samples)} samples"
+    return f"{learned} of {total} tokens in {what} are learned."
+
+
+def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
+    if patient.recipe.data.kind in ("text", "classification"):
+        return
+    turn = find_turn(patient)
+    for sample in samples:
+        wrong = _mask_problem(sample, turn, patient.tokenizer)
+        if wrong:
+            yield (
+                f"{sample.place}: {wrong}",
+                "Learn from the first token behind the header of the turn through the token that ends it: mend the transform, "
+                "or the {% generation %} marks of the chat template.",
+            )
 
 
 def shift_of(sample: Sample) -> str | None:
@@ -136,11 +160,25 @@ def _mask_problem(sample: Sample, turn: Turn | None, tokenizer: Any) -> str:
 
 
 def show(sample: Sample, tokenizer: Any) -> str:
-    """A sample as text, what is learned between double brackets."""
+    """A sample as text, what is learned between double brackets; one with a label is learned as a whole."""
     parts, behind = [], 0
-    for start, end in runs(sample.labels):
-        parts += [tokenizer.decode(sample.ids[behind:start]), f"[[{tokenizer.decode(sample.ids[start:end])}]]"]
+    for start, end in runs(sample.labels) if sample.label is None else ():
+        parts += [_text(sample.ids[behind:start], tokenizer), f"[[{_text(sample.ids[start:end], tokenizer)}]]"]
         behind = end
-    text = "".join([*parts, tokenizer.decode(sample.ids[behind:])])
+    text = "".join([*parts, _text(sample.ids[behind:], tokenizer)])
     cut = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} ..."
-    return f"{sample.where}: {cut}"
+    said = "" if sample.label is None else f", label {sample.label:g}"
+    return f"{sample.place}{said}: {cut}"
+
+
+def _text(ids: Sequence[int], tokenizer: Any) -> str:
+    """Tokens as text, the places of a picture as one with their number."""
+    found, plain, special = [], [], special_ids(tokenizer)
+    for token, group in itertools.groupby(ids):
+        count = len(list(group))
+        if count >= LEAST_REPEATED and token in special:
+            found += [tokenizer.decode(plain), f"{tokenizer.decode([token])} (x {count})"]
+            plain = []
+        else:
+            plain += [token] * count
+    return "".join([*found, tokenizer.decode(plain)])

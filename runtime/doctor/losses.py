@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
-from patchgen.runtime.doctor.patient import NoRoom
+from patchgen.runtime.doctor.layerwise import Change
+from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.doctor.recorded_experts import expert_calls
 from patchgen.runtime.train import first_loss
 
@@ -50,7 +51,7 @@ class FirstLoss(Check):
         unknowing = math.log(size)
         told = f"{loss:.3f} nats per label; ln V = {unknowing:.2f}"
         limit = patient.recipe.train.first_loss_limit
-        too_high = first_loss.refusal(loss, size, limit)
+        too_high = first_loss.Expected(size, limit).refusal(loss)
         known = first_loss.KNOWN * unknowing
         if not math.isfinite(loss):
             return failed(
@@ -69,19 +70,20 @@ class FirstLoss(Check):
         if loss > (known if limit is None else limit):
             return failed(
                 f"{told}: these weights know nothing of these tokens.",
-                "Look at the failures of tokenizer, labels, weights and alternatives in this table; if the data are of a kind "
-                "that the model has never seen, say so with train.first_loss_limit.",
+                "Look at the failures of tokenizer, labels, weights and alternatives in this table; if these weights were never "
+                "trained, or not on data of this kind, say so with train.first_loss_limit.",
             )
-        return passed(f"{told}.")
+        first_loss.keep_level(patient.recipe, loss)
+        return passed(f"{told}. A run with these weights and data is held to it.")
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Another way to take the model: what it is, what to do if it is better by `gain`, and a block within which it is so."""
+    """Another way to take the model: what it is, what to do if it is better by `gain`, and other values of its tensors."""
 
     what: str
     advice: str
-    within: Callable[[], AbstractContextManager]
+    changes: Sequence[Change]
     gain: float = GAIN
 
 
@@ -97,7 +99,7 @@ class Alternatives(Check):
         known = first_loss.KNOWN * math.log(patient.config.get_text_config().vocab_size)
         best: tuple[float, Alternative] | None = None
         for alternative in alternatives(patient):
-            with alternative.within():
+            with patient.changed(alternative.changes):
                 found = calls.loss(patient.model, patient.row, patient.kernels)
             tried.append(f"{found:.3f} with {alternative.what}")
             if found < min(loss - alternative.gain * max(1.0, loss), known) and (
@@ -117,7 +119,7 @@ def alternatives(patient: Patient) -> Iterator[Alternative]:
     yield from _tied(model)
     yield from _rotary(model)
     yield from _exchanged(patient)
-    with contextlib.suppress(NoRoom):
+    with contextlib.suppress(Needs):
         yield from _transposed(patient)
 
 
@@ -134,7 +136,7 @@ def _scaled_heads(model: nn.Module) -> Iterator[Alternative]:
             f"the head divided by {scale:g}",
             f"The weights of the head are about {scale:g} times what they were trained as: write them again where they were "
             "made (a merge, a conversion, a change of dtype).",
-            lambda scale=scale: _values(head.weight, head.weight / scale),
+            [(head.weight, lambda scale=scale: head.weight / scale)],
             GAIN_OF_NUMBERS,
         )
 
@@ -147,7 +149,7 @@ def _tied(model: nn.Module) -> Iterator[Alternative]:
         "the head tied to the embeddings",
         "These weights were trained with a tied head: set tie_word_embeddings: true in config.json, and leave the head's own "
         "matrix out.",
-        lambda: _values(head.weight, embeddings.weight),
+        [(head.weight, lambda: embeddings.weight)],
     )
 
 
@@ -165,7 +167,7 @@ def _rotary(model: nn.Module) -> Iterator[Alternative]:
             f"rope_theta = {base:g} (the config has {now:g})",
             "The weights were trained with another base of their rotary positions: take the config.json that came with them, "
             "and look at model.overrides.",
-            lambda base=base: _frequencies(modules, base),
+            [(module.inv_freq, functools.partial(_frequencies, module, base)) for module in modules],
             GAIN_OF_NUMBERS,
         )
 
@@ -175,15 +177,10 @@ def _base(module: nn.Module) -> float | None:
     return parameters.get("rope_theta") if isinstance(parameters, dict) else None
 
 
-@contextlib.contextmanager
-def _frequencies(modules: list[nn.Module], base: float) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for module in modules:
-            config = copy.deepcopy(module.config)
-            config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
-            other = type(module)(config=config)
-            stack.enter_context(_values(module.inv_freq, other.inv_freq.to(module.inv_freq)))
-        yield
+def _frequencies(module: nn.Module, base: float) -> Tensor:
+    config = copy.deepcopy(module.config)
+    config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
+    return type(module)(config=config).inv_freq
 
 
 # -------------------------------------------------------------------------------------------------- matrices
@@ -200,7 +197,7 @@ def _exchanged(patient: Patient) -> Iterator[Alternative]:
         yield Alternative(
             "gate and up of all experts exchanged",
             advice,
-            lambda: _all(_values(call.gate_up, call.exchanged()) for call in stacks if call.is_gated),
+            [(call.gate_up, call.exchanged) for call in stacks if call.is_gated],
         )
     pairs: dict[tuple, list[tuple[nn.Linear, nn.Linear]]] = {}
     for module in patient.model.get_decoder().modules():
@@ -215,66 +212,32 @@ def _exchanged(patient: Patient) -> Iterator[Alternative]:
         yield Alternative(
             f"{name} and {other_name} of {owner} exchanged",
             advice,
-            lambda found=found: _all(_exchange(one.weight, other.weight) for one, other in found),
+            [change for one, other in found for change in _exchange(one.weight, other.weight)],
         )
 
 
-@dataclass(frozen=True)
-class _Square:
-    """A square matrix, alone or one of a stack, and how much the gradient says that its transpose is better."""
-
-    name: str
-    view: Tensor
-    gain: float
+def _exchange(one: Tensor, other: Tensor) -> list[Change]:
+    return [(one, lambda: other.detach().clone()), (other, lambda: one.detach().clone())]
 
 
 def _transposed(patient: Patient) -> Iterator[Alternative]:
     """Square matrices: their shape does not say which way round they lie."""
-    squares: list[_Square] = []
-    for name, parameter in patient.model.named_parameters():
-        gradient = patient.gradients.get(name)
-        if parameter.ndim < 2 or parameter.shape[-1] != parameter.shape[-2] or gradient is None:
-            continue
-        weights = parameter.detach().reshape(-1, *parameter.shape[-2:])
-        for place, (weight, slope) in enumerate(zip(weights, gradient.reshape(weights.shape), strict=True)):
-            gain = -float((slope.float() * (weight.mT - weight).float()).sum())
-            label = f"{name}[{place}]" if parameter.ndim > 2 else name
-            squares.append(_Square(label, weight, gain))
-    for square in sorted(squares, key=lambda one: -one.gain)[:TRIED]:
+    parameters = dict(patient.model.named_parameters())
+    squares = [(gain, name, place) for name, slope in patient.slopes.items() for place, gain in enumerate(slope.gains)]
+    for _, name, place in sorted(squares, key=lambda one: -one[0])[:TRIED]:
+        parameter = parameters[name]
         yield Alternative(
-            f"{square.name} transposed",
+            f"{name}[{place}] transposed" if parameter.ndim > 2 else f"{name} transposed",
             "This matrix lies the wrong way round in the checkpoint: transpose it where the weights were written (linear layers "
             "are [out, in]; stacked experts as the config's model has them).",
-            lambda view=square.view: _values(view, view.mT.clone()),
+            [(parameter, functools.partial(_turned, parameter, place))],
         )
 
 
-# ---------------------------------------------------------------------------------------------------- blocks
-
-
-@contextlib.contextmanager
-def _values(tensor: Tensor, values: Tensor) -> Iterator[None]:
-    """Other values in a tensor."""
-    before = tensor.detach().clone()
-    with torch.no_grad():
-        tensor.copy_(values)
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            tensor.copy_(before)
-
-
-@contextlib.contextmanager
-def _exchange(one: Tensor, other: Tensor) -> Iterator[None]:
-    first = one.detach().clone()
-    with _values(one, other), _values(other, first):
-        yield
-
-
-@contextlib.contextmanager
-def _all(blocks: Iterator[AbstractContextManager]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for block in blocks:
-            stack.enter_context(block)
-        yield
+@torch.no_grad()
+def _turned(parameter: nn.Parameter, place: int) -> Tensor:
+    """A parameter with one of its square matrices transposed."""
+    values = parameter.detach().clone()
+    matrix = values.view(-1, *values.shape[-2:])[place]
+    matrix.copy_(matrix.mT.clone())
+    return values

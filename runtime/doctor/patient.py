@@ -13,7 +13,8 @@ from __future__ import annotations
 import functools
 import gc
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,11 +22,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from patchgen.runtime.checkpoint import host_memory, load_pretrained
+from patchgen.runtime.checkpoint.in_parts import WeightsInParts
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.data.collate import collate
-from patchgen.runtime.doctor import calls, traces
+from patchgen.runtime.doctor import calls, layerwise, traces
+from patchgen.runtime.doctor.finding import told_size
+from patchgen.runtime.doctor.layerwise import Change, Layerwise
 from patchgen.runtime.doctor.samples import ANY_TWO, Sample, first_samples
-from patchgen.runtime.objectives.base import NextToken
+from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import setup
@@ -57,9 +61,9 @@ def part(named: str) -> Callable[[Callable[[Any], Value]], property]:
             if make.__name__ not in self.made:
                 try:
                     self.made[make.__name__] = make(self)
-                except Needs:
-                    raise
-                except Exception:
+                except Exception as error:
+                    if isinstance(error, Needs) and not isinstance(error, NoRoom):
+                        raise
                     self.failures[make.__name__] = f"see '{self.asking}'"
                     raise
             return self.made[make.__name__]
@@ -79,10 +83,15 @@ class Patient:
         scratch: a folder that is deleted at the end.
         checkpoint: the folder or name of the weights; None: they are random.
         asking: the name of the check that runs now.
+        memory: the most bytes that models may take; None: nine tenths of what is free.
+        layerwise: the weights of a model that is larger, layer by layer; None: it is held whole.
+        weights: what they are read from then; None: they are random.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.asking, self.is_decided = recipe, "", False
+    def __init__(self, recipe: Recipe, *, memory: int | None = None) -> None:
+        self.recipe, self.asking, self.is_decided, self.memory = recipe, "", False, memory
+        self.layerwise: Layerwise | None = None
+        self.weights: WeightsInParts | None = None
         self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         self.made: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -105,7 +114,7 @@ class Patient:
     @property
     def is_trained(self) -> bool:
         """Whether the whole model comes from a checkpoint, no new part of it random."""
-        return self.checkpoint is not None and not models.may_differ(self.recipe, self.blueprint)["allow_missing"]
+        return models.is_from_checkpoint(self.recipe, self.blueprint)
 
     @part("the config")
     def config(self) -> PreTrainedConfig:
@@ -122,22 +131,27 @@ class Patient:
 
     @part("the data")
     def samples(self) -> list[Sample]:
-        """The first of each source, at least one.
-
-        Raises:
-            Needs: the data are of a kind of which a row is more than text with labels.
-        """
-        if self.recipe.data.kind not in NextToken.kinds:
-            raise Needs(
-                f"it looks at data of kind {', '.join(NextToken.kinds)}, and these are {self.recipe.data.kind}."
-            )
+        """The first documents of each source, at least one; of pairs both halves, one behind the other."""
         apart = self.recipe.data.separate_modalities or ()
         return first_samples(self.recipe.data, self.parts, apart if self.is_decided else ANY_TWO)
 
     @property
+    def documents(self) -> list[Sample]:
+        """The samples that a language-model head is asked about.
+
+        Raises:
+            Needs: the model has none.
+        """
+        if choose.objective_of(self.recipe.objective).scores is not None:
+            raise Needs(
+                f"it asks a language-model head, and objective.name = {self.recipe.objective.name} puts another on the model."
+            )
+        return self.samples
+
+    @property
     def row(self) -> dict[str, Any]:
-        """All samples in one packed row, `(1, S)`, on the host."""
-        return self.rows(self.samples)
+        """All samples in one packed row, `(1, S)`, on the host; of pairs the chosen halves."""
+        return self.rows([one for one in self.documents if one.half != "rejected"])
 
     def rows(self, samples: list[Sample]) -> dict[str, Any]:
         """Samples in one packed row."""
@@ -151,12 +165,15 @@ class Patient:
 
     @part("the model")
     def model(self) -> PreTrainedModel:
-        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected."""
-        whole = sum(p.numel() for p in self.blueprint.parameters()) * self.dtype.itemsize
-        self.require_room(whole, "the weights")
+        """The generated model with its weights in the dtype that layers compute in, not sharded, kernels selected; larger
+        than memory, its layers one after another."""
         name = str(self.dtype).removeprefix("torch.")
         recipe = replace(self.recipe, model=replace(self.recipe.model, dtype=name))
         model = models.build_on_meta(recipe)
+        options = {**models.may_differ(recipe, model), "seed": recipe.train.seed}
+        if not self.has_room(model):
+            self.layerwise, self.weights = self.in_layers(model, options)
+            return model.train()
         for module in sharding.kept_in_fp32(model, self.dtype):
             module.float()
         sharding.materialise(model, self.device)
@@ -164,8 +181,32 @@ class Patient:
         if folder is None:
             initialise(model, models.initial_names(model), seed=recipe.train.seed)
         else:
-            load_pretrained(model, folder, **models.may_differ(recipe, model), seed=recipe.train.seed)
+            load_pretrained(model, folder, **options)
         return model.train()
+
+    def has_room(self, model: PreTrainedModel) -> bool:
+        """Whether all weights fit into memory at once."""
+        return sum(p.numel() for p in model.parameters()) * self.dtype.itemsize <= self.room
+
+    def in_layers(self, model: PreTrainedModel, options: dict[str, Any]) -> tuple[Layerwise, WeightsInParts | None]:
+        """Gives a model of the meta device, generated or upstream's, the checkpoint's weights, layer by layer.
+
+        Raises:
+            NoRoom: not even one layer fits.
+        """
+        for module in sharding.kept_in_fp32(model, self.dtype):
+            module.float()
+        folder = models.weights_folder(self.recipe.model)
+        parts = None if folder is None else WeightsInParts(model, folder, **options)
+        read = parts.read if parts else lambda tensors: initialise(model, list(tensors), seed=options["seed"])
+        try:
+            return Layerwise(model, self.device, read, self.room), parts
+        except layerwise.DoesNotFit as error:
+            raise NoRoom(f"{error}, and {self._told_room}: run the doctor where they fit.") from error
+
+    def changed(self, changes: Sequence[Change]) -> AbstractContextManager[None]:
+        """A block within which some tensors of the model have other values."""
+        return layerwise.changed(changes) if self.layerwise is None else self.layerwise.changed(changes)
 
     @part("the kernels that the recipe names")
     def kernels(self) -> dict[str, str]:
@@ -177,16 +218,16 @@ class Patient:
         return calls.loss(self.model, self.row, self.kernels)
 
     @part("the gradients")
-    def gradients(self) -> dict[str, torch.Tensor | None]:
-        """Of every parameter that trains, from one backward of the row."""
+    def slopes(self) -> dict[str, calls.Slope]:
+        """What is kept of the gradient of every parameter that one reaches, from one backward of the row."""
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.require_room(sum(p.numel() * p.element_size() for p in trained) * 2, "gradients")
-        return calls.gradients(self.model, self.row, self.kernels)
+        self.require_room(max((p.numel() * p.element_size() for p in trained), default=0) * 2, "gradients")
+        return calls.slopes(self.model, self.row, self.kernels)
 
     @property
     def probe(self) -> dict[str, Any]:
         """One sample alone, with media if any has them, as the trainer hands it over."""
-        richest = max(self.samples, key=lambda one: len(one.fields))
+        richest = max(self.documents, key=lambda one: len(one.fields))
         return calls.handed(self.rows([richest]), self.device)
 
     @part("what the layers of the model compute")
@@ -200,20 +241,30 @@ class Patient:
         """Gives the model's memory back; what was made of it stays."""
         if "model" in self.made:
             del self.made["model"]
-            self.made.pop("gradients", None)
+            self.layerwise = self.weights = None
             gc.collect()
-        self.failures |= dict.fromkeys(("model", "gradients"), "its memory was given to what came next")
+        self.failures |= {"model": "its memory was given to what came next"}
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def require_room(self, num_bytes: int, what: str) -> None:
-        """Raises NoRoom unless so many bytes are free on the device."""
+    @property
+    def room(self) -> int:
+        """How many bytes a model may take."""
+        if self.memory is not None:
+            return self.memory
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else host_memory.available()
-        if num_bytes > 0.9 * free:
-            raise NoRoom(
-                f"{what} take {num_bytes / 2**30:.1f} GiB in {str(self.dtype).removeprefix('torch.')}, and "
-                f"{free / 2**30:.1f} GiB are free on {setup.device_name(self.device)}: run the doctor where they fit."
-            )
+        return int(min(0.9 * free, 1 << 62))
+
+    @property
+    def _told_room(self) -> str:
+        if self.memory is not None:
+            return f"--memory allows {told_size(self.memory)}"
+        return f"{told_size(self.room)} may be taken of {setup.device_name(self.device)}"
+
+    def require_room(self, num_bytes: int, what: str) -> None:
+        """Raises NoRoom unless so many bytes may be taken of the device."""
+        if num_bytes > self.room:
+            raise NoRoom(f"{what} take {told_size(num_bytes)}, and {self._told_room}: run the doctor where they fit.")
 
     def close(self) -> None:
         """Deletes what was written."""

@@ -39,6 +39,8 @@ class Export(Check):
     def run(self, patient: Patient) -> Finding:
         upstream = upstream_class(patient)
         model, yardstick = patient.model, patient.yardstick
+        if patient.layerwise is not None:
+            return _there_and_back(patient)
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         if size > 0.9 * (free := shutil.disk_usage(patient.scratch).free):
             return not_checked(f"it takes {size / 2**30:.1f} GiB, and {patient.scratch} has {free / 2**30:.1f} GiB.")
@@ -67,11 +69,43 @@ class PlainTransformers(Check):
         upstream, yardstick = upstream_class(patient), patient.yardstick
         inputs, paths = plain_inputs(patient), list(yardstick.expected.outputs)
         patient.release()
+        if not patient.has_room(patient.blueprint):
+            found = _trace_in_layers(upstream, patient, inputs, paths)
+            told = (
+                f"Upstream's {upstream.__name__}, of which one layer after another was given the checkpoint's weights,"
+            )
+            return _compared(patient, yardstick, found, told)
         folder = models.weights_folder(patient.recipe.model)
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
         return _compared(patient, yardstick, found, f"The checkpoint, loaded by upstream's {upstream.__name__},")
+
+
+def _there_and_back(patient: Patient) -> Finding:
+    """The export of a model that is never whole: its tensors, made of the checkpoint's without the model."""
+    if patient.weights is None:
+        return not_checked("the weights are random and larger than memory: there is no checkpoint to compare with.")
+    wrong = list(patient.weights.differences_of_export())
+    if wrong:
+        return failed(" ".join(wrong[:3]) + (f" And {len(wrong) - 3} more." if len(wrong) > 3 else ""), ADVICE)
+    return passed(
+        "An export has the checkpoint's tensors again, by name, shape and value; larger than memory, it was not written, nor "
+        "loaded in plain transformers."
+    )
+
+
+def _trace_in_layers(
+    upstream: type[PreTrainedModel], patient: Patient, inputs: dict[str, Any], paths: Sequence[str]
+) -> traces.Trace:
+    """What upstream's class computes, one layer in memory at a time."""
+    with torch.device("meta"):
+        model = upstream._from_config(
+            copy.deepcopy(patient.blueprint.config), attn_implementation="eager", dtype=patient.dtype
+        )
+    options = {**models.may_differ(patient.recipe, patient.blueprint), "seed": patient.recipe.train.seed}
+    patient.in_layers(model, options)
+    return traces.record_plain(model, inputs, paths)
 
 
 ADVICE = (

@@ -5,12 +5,15 @@ python -m patchgen.runtime.doctor.rank_step RECIPE_AS_JSON     # with RANK, WORL
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from patchgen.runtime import launch, parallel
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.train import setup
 from patchgen.runtime.train.feed import End
 from patchgen.runtime.train.recipe import Recipe, from_dict
+from patchgen.runtime.train.setup import DataParts
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,19 @@ class StepFigures:
     peak_bytes: int | None
 
 
-def one_step(recipe: Recipe, device: torch.device, scratch: Path) -> StepFigures:
-    """Two steps of a recipe on this rank; the figures of the first, and the time of the second. Every rank calls it."""
+def one_step(recipe: Recipe, device: torch.device, scratch: Path, *, groups: int = 1) -> StepFigures:
+    """Two steps of a recipe on this rank; the figures of the first, and the time of the second. Every rank calls it.
+
+    Args:
+        groups: batch groups of another layout, all of whose batches this one rank takes: of a stream, each reads others.
+    """
     from patchgen.runtime.train.trainer import Trainer
 
     recipe = replace(recipe, log=replace(recipe.log, directory=str(scratch / "step"), trackers=()), eval_data=None)
     recipe = replace(recipe, train=replace(recipe.train, eval_every=0))
     trainer = Trainer(recipe, device)
-    feed = trainer.feed(trainer.loader, trainer.num_micro_batches)
+    loader = trainer.loader if groups == 1 else _Groups(recipe, trainer.parts, groups, trainer.num_micro_batches)
+    feed = trainer.feed(loader, trainer.num_micro_batches)
     with parallel.using(trainer.state):
         batches = feed.next()
         if isinstance(batches, End):
@@ -68,6 +78,22 @@ def one_step(recipe: Recipe, device: torch.device, scratch: Path) -> StepFigures
     held = gradients + sum(map(_bytes, trainer.model.parameters())) + sum(_bytes(one) for one in states if one.ndim)
     peak = trainer.peak_memory() if device.type == "cuda" else None
     return StepFigures(loss, norm, seconds, batches.tokens, batches.flops, held, peak)
+
+
+class _Groups:
+    """What several batch groups read, as the loader of one: of each step the batches of the first, then of the next."""
+
+    def __init__(self, recipe: Recipe, parts: DataParts, groups: int, num_micro_batches: int) -> None:
+        self._loaders = [setup.loader_of_group(recipe.data, parts, index, groups) for index in range(groups)]
+        self._each = num_micro_batches // groups
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        while step := [row for loader in self._loaders for row in itertools.islice(loader, self._each)]:
+            yield from step
+
+    def state_dict(self) -> dict[str, Any]:
+        """No run goes on from here."""
+        return {}
 
 
 def _bytes(tensor: torch.Tensor) -> int:

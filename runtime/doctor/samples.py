@@ -11,6 +11,7 @@ from typing import Any, get_args
 from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.loader import documents_of
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
 from patchgen.runtime.data.problems import BadSample
@@ -30,13 +31,29 @@ ANY_TWO: Pairs = tuple(itertools.combinations(get_args(Modality), 2))
 
 @dataclass(frozen=True)
 class Sample:
-    """One sample as `collate` takes it, the place that it was read from, whether its end was cut off, and which of image,
-    video and audio it holds."""
+    """One document as `collate` takes it.
+
+    Attributes:
+        where: the place that it was read from.
+        is_cut: its end was cut off here.
+        modalities: which of image, video and audio it holds.
+        half: of a pair, "chosen" or "rejected", one behind the other; else empty.
+        label: what people say of it; None: nothing.
+        is_cut_in_run: a run cuts its end off as well.
+    """
 
     where: str
     fields: dict[str, Any]
     is_cut: bool = False
     modalities: frozenset[str] = frozenset()
+    half: str = ""
+    label: float | None = None
+    is_cut_in_run: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it was read, and which half of a pair it is."""
+        return f"{self.where}, {self.half}" if self.half else self.where
 
     @property
     def ids(self) -> list[int]:
@@ -63,7 +80,7 @@ def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) 
     whole = _prepare(config, parts)
     found, used, problems = [], 0, []
     for number, record in _in_turn(sources):
-        prepared = _cut_or_whole(cut, whole, number, record)
+        prepared, is_cut_in_run = _cut_or_whole(cut, whole, number, record)
         outcome, where, reason = prepared.problem or ("", record.where, "")
         if not prepared.samples:
             problems.append(f"{where}: {reason}")
@@ -72,13 +89,29 @@ def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) 
         for fields in prepared.samples:
             if found and used + len(fields["input_ids"]) > min(TOKENS, config.tokens_per_batch):
                 return found
-            sample = Sample(record.where, fields, outcome == "truncated", prepared.modalities)
-            if fits_beside(sample, found, apart):
-                found.append(sample)
+            samples = _samples(
+                record.where, fields, prepared, min(config.longest, LONGEST), is_cut_in_run=is_cut_in_run
+            )
+            if all(fits_beside(sample, found, apart) for sample in samples):
+                found += samples
                 used += len(fields["input_ids"])
     if not found:
         raise DataError(f"No sample could be made of the data. The first: {problems[0] if problems else 'no record'}.")
     return found
+
+
+def _samples(
+    where: str, fields: dict[str, Any], prepared: Prepared, limit: int, *, is_cut_in_run: bool
+) -> list[Sample]:
+    """The document of a sample, or the two of a pair: of one that was cut, those that have the most tokens are."""
+    halves = documents_of(fields)
+    was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
+    samples = []
+    for half, name in zip(halves, ("chosen", "rejected") if len(halves) == 2 else ("",), strict=True):
+        is_cut = was_cut and half["input_ids"].shape[-1] == limit
+        beside = {"half": name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
+        samples.append(Sample(where, half, is_cut, prepared.modalities, **beside))
+    return samples
 
 
 def fits_beside(sample: Sample, others: Collection[Sample], apart: Pairs) -> bool:
@@ -120,11 +153,16 @@ def _prepare(config: DataConfig, parts: DataParts) -> Prepare:
     return PrepareText(encoders, limit=config.longest, on_long=config.on_long)
 
 
-def _cut_or_whole(cut: Prepare, whole: Prepare, number: int, record: Record) -> Prepared:
-    """What is made of a record: its beginning, or, of one that a cut would spoil, what a run makes of it."""
+def _cut_or_whole(cut: Prepare, whole: Prepare, number: int, record: Record) -> tuple[Prepared, bool]:
+    """What is made of a record: its beginning, or, of one that a cut would spoil, what a run makes of it; and whether a run
+    cuts it, too."""
     prepared = cut(number, record)
-    is_spoiled = prepared.problem is not None and prepared.problem[0] == "skipped"
-    return whole(number, record) if is_spoiled else prepared
+    outcome = prepared.problem[0] if prepared.problem is not None else ""
+    if outcome not in ("skipped", "truncated"):
+        return prepared, False
+    in_run = whole(number, record)
+    is_cut = in_run.problem is not None and in_run.problem[0] == "truncated"
+    return in_run if outcome == "skipped" else prepared, is_cut
 
 
 def _in_turn(sources: list[Any]):

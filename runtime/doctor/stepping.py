@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 import torch
 
 from patchgen.runtime import launch
-from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
+from patchgen.runtime.doctor.finding import Check, Finding, failed, passed, told_size
 from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.doctor.rank_step import StepFigures, one_step
 from patchgen.runtime.train import flops, memory
@@ -54,13 +54,14 @@ class Step(Check):
             held, counted = figures.held_bytes, estimate.parameters + estimate.gradients + estimate.optimizer
             if not math.isclose(held, counted, rel_tol=0.05, abs_tol=1 << 20):
                 return failed(
-                    f"{told}; parameters, gradients and optimizer hold {_size(held)}, and the estimate says {_size(counted)}.",
+                    f"{told}; parameters, gradients and optimizer hold {told_size(held)}, and the estimate says "
+                    f"{told_size(counted)}.",
                     "The estimate of --dry-run does not hold for this model: report it, and plan with the figure measured here.",
                 )
             return passed(
-                f"{told}; parameters, gradients and optimizer hold {_size(held)}, as estimated (no peak of a CPU)."
+                f"{told}; parameters, gradients and optimizer hold {told_size(held)}, as estimated (a CPU's peak is not measured)."
             )
-        told += f" and {_size(figures.peak_bytes)}; the estimate is {_size(estimate.total)}"
+        told += f" and {told_size(figures.peak_bytes)}; the estimate is {told_size(estimate.total)}"
         if figures.peak_bytes > FAR * estimate.total:
             return failed(
                 f"{told}.",
@@ -115,9 +116,11 @@ def figures_of_one(patient: Patient) -> StepFigures:
         estimate = estimate_of(patient, 1)
         patient.require_room(estimate.total, "parameters, gradients, optimizer and activations of one rank")
         section = replace(patient.recipe.parallel, sp=1, ep=1, dp_replicate=1)
-        recipe = replace(single_step(patient.recipe, _ranks_or_one(patient)), parallel=section)
+        ranks = _ranks_or_one(patient)
+        recipe = replace(single_step(patient.recipe, ranks), parallel=section)
+        groups = models.parallel_config(patient.recipe.parallel, ranks).num_batches if ranks > 1 else 1
         with launch.process_group() as device:
-            patient.made["step"] = one_step(recipe, device, patient.scratch)
+            patient.made["step"] = one_step(recipe, device, patient.scratch, groups=groups)
     return patient.made["step"]
 
 
@@ -220,7 +223,3 @@ def _text(file: IO[str]) -> str:
 def _last_error(text: str) -> str:
     lines = [line for line in text.splitlines() if "Error" in line]
     return lines[-1] if lines else text[-500:].strip() or "no error"
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

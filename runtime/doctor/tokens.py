@@ -65,15 +65,22 @@ def _stops(patient: Patient) -> Iterable[str]:
 
 
 def _places(patient: Patient) -> Iterable[str]:
-    """Places of images, videos and sounds: the processor's token is the one that the model looks for."""
-    processor = patient.parts.processor
+    """Places of images, videos and sounds: a token that the processor knows for them is the one that the model looks for."""
+    processor, tokenizer = patient.parts.processor, patient.tokenizer
     for kind in MEDIA if processor is not None else ():
-        token, wanted = getattr(processor, f"{kind}_token", None), getattr(patient.config, f"{kind}_token_id", None)
-        if token is None or wanted is None:
-            continue
-        found = patient.tokenizer.convert_tokens_to_ids(token)
-        if found != wanted:
-            yield f"The processor marks {kind}s with {token!r} = {found}; config.{kind}_token_id = {wanted}."
+        wanted = getattr(patient.config, f"{kind}_token_id", None)
+        known = _known(processor, tokenizer, kind)
+        if wanted is not None and known and wanted not in known:
+            told = ", ".join(f"{tokenizer.convert_ids_to_tokens(one)!r} = {one}" for one in sorted(known))
+            yield f"The processor marks {kind}s with {told}; config.{kind}_token_id = {wanted}."
+
+
+def _known(processor: Any, tokenizer: Any, kind: str) -> set[int]:
+    """The ids that stand for a kind of media: of gemma3 the processor's is where an image begins, the tokenizer's its places."""
+    token = getattr(processor, f"{kind}_token", None)
+    ids = [getattr(owner, f"{kind}_token_id", None) for owner in (processor, tokenizer)]
+    ids.append(tokenizer.convert_tokens_to_ids(token) if token is not None else None)
+    return {one for one in ids if one is not None}
 
 
 class Padding(Check):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from patchgen.runtime.checkpoint.layout import assemble
 from patchgen.runtime.checkpoint.load import stored_leaves
 from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.doctor.finding import Check, Finding, failed, few, passed
-from patchgen.runtime.doctor.patient import Needs, NoRoom
+from patchgen.runtime.doctor.patient import Needs
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
@@ -34,6 +35,8 @@ class Weights(Check):
             return passed("The weights are random: the recipe names none.")
         try:
             model = patient.model
+            if patient.layerwise is not None:
+                patient.layerwise.read_all()
         except CheckpointError as error:
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
@@ -41,7 +44,8 @@ class Weights(Check):
             return failed(problem, advice)
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
         count = sum(p.numel() for p in model.parameters())
-        return passed(f"{count:,} parameters from {folder}; the head is {tied}.")
+        held = "" if patient.layerwise is None else "; larger than memory: its layers are held one after another"
+        return passed(f"{count:,} parameters from {folder}; the head is {tied}{held}.")
 
 
 def _is_tied(model: nn.Module) -> bool:
@@ -170,8 +174,8 @@ class TrainedParameters(Check):
     @staticmethod
     def _reached(patient: Patient, told: str, trained: set[str]) -> Finding:
         try:
-            gradients = patient.gradients
-        except NoRoom as error:
+            slopes = patient.slopes
+        except Needs as error:
             return passed(f"{told}. Whether gradients reach them was not looked at: {error}")
         decoder = patient.model.get_decoder()
         layers = [layer for layer in sharding.find_layers(patient.model, None) if _is_inside(layer, decoder)]
@@ -180,14 +184,14 @@ class TrainedParameters(Check):
             name
             for name, parameter in patient.model.named_parameters()
             if name in trained and parameter.ndim > 1 and id(parameter) in inside
-            and (gradients[name] is None or not bool(gradients[name].any()))
+            and (name not in slopes or slopes[name].is_zero)
         ]  # fmt: skip
         if dead:
             return failed(
                 f"{told}, but no gradient reaches {few(dead)}.",
                 "Look for detach(), no_grad() or a branch that is never taken in the forward of these modules.",
             )
-        size = sum(float(one.float().norm()) ** 2 for one in gradients.values() if one is not None) ** 0.5
+        size = math.hypot(*(one.norm for one in slopes.values()))
         return passed(f"{told}; the norm of their gradient is {size:.3g}.")
 
 

@@ -1,20 +1,36 @@
 """Whether the first loss can be that of a sound model, judged before the optimizer has moved anything.
 
 A model that knows nothing says that all V tokens are equally likely: ln V. Random weights are a little above it, for their
-logits are not quite equal; a checkpoint is far below. Far above it are weights or data that do not belong together: a head
-that was scaled, a tokenizer of another model, labels that were shifted twice.
+logits are not quite equal. Far above it are weights or data that do not belong together: a head that was scaled, a
+tokenizer of another model, labels that were shifted twice.
 
-    V = 151,936    ln V = 11.93    most that is believed = 18.9
+    V = 151,936    ln V = 11.93    0.8 ln V = 9.54    1.5 ln V + 1 = 18.9
+
+    weights                                       told above       the run ends above
+    random, or with a new part                    -                1.5 ln V + 1
+    from a checkpoint                             0.8 ln V         1.5 ln V + 1
+    from a checkpoint that the doctor examined    0.8 ln V         1.5 L + 1, L the loss that it found on these data
+    any, with train.first_loss_limit              -                that limit
 """
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.train import model as models
+from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import TrainingStopped
 
 SHARE, SPREAD = 1.5, 1.0
@@ -27,25 +43,69 @@ def highest(vocab_size: int) -> float:
     return SHARE * math.log(vocab_size) + SPREAD
 
 
-def refusal(loss: float, vocab_size: int, limit: float | None = None) -> str:
-    """Why a first loss cannot be that of a sound model; empty if it can.
+@dataclass(frozen=True)
+class Expected:
+    """What a first loss is held to.
 
-    Args:
-        loss: the mean per label over the first step.
-        limit: the most that is believed instead of `highest`.
+    Attributes:
+        vocab_size: V.
+        limit: of the recipe; None: it names none.
+        is_trained: whether all weights come from a checkpoint.
+        level: what the doctor found for these weights and data; None: it was not asked.
     """
-    most = highest(vocab_size) if limit is None else limit
-    if not loss > most:  # one that is no number is told by its gradient (optim.on_nonfinite)
-        return ""
-    return (
-        f"The first loss is {loss:.2f}; a model of {vocab_size:,} tokens that knows nothing has ln V = "
-        f"{math.log(vocab_size):.2f}, and more than {most:.2f} is not believed. The weights are damaged (a scaled head, "
-        "parts left at random), or they and the data do not belong together (another tokenizer, shifted labels): "
-        "`patchgen doctor RECIPE` says which. train.first_loss_limit raises the limit."
-    )
+
+    vocab_size: int
+    limit: float | None = None
+    is_trained: bool = False
+    level: float | None = None
+
+    @property
+    def most(self) -> float:
+        """Above it no first loss is believed."""
+        if self.limit is not None:
+            return self.limit
+        most = highest(self.vocab_size)
+        return most if self.level is None or not self.is_trained else min(most, SHARE * self.level + SPREAD)
+
+    def refusal(self, loss: float) -> str:
+        """Why a first loss per label cannot be that of a sound model; empty if it can."""
+        if not loss > self.most:  # one that is no number is told by its gradient (optim.on_nonfinite)
+            return ""
+        told = f"The first loss is {loss:.2f}; a model of {self.vocab_size:,} tokens that knows nothing has ln V = "
+        told += f"{math.log(self.vocab_size):.2f}, and more than {self.most:.2f} is not believed"
+        if self.limit is None and self.most < highest(self.vocab_size):
+            return (
+                f"{told}, for `patchgen doctor` found {self.level:.2f} with these weights on the first of these data. The run "
+                "computes otherwise than one device does, or the rest of the data is of another kind. "
+                "train.first_loss_limit raises the limit."
+            )
+        return (
+            f"{told}. The weights are damaged (a scaled head, parts left at random), or they and the data do not belong "
+            "together (another tokenizer, shifted labels): `patchgen doctor RECIPE` says which. train.first_loss_limit raises "
+            "the limit."
+        )
+
+    def warning(self, loss: float) -> str:
+        """What is unusual about a first loss that is believed; empty: nothing."""
+        unknowing = math.log(self.vocab_size)
+        if self.limit is not None or not self.is_trained or not loss > KNOWN * unknowing:
+            return ""
+        return (
+            f"The first loss is {loss:.2f}, and a model that knows nothing has ln V = {unknowing:.2f}: these weights, all from a "
+            "checkpoint, know next to nothing of these data. If they were trained, look for the tokenizer or chat template of "
+            "another model, shifted labels or damaged weights: `patchgen doctor RECIPE` says which. If they were not, or not "
+            "on anything alike, all is well: train.first_loss_limit says so."
+        )
 
 
-def require_believable(share: Tensor, model: PreTrainedModel, limit: float | None) -> None:
+def expected(recipe: Recipe, model: PreTrainedModel) -> Expected:
+    """What the first loss of a recipe's model is held to, sharded or not; where the doctor kept it on this machine, its level."""
+    trained = models.is_from_checkpoint(recipe, model)
+    level = read_level(recipe) if trained else None
+    return Expected(model.config.get_text_config().vocab_size, recipe.train.first_loss_limit, trained, level)
+
+
+def require_believable(share: Tensor, model: PreTrainedModel, recipe: Recipe) -> None:
     """Looks at the loss before the optimizer has moved anything. Every rank takes part in the sum.
 
     Args:
@@ -54,6 +114,45 @@ def require_believable(share: Tensor, model: PreTrainedModel, limit: float | Non
     Raises:
         TrainingStopped: no sound model has such a loss.
     """
-    total = float(all_reduce(share, operation="add up the first loss"))
-    if told := refusal(total, model.config.get_text_config().vocab_size, limit):
+    held_to, is_first = expected(recipe, model), dist.get_rank() == 0
+    level = held_to.level if is_first and held_to.level is not None else 0.0  # machines may have kept different ones
+    sums = all_reduce(torch.stack([share, torch.full_like(share, level)]), operation="add up the first loss")
+    loss, level = sums.tolist()
+    held_to = Expected(held_to.vocab_size, held_to.limit, held_to.is_trained, level or None)
+    if told := held_to.refusal(loss):
         raise TrainingStopped(told)
+    if is_first and (told := held_to.warning(loss)):
+        print(told, flush=True)
+
+
+# ------------------------------------------------------------------------------------------- a kept level
+
+
+def keep_level(recipe: Recipe, loss: float) -> None:
+    """Keeps the first loss that the doctor found with a recipe's weights on its data."""
+    place = _place(recipe)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps({"loss": loss}), encoding="utf-8")
+
+
+def read_level(recipe: Recipe) -> float | None:
+    """The loss that was kept for these weights, as they lie there now, and these data; None: none was."""
+    try:
+        return float(json.loads(_place(recipe).read_text(encoding="utf-8"))["loss"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _place(recipe: Recipe) -> Path:
+    return Path.home() / ".cache" / "patchgen" / "first_loss" / f"{digest(_identity(recipe))}.json"
+
+
+def _identity(recipe: Recipe) -> list[Any]:
+    """What a first loss depends on: not the layout, nor the kernels, nor how long rows are."""
+    found, values = models.find_weights(recipe.model), to_dict(recipe)
+    model: Mapping[str, Any] = values["model"]
+    files = sorted(found.glob("*.safetensors")) if isinstance(found, Path) else []
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    place = str(found.resolve()) if isinstance(found, Path) else str(found)
+    named = {name: model[name] for name in ("overrides", "code", "separate_documents")}
+    return [named, place, stamps, values["data"]["kind"], values["data"]["sources"]]

@@ -330,6 +330,11 @@ def may_differ(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {"allow_missing": missing, "allow_unexpected": unexpected}
 
 
+def is_from_checkpoint(recipe: Recipe, model: nn.Module) -> bool:
+    """Whether the whole model comes from a checkpoint, no new part of it random."""
+    return find_weights(recipe.model) is not None and not may_differ(recipe, model)["allow_missing"]
+
+
 def initial_names(model: nn.Module) -> list[str]:
     """All that a checkpoint of the model would hold: parameters, tied ones once, and persistent buffers."""
     saved = model.state_dict().keys()

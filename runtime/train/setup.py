@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
-from patchgen.runtime.data import DataConfig, build_loader, train_tokenizer
+from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture
@@ -109,15 +109,20 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
         )
 
 
-def open_loader(config: DataConfig, parts: DataParts, state: ParallelState):
+def open_loader(config: DataConfig, parts: DataParts, state: ParallelState) -> Loader:
     """The loader of this rank's batch group."""
+    return loader_of_group(config, parts, state.batch_index, state.config.num_batches)
+
+
+def loader_of_group(config: DataConfig, parts: DataParts, index: int, groups: int) -> Loader:
+    """The loader of one of several batch groups."""
     return build_loader(
         config,
         tokenizer=parts.tokenizer,
         processor=parts.processor,
         position_function=parts.position_function,
-        batch_index=state.batch_index,
-        num_batches=state.config.num_batches,
+        batch_index=index,
+        num_batches=groups,
     )
 
 

@@ -278,7 +278,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
     """However many pieces of a tensor are missing."""
     folder = small_models.rewrite(checkpoint, tmp_path / "cut", dict)
     file = folder / "model.safetensors"
-    fit = load._fit
+    fit = load.fitting
 
     def fit_then_cut(*arguments):
         found = fit(*arguments)
@@ -286,7 +286,7 @@ def test_a_file_that_shrinks_names_each_key_once(checkpoint, tmp_path, monkeypat
             stream.truncate(5000)
         return found
 
-    monkeypatch.setattr(load, "_fit", fit_then_cut)
+    monkeypatch.setattr(load, "fitting", fit_then_cut)
     monkeypatch.setattr(load, "PIECE", 100)
     with pytest.raises(CheckpointError) as caught:
         load_pretrained(empty(), folder)

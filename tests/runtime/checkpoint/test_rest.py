@@ -50,20 +50,6 @@ def trained_part(config, folder, **changes):
     return model
 
 
-def spoken(whole, config) -> torch.Tensor:
-    """What a model says, text and sound, from one seed."""
-    torch.manual_seed(11)
-    if config.model_type == "qwen2_5_omni":
-        ids, more = [3, 4, 5, 6], {"speaker": "Chelsie", "token2wav_num_steps": 2, "talker_eos_token_id": [127]}
-    else:
-        ids = [config.im_start_token_id, config.user_token_id, 3, 4, 5, config.im_end_token_id]
-        ids += [config.im_start_token_id, config.assistant_token_id, 6]
-        more = {"thinker_eos_token_id": 127}
-    asked = {"thinker_max_new_tokens": 5, "talker_max_new_tokens": 6, "attention_mask": torch.ones(1, len(ids)).long()}
-    words, wave = whole.generate(torch.tensor([ids]), **asked, **more)
-    return torch.cat([words.flatten().double(), wave.flatten().double()])
-
-
 @pytest.fixture(scope="module", params=CONFIGS)
 def omni(request, tmp_path_factory):
     """A whole checkpoint of upstream, its thinker after training, and the run that this was saved in."""
@@ -94,11 +80,11 @@ def test_the_export_is_its_source_but_for_what_trained_and_speaks_alike(way, omn
     assert (tmp_path / "tokenizer.json").is_file()
     loaded = upstream.from_pretrained(tmp_path)
     by_hand = upstream.from_pretrained(place / "source")
-    before = spoken(by_hand, config)
+    before = omni_models.spoken(by_hand, config)
     by_hand.thinker.load_state_dict(model.state_dict())
     assert same(loaded.state_dict(), by_hand.state_dict(), by_hand.state_dict())
-    expected = spoken(by_hand, config)
-    assert torch.equal(spoken(loaded, config), expected)
+    expected = omni_models.spoken(by_hand, config)
+    assert torch.equal(omni_models.spoken(loaded, config), expected)
     assert before.shape != expected.shape or not torch.equal(before, expected)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import planted
 import pytest
-import toys
 from small_processors import TORCHVISION, byte_tokenizer
 
 from patchgen.runtime.doctor import CHECKS, examine
@@ -20,24 +20,14 @@ from patchgen.runtime.doctor.labels import runs, shift_of
 from patchgen.runtime.doctor.patient import Patient
 from patchgen.runtime.doctor.samples import ANY_TWO, LONGEST, Sample, fits_beside
 from patchgen.runtime.doctor.stepping import run_ranks
+from patchgen.runtime.train import first_loss
+from patchgen.runtime.train import recipe as recipes
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.train.setup import DataParts
 
 HERE = Path(__file__).parent
 SLOW = ("proof", "step", "layout")
 """Of the sound model alone: they compare what no planted fault is about."""
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory, home):
-    return toys.text_toy(tmp_path_factory.mktemp("text"))
 
 
 def test_a_sound_model_passes_every_check(toy):
@@ -47,6 +37,7 @@ def test_a_sound_model_passes_every_check(toy):
     assert {entry.finding.status for entry in report.entries} == {PASSED}, report.text()
     assert "[[In Dresden.<|im_end|>]]" in report.text()
     assert report.as_json()["failed"] == []
+    assert 0 < first_loss.read_level(from_dict(toy.values)) < 1  # a run of any layout is held to it
     assert "on 2 ranks (sp 1, ep 2)" in report["layout"].found.lower()
 
 
@@ -72,16 +63,6 @@ def test_random_weights_are_judged_by_ln_v_alone(toy):
     assert "of random weights" in report["first loss"].found
     assert report["alternatives"].status == report["plain transformers"].status == NOT_CHECKED
     assert report["export"].status == PASSED
-
-
-@pytest.mark.parametrize("objective", ["dpo", "reward"])
-def test_pairs_are_no_text_with_labels(toy, objective):
-    values = json.loads(json.dumps(toy.values)) | {"objective": {"name": objective}}
-    values["data"] |= {"kind": "preference", "sources": [{"path": "builtin:pairs"}]}
-    report = examine(from_dict(values), skip=SLOW)
-    assert report.exit_status == 0, report.text()
-    assert report["data"] == not_checked("it looks at data of kind text, chat, multimodal, and these are preference.")
-    assert report["weights"].status == PASSED
 
 
 def test_a_long_prompt_is_not_cut_before_its_answer(toy, tmp_path):
@@ -178,7 +159,8 @@ def test_a_model_that_does_not_fit_is_told_with_both_sizes(toy, monkeypatch):
     report = examine(from_dict(toy.values), skip=SLOW)
     assert report.exit_status == 0, report.text()
     assert report["weights"].status == report["kernels"].status == NOT_CHECKED
-    assert "GiB are free on cpu" in report["kernels"].found
+    assert "layer and what lies around the layers take 0.09 MiB, and 0.00 MiB may be taken" in report["weights"].found
+    assert report["kernels"] == not_checked("it needs the model: see 'weights'.")
     assert report["labels"].status == PASSED
 
 
@@ -194,19 +176,21 @@ def test_the_command_prints_json_and_exits_by_what_failed(toy, tmp_path, capsys)
 
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump(toy.values))
-    skip = [check.name for check in CHECKS if check.name not in ("recipe", "tokenizer")]
+    asked = ["recipe", "tokenizer", "step"]
+    skip = [check.name for check in CHECKS if check.name not in asked]
     assert doctor(file, [], skip=skip, as_json=True) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [one["check"] for one in told["checks"] if one["status"] == PASSED] == ["recipe", "tokenizer"]
+    told = json.loads(capsys.readouterr().out)  # and nothing of what the step prints as it begins
+    assert [one["check"] for one in told["checks"] if one["status"] == PASSED] == asked
     assert doctor(file, ["model.freeze=[model.*]"], skip=skip, as_json=False) == 1
     assert "FAILED  model.freeze = ['model.*'] leaves nothing to train" in capsys.readouterr().out
 
 
 def test_the_page_has_every_check_in_its_order_and_words():
     page = (HERE.parents[2] / "docs" / "doctor.md").read_text()
-    rows = [line.split(" | ")[:2] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    checks = page.partition("## The checks")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[:2] for line in checks.splitlines() if line.startswith("| ") and "---" not in line]
     assert [[name.removeprefix("| "), asks] for name, asks in rows[1:]] == [
-        [check.name, check.__doc__] for check in CHECKS
+        [check.name, " ".join(check.__doc__.split())] for check in CHECKS
     ]
     table = page.partition("```\n")[2].partition("\n\n")[0].splitlines()
     shown = [line[:18].strip() for line in table if not line.startswith(" ")]
@@ -234,6 +218,17 @@ def test_labels_are_the_ids_of_their_own_places(labels, told):
     assert found is None if told is None else told in found
 
 
+def test_a_processor_whose_mark_in_the_text_is_another_token_than_its_places_is_sound(home, tmp_path):
+    """That of gemma3: `image_token` is where an image begins."""
+    folder = tmp_path / "toy"
+    runpy.run_path(str(HERE.parents[2] / "examples" / "toy_vision_model.py"))["main"](str(folder))
+    recipe = recipes.load(HERE.parents[2] / "recipes" / "vision_toy.yaml", {"model.source": str(folder)})
+    skip = [check.name for check in CHECKS if check.name not in ("recipe", "tokenizer", "labels")]
+    report = examine(recipe, skip=skip)
+    assert report.exit_status == 0, report.text()
+    assert "<image_soft_token> (x 4)" in report["labels"].shown and "\n\n" in report["labels"].shown
+
+
 def test_learned_stretches():
     assert list(runs([-100, 1, 2, -100, 3])) == [(1, 3), (4, 5)]
     assert list(runs([-100])) == []
@@ -256,10 +251,11 @@ def vision(home) -> dict[str, dict]:
     return {row["fault"]: row for row in rows}
 
 
-def test_a_sound_vision_model_passes(vision):
-    sound = vision[""]
+@pytest.mark.parametrize(("case", "left"), [("", []), ("layer by layer", ["proof", "step", "layout"])])
+def test_a_sound_vision_model_passes(vision, case, left):
+    sound = vision[case]
     assert sound["failed"] == [], sound["text"]
-    assert sound["not_checked"] == ["proof", "layout"], sound["text"]
+    assert sound["not_checked"] == left, sound["text"]
 
 
 @pytest.mark.parametrize("fault", planted.PROMISED)

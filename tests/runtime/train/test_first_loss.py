@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
+import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from patchgen.runtime import launch
 from patchgen.runtime.data import DataConfig, SourceConfig, train_tokenizer
 from patchgen.runtime.train import first_loss
+from patchgen.runtime.train.first_loss import Expected
 from patchgen.runtime.train.recipe import from_dict
 from patchgen.runtime.train.records import TrainingStopped
 from patchgen.runtime.train.trainer import Trainer
@@ -20,13 +26,33 @@ V = 300
 
 
 def test_far_above_ln_v_is_refused_with_both_figures():
-    assert first_loss.refusal(math.log(700) + 1, 700) == ""
-    assert first_loss.refusal(math.log(151_936) + 5, 151_936) == ""  # random weights of a wide model
-    told = first_loss.refusal(54.2, 700)
+    assert Expected(700).refusal(math.log(700) + 1) == ""
+    assert Expected(151_936).refusal(math.log(151_936) + 5) == ""  # random weights of a wide model
+    told = Expected(700).refusal(54.2)
     assert "54.20" in told and "ln V = 6.55" in told and "train.first_loss_limit" in told
-    assert first_loss.refusal(float("nan"), 700) == ""
-    assert first_loss.refusal(54.2, 700, limit=60.0) == ""
-    assert first_loss.refusal(3.0, 700, limit=2.0) != ""
+    assert Expected(700).refusal(float("nan")) == ""
+    assert Expected(700, limit=60.0).refusal(54.2) == ""
+    assert Expected(700, limit=2.0).refusal(3.0) != ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "refused", "warned"),
+    [
+        (5.0, {"is_trained": True}, "", ""),
+        (6.5, {"is_trained": True}, "", "know next to nothing of these data"),
+        (6.5, {}, "", ""),
+        (6.5, {"is_trained": True, "limit": 7.0}, "", ""),
+        (2.4, {"is_trained": True, "level": 1.0}, "", ""),
+        (2.6, {"is_trained": True, "level": 1.0}, "`patchgen doctor` found 1.00 with these weights", ""),
+        (2.6, {"is_trained": True, "level": 1.0, "limit": 3.0}, "", ""),
+        (2.6, {"level": 1.0}, "", ""),
+        (11.0, {"is_trained": True, "level": 30.0}, "more than 10.83 is not believed", "know next to nothing"),
+    ],
+)
+def test_a_checkpoint_is_held_to_its_own_level(loss, options, refused, warned):
+    held_to = Expected(700, **options)
+    for told, wanted in ((held_to.refusal(loss), refused), (held_to.warning(loss), warned)):
+        assert wanted in told and bool(told) is bool(wanted)
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +100,36 @@ def test_a_recipe_may_believe_more(scaled_head, tmp_path):
     with launch.process_group() as device:
         run = {**scaled_head, "train": train, "log": {"directory": str(tmp_path / "run")}}
         assert Trainer(from_dict(run), device).run().steps == 1
+
+
+def trained(start: dict, place: Path) -> TrainingStopped | None:
+    """One step of a recipe; what ended it before it had moved a weight."""
+    with launch.process_group() as device:
+        trainer = Trainer(from_dict({**start, "log": {"directory": str(place)}}), device)
+        try:
+            trainer.run()
+        except TrainingStopped as stopped:
+            return stopped
+    return None
+
+
+def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    start = copy.deepcopy(scaled_head)
+    start["model"]["source"] = str(shutil.copytree(scaled_head["model"]["source"], tmp_path / "start"))
+    file = tmp_path / "start" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] /= 100
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert trained(start, tmp_path / "run") is None
+    assert capsys.readouterr().out.count("know next to nothing of these data") == 1
+    random = copy.deepcopy(start)
+    random["model"]["weights"] = "random"
+    assert trained(random, tmp_path / "random") is None
+    assert "know next to nothing" not in capsys.readouterr().out
+    first_loss.keep_level(from_dict(start), 1.0)  # as if the doctor had found it
+    assert "`patchgen doctor` found 1.00" in str(trained(start, tmp_path / "held"))
+    tensors["lm_head.weight"] *= 0.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    os.utime(file, ns=(1, 1))
+    assert first_loss.read_level(from_dict(start)) is None  # it was found of other weights

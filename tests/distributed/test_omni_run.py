@@ -1,0 +1,77 @@
+"""A whole omni checkpoint through `patchgen train`: its thinker trains on two ranks, the export is the whole again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import omni_models
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3OmniMoeForConditionalGeneration
+
+sys.path.append(str(Path(__file__).parents[1] / "runtime" / "data"))
+from small_processors import MARKS, byte_tokenizer, template
+
+FROZEN = ("visual", "audio_tower")
+RECIPE = """
+model: {{source: {source}, freeze: ["*.visual.*", "*.audio_tower.*"]}}
+data: {{kind: chat, sources: [{{path: {rows}}}], tokens_per_batch: 128, cache_dir: {place}/cache}}
+train: {{steps: 2, batches_per_step: 2}}
+optim: {{lr: 1.0e-2}}
+parallel: {{ep: 2}}
+log: {{directory: {place}/run}}
+"""
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A checkpoint of all parts in upstream's layout, with a tokenizer whose marks its config names."""
+    tokenizer = byte_tokenizer(template(marked=False), MARKS)
+    config = omni_models.qwen3_omni()
+    thinker = config.thinker_config
+    thinker.text_config.vocab_size = len(tokenizer)
+    for kind, token in (("image", "image"), ("video", "video"), ("audio", "audio")):
+        setattr(thinker, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(MARKS[f"{token}_token"]))
+    for kind, token in (("vision", "vision"), ("audio", "audio")):
+        for end, mark in (("start", "bos"), ("end", "eos")):
+            setattr(thinker, f"{kind}_{end}_token_id", tokenizer.convert_tokens_to_ids(MARKS[f"{token}_{mark}_token"]))
+    omni_models.save_whole(config, tmp_path / "source")
+    tokenizer.save_pretrained(tmp_path / "source")
+    return tmp_path / "source", config
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
+
+
+def test_a_whole_checkpoint_trains_on_ranks_and_comes_out_whole(whole, tmp_path):
+    source, config = whole
+    rows, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
+    said = [{"role": "user", "content": "The Elbe?"}, {"role": "assistant", "content": "In Dresden, behind the hill."}]
+    rows.write_text((json.dumps({"messages": said}) + "\n") * 40)
+    recipe.write_text(RECIPE.format(source=source, rows=rows, place=tmp_path))
+    words = [sys.executable, "-m", "patchgen.cli", "train", str(recipe), "--nproc", "2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+    before, after = tensors(source), tensors(tmp_path / "run" / "export")
+    assert after.keys() == before.keys()
+    changed = {name for name, one in before.items() if not torch.equal(after[name], one)}
+    assert all(after[name].dtype == one.dtype for name, one in before.items())
+    assert all(name.startswith("thinker.") and not set(FROZEN) & {*name.split(".")} for name in changed), changed
+    for expert in range(config.thinker_config.text_config.num_experts):  # those of either rank
+        assert any(f"mlp.experts.{expert}." in name for name in changed)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "run" / "export")]
+    assert configs[0] == configs[1]
+
+    loaded = Qwen3OmniMoeForConditionalGeneration.from_pretrained(tmp_path / "run" / "export")
+    by_hand = Qwen3OmniMoeForConditionalGeneration.from_pretrained(source)
+    untrained = omni_models.spoken(by_hand, config)
+    by_hand.thinker.load_state_dict(loaded.thinker.state_dict())
+    expected = omni_models.spoken(by_hand, config)
+    assert torch.equal(omni_models.spoken(loaded, config), expected)
+    assert untrained.shape != expected.shape or not torch.equal(untrained, expected)
