@@ -393,6 +393,14 @@ def test_refuses_another_loss_and_sizes_that_do_not_fit():
         linear_loss(head, hidden, labels[:, :20])
 
 
+def test_a_head_counts_by_its_weight():
+    """Tied after it was built with other sizes, a layer still says these: upstream computes with the weight."""
+    head, hidden, labels = problem(torch.float64, bias=False)
+    built_otherwise = nn.Linear(VOCAB, HIDDEN, bias=False, dtype=torch.float64)
+    built_otherwise.weight = head.weight
+    assert torch.equal(linear_loss(built_otherwise, hidden, labels), linear_loss(head, hidden, labels))
+
+
 def test_chunks_are_equal_within_the_budget_and_cover_the_tokens():
     for vocab_size in (500, 32_000, 151_936, 262_144, 2**24):
         for num_tokens in (1, 127, 4097, 8192, 8200, 32_768):
