@@ -259,8 +259,8 @@ def _run_on_cpu() -> None:
     parallel_dims.device_type = "cpu"
     VarlenAttentionWrapper._compiled_varlen_attn = _attend_per_document
     permutation.generate_permute_indices = functools.partial(kernels.generate_permute_indices, use_cpu=True)
-    if not isinstance(torch.histc, functools.partial):
-        torch.histc = functools.partial(_count, torch.histc)
+    if not hasattr(torch.histc, "__wrapped__"):
+        torch.histc = _counting(torch.histc)
 
 
 def _attend_per_document(
@@ -277,8 +277,13 @@ def _attend_per_document(
     return torch.cat(outputs)
 
 
-def _count(histc: Callable, values: Tensor, *, bins: int, min: int, max: int) -> Tensor:
+def _counting(histc: Callable) -> Callable:
     """`torch.histc`, also of whole numbers from 0 to `bins` - 1, which torch has on GPUs alone."""
-    if values.is_floating_point():
-        return histc(values, bins=bins, min=min, max=max)
-    return torch.bincount(values, minlength=bins)
+
+    @functools.wraps(histc)
+    def count(values: Tensor, *, bins: int, min: int, max: int) -> Tensor:
+        if values.is_floating_point():
+            return histc(values, bins=bins, min=min, max=max)
+        return torch.bincount(values, minlength=bins)
+
+    return count
