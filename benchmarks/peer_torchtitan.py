@@ -6,8 +6,8 @@ checkpointing of none, of chosen operators or of all of a layer, fused AdamW, it
 collection off. fp32 parameters, bf16 compute, fp32 reduction; the router learns and nothing forces its balance.
 
 On the CPU, which is for seeing that the numbers agree, nothing is compiled, and what needs a GPU is replaced: the attention
-kernel (by SDPA per document), `grouped_mm` (by torchtitan's own loop), the Triton kernel of the order of tokens (by
-torchtitan's own reference) and `histc` of whole numbers (by `bincount`).
+kernel (by SDPA per document), the Triton kernel of the order of tokens (by torchtitan's own reference) and `histc` of whole
+numbers (by `bincount`).
 
 Needs the package `torchtitan` (0.2.2), and `tyro`, which its configuration imports.
 
@@ -101,7 +101,7 @@ class Peer:
         gc.disable()  # as its trainer, which collects every 50 steps
         self.dims = dims_of(ep)
         self.job = job_of(tokens=tokens, mode=mode, ep=ep, device=device)
-        arguments = arguments_of(sizes, device)
+        arguments = arguments_of(sizes)
         arguments.update_from_config(self.job)
         with torch.device("meta"):
             model = Qwen3Model(arguments)
@@ -185,7 +185,7 @@ def job_of(*, tokens: int, mode: str, ep: int, device: str) -> Any:
     return job
 
 
-def arguments_of(sizes: dict, device: str) -> Any:
+def arguments_of(sizes: dict) -> Any:
     """The `Qwen3ModelArgs` of a `Qwen3MoeConfig` of these sizes."""
     from torchtitan.models.moe import MoEArgs
     from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
@@ -199,7 +199,7 @@ def arguments_of(sizes: dict, device: str) -> Any:
         route_norm=config.norm_topk_prob,
         score_before_experts=False,
         top_k=config.num_experts_per_tok,
-        use_grouped_mm=device == "cuda",
+        use_grouped_mm=True,
         load_balance_coeff=None,
     )
     return Qwen3ModelArgs(
