@@ -7,14 +7,16 @@
 ours            the generated class, `runtime.parallel`, fused_moe=auto, causal_lm_loss=auto and --kernels; several layouts
 transformers    upstream's class with `experts_implementation="grouped_mm"`, torch's FSDP2 as its tutorial has it,
                 `clip_grad_norm_`; the same attention kernel unless --their-attention names one of its own
+torchtitan      its Qwen3 MoE, compiled, its FSDP2 or expert parallelism (`peer_torchtitan.py`)
 
 With `--rows FILE` each case is written there before it starts and when it has ended, and cases that the file has are not
 started again: what kills a run costs one case, and the same command goes on after it (`bench_scaling.py`).
 
-Both: the same weights, the same packed rows (documents of log-normal length), fp32 parameters and AdamW, bf16 compute,
+All: the same weights, the same packed rows (documents of log-normal length), fp32 parameters and AdamW, bf16 compute,
 fp32 reduction, a router that learns, clipping, activation checkpointing of whole layers above --checkpoint-above tokens
 (ours: --our-checkpoint-above, since less is kept for the backward). Losses and gradient norms of the first step are
-compared. MFU is by `runtime/train/flops.py`, for both alike.
+compared. MFU is by `runtime/train/flops.py`, for all alike. torchtitan's checkpointing is the first of --peer-checkpoint
+that fits. `ratio` is to the fastest of theirs.
 """
 
 from __future__ import annotations
@@ -22,13 +24,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import hashlib
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import case_failures
+import named_weights
+import peer_torchtitan
 import result_rows
 import torch
 import torch.distributed as dist
@@ -37,26 +41,28 @@ from packed_rows import packed_row
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from train_cases import CASE, THEIRS, TITAN, WHO, compare, describe, has_mode
 
 from patchgen.runtime import attention, parallel, registry, seams
-from patchgen.runtime.checkpoint.placement import part_of_rank
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, gradients, loss, peer_memory, sharding
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import flops, objects, optimizers
 from patchgen.runtime.train.captured import CapturedStep
 
+Model = nn.Module | peer_torchtitan.Peer
 RESULTS = Path(__file__).with_name("results_train.csv")
 COLUMNS = ("date", "versions", "gpus", "layers", "who", "layout", "ckpt", "tokens/GPU", "loss 1", "norm 1", "s/step")
 COLUMNS += ("tokens/s/GPU", "TFLOP/s", "MFU %", "peak GiB", "ratio")
-CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was measured
-THEIRS = "transformers"
 LAYOUTS: dict[str, dict] = {
     "FSDP": {},
     "FSDP, kept gathered": {"reshard_after_forward": False},
     "FSDP, collectives": {"shard_exchange": "collectives"},
     "FSDP, graph": {"cuda_graph": True},
     THEIRS: {},
+    TITAN: {},
+    "torchtitan, EP2": {"ep": 2},
+    "torchtitan, EP4": {"ep": 4},
     "EP2": {"ep": 2},
     "EP4": {"ep": 4},
     "EP8": {"ep": 8},
@@ -144,29 +150,31 @@ def theirs(setting: Setting, mode: str) -> nn.Module:
     return model
 
 
-def optimizer_of(name: str, model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+def model_of(name: str, setting: Setting, state: ParallelState, mode: str, longest: int, **options: object) -> Model:
+    """Of rows of `longest` tokens at most."""
+    if WHO.get(name) == TITAN:
+        sizes = setting.sizes, LAYOUTS[name].get("ep", 1)
+        return peer_torchtitan.Peer(*sizes, tokens=longest, mode=mode, device=setting.device)
+    return theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **options)
+
+
+def optimizer_of(name: str, model: Model, setting: Setting) -> torch.optim.Optimizer:
     """AdamW: of torch, fused, for transformers; of a training run for ours."""
+    if isinstance(model, peer_torchtitan.Peer):
+        return model.optimizer()
     if name == THEIRS:
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=setting.device == "cuda")
     return optimizers.adamw_for(next(model.parameters()))(sharding.optimizer_groups(model), lr=1e-5)
 
 
-@torch.no_grad()
-def fill(model: nn.Module, device: str) -> None:
+def fill(model: Model, device: str) -> None:
     """Weights that depend on nothing but their names, whatever the layout."""
+    if isinstance(model, peer_torchtitan.Peer):
+        return model.fill()
     if next(model.parameters()).is_meta:
         sharding.materialise(model, device)
     for name, parameter in model.named_parameters():
-        digest = hashlib.sha256(name.encode()).digest()
-        generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
-        if parameter.ndim == 1:
-            whole = torch.ones(parameter.shape, device=device)
-        else:
-            whole = torch.empty(parameter.shape, device=device).normal_(0, 0.02, generator=generator)
-        if isinstance(parameter, DTensor):
-            parameter.to_local().copy_(part_of_rank(whole, parameter))
-        else:
-            parameter.copy_(whole)
+        named_weights.place(named_weights.weight_of(name, parameter.shape, device), parameter)
 
 
 # ------------------------------------------------------------------------------------------------- the data
@@ -236,9 +244,15 @@ def their_step(
     return share.detach(), norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def measure(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
+def step_of(name: str, model: Model) -> Callable:
+    if isinstance(model, peer_torchtitan.Peer):
+        return model.step
+    return their_step if name == THEIRS else our_step
+
+
+def measure(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> dict:
     """Loss and norm of the first step, then the time of the following ones."""
-    step: Callable = their_step if name == THEIRS else our_step
+    step = step_of(name, model)
     replays = LAYOUTS[name].get("cuda_graph", False)
     if replays:
         step = replayed_step(model, setting, state)
@@ -277,9 +291,9 @@ def measure(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
     return row
 
 
-def profile(name: str, model: nn.Module, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
+def profile(name: str, model: Model, optimizer, tokens: int, state: ParallelState, setting: Setting) -> None:
     """The kernels and the calls of the host that take most of one step, with their share of it; and its trace."""
-    step: Callable = their_step if name == THEIRS else our_step
+    step = step_of(name, model)
     inputs, _ = inputs_of(tokens, state, setting, 0)
     items = loss.count_items([inputs], setting.device)
     synchronise(setting)
@@ -307,7 +321,7 @@ def profile(name: str, model: nn.Module, optimizer, tokens: int, state: Parallel
 
 
 def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list[dict]:
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, layers = dist.get_rank(), dist.get_world_size(), setting.sizes["num_hidden_layers"]
     rows = CaseRows(CASE, result="s/step", path=arguments.rows, writes=rank == 0)
     dist.barrier()  # all have read the file before one writes it
     for name in arguments.layouts:
@@ -319,27 +333,27 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
             continue
         state = ParallelState.create(ParallelConfig.for_world(world, **sizes), setting.device, **options)
         above = arguments.checkpoint_above if name == THEIRS else arguments.our_checkpoint_above
-        for mode in ("none", "full"):
-            cases = [describe(setting, name, mode, tokens) for tokens in arguments.tokens]
-            wanted = [case for case in cases if (case["tokens/GPU"] > above) == (mode == "full") and case not in rows]
+        for mode in arguments.peer_checkpoint if WHO.get(name) == TITAN else ("none", "full"):
+            cases = [describe(layers, name, mode, tokens) for tokens in arguments.tokens]
+            wanted = [case for case in cases if case not in rows and has_mode(case, above, rows)]
             if not wanted or is_late(started, arguments.budget, setting):
                 continue
-            rows.start(wanted[0])  # a model that cannot be built is this case's failure
-            model = theirs(setting, mode) if name == THEIRS else ours(setting, state, mode, **sharded)
+            model = None
             for row in wanted:
                 if row is not wanted[0] and is_late(started, arguments.budget, setting):
                     break
-                tokens, failed = row["tokens/GPU"], False
+                tokens, failed = row["tokens/GPU"], ""
                 rows.start(row)
                 try:
+                    if model is None:  # one that cannot be built is this case's failure
+                        model = model_of(name, setting, state, mode, max(arguments.tokens), **sharded)
                     fill(model, setting.device)  # each first step starts from the same weights
                     optimizer = optimizer_of(name, model, setting)
                     row |= measure(name, model, optimizer, tokens, state, setting)
                     if tokens in arguments.profile:
                         profile(name, model, optimizer, tokens, state, setting)
-                except torch.OutOfMemoryError:
-                    row["s/step"] = "out of memory"
-                    failed = True
+                except Exception as error:  # of one case: the others are measured nonetheless
+                    failed = row["s/step"] = case_failures.reason(error)
                 optimizer = None
                 gc.unfreeze()
                 gc.collect()  # before the next row makes another
@@ -348,8 +362,11 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
                     line = " | ".join(str(row.get(column, "")) for column in COLUMNS[3:-1])
                     print(f"{line}   (after {time.perf_counter() - started:.0f} s)", flush=True)
                 if failed:
+                    case_failures.leave_unless_shared(f"{name}, {mode}, {tokens}")
                     break  # the gradients that are left may be of half a step; longer rows need more still
-            del model
+            if isinstance(model, peer_torchtitan.Peer):
+                model.close()
+            model = None
             gc.unfreeze()
             gc.collect()  # FSDP2's hooks and their modules refer to each other
             if setting.device == "cuda":
@@ -357,36 +374,11 @@ def run(setting: Setting, arguments: argparse.Namespace, started: float) -> list
     return list(rows)
 
 
-def describe(setting: Setting, name: str, mode: str, tokens: int) -> dict:
-    """The columns of a row that say which case it is."""
-    case = {"layers": setting.sizes["num_hidden_layers"], "who": THEIRS if name == THEIRS else "ours"}
-    return case | {"layout": "FSDP" if name == THEIRS else name, "ckpt": mode, "tokens/GPU": tokens}
-
-
 def is_late(started: float, budget: float, setting: Setting) -> bool:
     """Whether the time is up, by rank 0's clock."""
     late = torch.tensor(time.perf_counter() - started > budget, dtype=torch.int32, device=setting.device)
     dist.broadcast(late, src=0)
     return bool(late)
-
-
-def compare(rows: list[dict]) -> list[str]:
-    """Fills in `ratio`; returns the first steps that differ from transformers'."""
-    problems = []
-    reference = {row["tokens/GPU"]: row for row in rows if row["who"] == THEIRS and "loss 1" in row}
-    for row in rows:
-        other = reference.get(row["tokens/GPU"])
-        if "loss 1" not in row:
-            continue
-        if row["loss 1"] != row["loss 1"]:
-            problems.append(f"{row['who']} {row['layout']} at {row['tokens/GPU']}: the loss is not a number")
-        if other is None:
-            continue
-        row["ratio"] = round(row["tokens/s/GPU"] / other["tokens/s/GPU"], 2)
-        for key, bar in (("loss 1", 1e-3), ("norm 1", 3e-2)):
-            if abs(row[key] - other[key]) > bar * abs(other[key]):
-                problems.append(f"{row['layout']} at {row['tokens/GPU']}: {key} {row[key]}, transformers {other[key]}")
-    return problems
 
 
 def reset_peak(setting: Setting) -> None:
@@ -405,7 +397,7 @@ def write(rows: list[dict], world: int) -> None:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     stamp = {
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}" + peer_torchtitan.version(),
         "gpus": f"{world} {gpu}",
     }
     result_rows.append(RESULTS, COLUMNS, rows, **stamp)
@@ -420,6 +412,9 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=["FSDP", THEIRS, "EP4", "EP2", "SP2"], choices=list(LAYOUTS))
     parser.add_argument("--checkpoint-above", type=int, default=4096)
     parser.add_argument("--our-checkpoint-above", type=int, help="default: the same")
+    parser.add_argument(
+        "--peer-checkpoint", nargs="+", default=list(peer_torchtitan.MODES), help="torchtitan's, in order"
+    )
     parser.add_argument("--attention", help="default: the first that can run of runtime/train/model.py")
     parser.add_argument("--their-attention", help="default: the same")
     parser.add_argument(
@@ -480,8 +475,10 @@ def main() -> None:
             write(rows, dist.get_world_size())
         for row in rows:
             if "ratio" in row and row["who"] == "ours":
-                print(f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times transformers'", flush=True)
-        print("\n".join(problems) or "first steps agree with transformers'", flush=True)
+                print(
+                    f"{row['layout']} at {row['tokens/GPU']}: {row['ratio']} times the fastest of theirs", flush=True
+                )
+        print("\n".join(problems) or "first steps agree with theirs", flush=True)
         print(f"{time.perf_counter() - started:.0f} s in all", flush=True)
     dist.destroy_process_group()
     raise SystemExit(1 if problems else 0)

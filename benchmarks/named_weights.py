@@ -1,0 +1,30 @@
+"""Weights that depend on nothing but their names: every layout and every library starts from the same ones."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from patchgen.runtime.checkpoint.placement import part_of_rank
+
+
+def weight_of(name: str, shape: Sequence[int], device: str) -> Tensor:
+    """The whole fp32 weight of that name: ones for a norm (one dimension), else normal with a deviation of 0.02."""
+    if len(shape) == 1:
+        return torch.ones(shape, device=device)
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.empty(shape, device=device).normal_(0, 0.02, generator=generator)
+
+
+@torch.no_grad()
+def place(whole: Tensor, parameter: nn.Parameter) -> None:
+    """Copies what this rank holds of a whole weight into its parameter."""
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(part_of_rank(whole, parameter))
+    else:
+        parameter.copy_(whole)

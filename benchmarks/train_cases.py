@@ -1,0 +1,50 @@
+"""The cases of `bench_train.py`: whose they are, which checkpointing they have, and how their rows compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from case_failures import OUT_OF_MEMORY
+from case_rows import STARTED
+
+CASE = ("layers", "who", "layout", "ckpt", "tokens/GPU")  # of a row: what was measured
+THEIRS = "transformers"
+TITAN = "torchtitan"
+WHO = {THEIRS: THEIRS, TITAN: TITAN, "torchtitan, EP2": TITAN, "torchtitan, EP4": TITAN}  # whose layout; else ours
+
+
+def describe(layers: int, name: str, mode: str, tokens: int) -> dict:
+    """The columns of a row that say which case it is."""
+    who = WHO.get(name, "ours")
+    layout = name if who == "ours" else name.partition(", ")[2] or "FSDP"
+    return {"layers": layers, "who": who, "layout": layout, "ckpt": mode, "tokens/GPU": tokens}
+
+
+def has_mode(case: Mapping, above: int, rows: Iterable[Mapping]) -> bool:
+    """Whether a case has its checkpointing: by its tokens, or torchtitan's if what is faster does not fit."""
+    if case["who"] != TITAN:
+        return (case["tokens/GPU"] > above) == (case["ckpt"] == "full")
+    same = [row for row in rows if all(row[name] == case[name] for name in CASE if name != "ckpt")]
+    return all(row["s/step"] in (OUT_OF_MEMORY, STARTED) for row in same)
+
+
+def compare(rows: list[dict]) -> list[str]:
+    """Fills in `ratio`; returns the cases that did not run and the first steps that differ from the fastest of theirs."""
+    problems = []
+    peers = [row for row in rows if row["who"] != "ours" and "loss 1" in row]
+    reference = {row["tokens/GPU"]: row for row in sorted(peers, key=lambda row: -row["s/step"])}
+    for row in rows:
+        case, other = f"{row['who']} {row['layout']} at {row['tokens/GPU']}", reference.get(row["tokens/GPU"])
+        if "loss 1" not in row:
+            if row["s/step"] != OUT_OF_MEMORY:
+                problems.append(f"{case}: {row['s/step']}")
+            continue
+        if row["loss 1"] != row["loss 1"]:
+            problems.append(f"{case}: the loss is not a number")
+        if other is None:
+            continue
+        row["ratio"] = round(row["tokens/s/GPU"] / other["tokens/s/GPU"], 2)
+        for key, bar in (("loss 1", 1e-3), ("norm 1", 3e-2)):
+            if abs(row[key] - other[key]) > bar * abs(other[key]):
+                problems.append(f"{case}: {key} {row[key]}, {other['who']} {other['layout']} {other[key]}")
+    return problems
