@@ -32,6 +32,15 @@ GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the
 
 
 @app.command()
+def init(folder: Annotated[Path, Argument(help="where the project begins")] = Path()) -> None:
+    """Start a repository of your own: patchgen.toml says where its models, configs and passes lie.
+
+    Example: patchgen init
+    """
+    commands.starting.init(folder)
+
+
+@app.command()
 def generate(
     models: Models = None,
     every: Every = False,

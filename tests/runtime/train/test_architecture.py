@@ -111,7 +111,9 @@ def test_a_project_names_it_once(made, tmp_path, monkeypatch):
         "what a recipe says goes first"
     )
     Path("pyproject.toml").write_text("[tool.patchgen]\ncodes = 1\n")
-    with pytest.raises(RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the texts code and generated, not"):
+    with pytest.raises(
+        RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the texts generated, configs, code and .*not"
+    ):
         recipe.load(Path("mine.yaml"))
 
 
