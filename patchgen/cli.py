@@ -133,6 +133,18 @@ def mutate(
     )
 
 
+@app.command()
+def report(
+    models: Models = None,
+    output: Annotated[Path | None, Option(help="the folder to write, instead of reports/")] = None,
+) -> None:
+    """Write pages for a reviewer: upstream and generated side by side, passes, census, proofs; without models, all and an index.
+
+    Example: patchgen report qwen3_moe
+    """
+    commands.reporting.report(models or [], output)
+
+
 @app.command(name="list")
 def list_models() -> None:
     """List the committed models: source release, passes, state.
