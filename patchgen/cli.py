@@ -28,6 +28,9 @@ Transformers = Annotated[str | None, Option("--transformers", help="a release, f
 Every = Annotated[bool, Option("--all", help="every committed model")]
 Source = Annotated[Path | None, Option("--source", help="a modeling file, or a folder with one")]
 Code = Annotated[str | None, Option(help="the architecture, if transformers does not know it: folder or module")]
+Reviewed = Annotated[
+    list[str] | None, Option(help="a hand edit's target that you compared with the new upstream, as Class.method")
+]
 GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 
 
@@ -49,12 +52,14 @@ def generate(
     output: Annotated[Path | None, Option(help="instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
     force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
+    reviewed: Reviewed = None,
 ) -> None:
-    """Write modeling file, diff and provenance of models.
+    """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    commands.generation.generate(models or [], every, transformers, source, output, dry_run=dry_run, force=force)
+    what = {"dry_run": dry_run, "force": force, "reviewed": reviewed or []}
+    commands.generation.generate(models or [], every, transformers, source, output, **what)
 
 
 @app.command()
@@ -155,12 +160,28 @@ def list_models() -> None:
 
 
 @app.command()
-def upgrade(models: Models = None, transformers: Transformers = None) -> None:
-    """Report what a move to another release changes under each pass; write nothing.
+def upgrade(
+    models: Models = None,
+    to: Annotated[
+        str | None, Option("--to", "--transformers", help="a release, a wheel or a folder; else the installed one")
+    ] = None,
+    apply: Annotated[
+        bool, Option("--apply", help="regenerate, prove in the release's own environment, write")
+    ] = False,
+    reviewed: Reviewed = None,
+    as_json: Annotated[bool, Option("--json", help="what was found as JSON")] = False,
+    verbose: Annotated[bool, Option("--verbose", help="the sources of imported helpers, too")] = False,
+    python: Annotated[
+        Path | None, Option(help="with --apply: a Python that has the release, instead of making one")
+    ] = None,
+    jobs: Annotated[int, Option(help="processes")] = 2,
+) -> None:
+    """Show what a move to another release changes, site by site. Exit 0: the same; 10: review; 20: needs a person.
 
-    Example: patchgen upgrade qwen3_moe --transformers 5.17.0
+    Example: patchgen upgrade qwen3_moe --to 5.17.0
     """
-    raise typer.Exit(commands.generation.upgrade(models or [], transformers))
+    what = {"reviewed": reviewed or [], "as_json": as_json, "verbose": verbose, "python": python, "jobs": jobs}
+    raise typer.Exit(commands.upgrading.upgrade(models or [], to, apply=apply, **what))
 
 
 @app.command()

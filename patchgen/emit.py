@@ -20,6 +20,7 @@ from patchgen.templates import render
 from patchgen.upstream import Upstream
 
 BANNER_FRAME = "🚨"
+NOTHING = "-"
 OPS_IMPORT = "from patchgen.runtime import ops\n"
 
 
@@ -99,7 +100,8 @@ def check_stands_alone(module: Module) -> None:
 
 def header(module: Module, upstream: Upstream, outcomes: Sequence[tuple[str, Outcome]], command: str) -> str:
     """Our record above upstream's own comments, which stay (but for the banner that says not to edit upstream's file)."""
-    passes = [{"name": name, "summary": summary(outcome)} for name, outcome in outcomes if name != "hand_edits"]
+    told = [(name, summary(outcome)) for name, outcome in outcomes if name != "hand_edits"]
+    passes = [{"name": name, "summary": words} for name, words in told if words != NOTHING]
     edits = [f"{hit.site}: {hit.what}" for name, outcome in outcomes if name == "hand_edits" for hit in outcome.hits]
     record = render(
         "header.jinja",
@@ -131,7 +133,7 @@ def summary(outcome: Outcome) -> str:
     """One phrase for the header and the table: hits, what upstream does already, notes."""
     parts = ((outcome.hits, "{} hit{}"), (outcome.upstream, "upstream {}"), (outcome.notes, "{} note{}"))
     told = [text.format(len(found), "" if len(found) == 1 else "s") for found, text in parts if found]
-    return ", ".join(told) or "-"
+    return ", ".join(told) or NOTHING
 
 
 def diff(
@@ -142,7 +144,6 @@ def diff(
     roots: Sequence[str],
     *,
     before_lines: Sequence[int],
-    lines_above: int,
 ) -> str:
     """The unified diff of what stayed; dropped symbols are listed by name at its top.
 
@@ -150,7 +151,6 @@ def diff(
         before: upstream's text without what was dropped.
         after: the generated text without our record.
         before_lines: for each line of `before`, its number in upstream's file.
-        lines_above: the lines of our record, which stand above `after` in the generated file.
     """
     head = render(
         "diff_head.jinja",
@@ -166,19 +166,18 @@ def diff(
         tofile=f"b/generated_models/{upstream.model}/modeling_{upstream.model}.py",
         n=3,
     )
-    return head + "".join(_renumbered(line, before_lines, lines_above) for line in lines)
+    return head + "".join(_renumbered(line, before_lines) for line in lines)
 
 
-def _renumbered(line: str, before_lines: Sequence[int], lines_above: int) -> str:
-    """A hunk's head `@@ -a,b +c,d @@` with the numbers that its first lines have in the two files."""
+def _renumbered(line: str, before_lines: Sequence[int]) -> str:
+    """A hunk's head `@@ -a,b +c,d @@` with the number that its first line has in upstream's file."""
     if not line.startswith("@@ "):
         return line
     removed, added = line.split()[1:3]
     start, comma, count = removed[1:].partition(",")
     if before_lines and start != "0":
         start = str(before_lines[int(start) - 1])
-    first, added_comma, added_count = added[1:].partition(",")
-    return f"@@ -{start}{comma}{count} +{int(first) + lines_above}{added_comma}{added_count} @@\n"
+    return f"@@ -{start}{comma}{count} {added} @@\n"
 
 
 def text_diff(before: str, after: str) -> str:

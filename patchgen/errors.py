@@ -18,7 +18,16 @@ class SourceSyntaxError(PatchgenError):
 
 
 class PassMismatch(PatchgenError):
-    """A pass did not hit what it declared. Without this error the model would train on, unpatched."""
+    """A pass did not hit what it declared. Without this error the model would train on, unpatched.
+
+    Attributes:
+        sites: the places that it missed, where it knows them.
+        pass_name: the pass, once the pipeline has seen the error.
+    """
+
+    def __init__(self, message: str, sites: tuple[str, ...] = (), pass_name: str = "") -> None:
+        super().__init__(message)
+        self.sites, self.pass_name = sites, pass_name
 
 
 class EmissionError(PatchgenError):

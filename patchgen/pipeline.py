@@ -99,7 +99,8 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
     nothing = f"no hits: {expected.reason}" if isinstance(expected, Expect) and not wanted else None
     try:
         outcome = current.apply(module, anatomy)
-    except PassMismatch:
+    except PassMismatch as error:
+        error.pass_name = current.name
         if nothing is None:
             raise
         return Outcome(module, notes=(nothing,))  # signs of a site, or one of another form: what the reason is about
@@ -110,7 +111,9 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
-            f"{shown_file(config.model)}."
+            f"{shown_file(config.model)}.",
+            tuple(hit.site for hit in outcome.hits),
+            current.name,
         )
     if nothing is None:
         return outcome
@@ -148,9 +151,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated
     dropped = [block.name for block in original if block.name and block.line not in kept]
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
-    lines_above = text.count("\n") - body.count("\n")
-    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, lines_above=lines_above)
-    facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff))
+    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines)
+    facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff), config.edits)
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 

@@ -8,16 +8,17 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import __version__, own
+from patchgen import __version__, emit, own
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
+from patchgen.passes.hand_edits import Edit, targets_record
 from patchgen.runtime.verify.source_closure import symbol_hash
 from patchgen.source import Module
 from patchgen.upstream import Upstream
@@ -46,12 +47,18 @@ def command(upstream: Upstream) -> str:
 
 
 def record(
-    upstream: Upstream, steps: Sequence[Step], roots: Sequence[str], dropped: Sequence[str], files: dict
+    upstream: Upstream,
+    steps: Sequence[Step],
+    roots: Sequence[str],
+    dropped: Sequence[str],
+    files: dict,
+    edits: tuple[Edit, ...] = (),
 ) -> str:
     """`provenance.json`, byte-stable: no time, no machine.
 
     Args:
         files: file name -> text of what was generated, the modeling file first, and of what is copied along.
+        edits: the hand edits of the model's config; the record keeps what their targets were.
     """
     anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
     models = anatomy.models_in(module)
@@ -76,9 +83,11 @@ def record(
                 "notes": list(step.outcome.notes),
             }
             for step in steps
+            if emit.summary(step.outcome) != emit.NOTHING  # so that a pass that finds nothing changes no record
         ],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         "dropped": list(dropped),
+        **({"edits": targets} if (targets := targets_record(edits, steps[0].before)) else {}),
         "symbols": {
             name: symbol_hash(node)
             for name, node in nodes.items()
@@ -137,16 +146,55 @@ def _sha256_of(path: Path) -> str | None:
     return _sha256(path.read_bytes()) if path.is_file() else None
 
 
-def write(generated: Generated, directory: Path, *, force: bool = False) -> list[Path]:
-    """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
+def drifted_edits(directory: Path, generated: Generated) -> list[str]:
+    """The targets of hand edits that are not what they were when the same edit was recorded in this folder.
+
+    Whoever changes the edit has read its target: the new one is what is recorded then.
+    """
+    if not (directory / "provenance.json").is_file():
+        return []
+    known = {(one["verb"], one["target"]): one for one in read(directory).get("edits", ())}
+    found = []
+    for edit in json.loads(generated.provenance).get("edits", ()):
+        before = known.get((edit["verb"], edit["target"]), edit)
+        if before["edit"] == edit["edit"] and before["upstream"] != edit["upstream"]:
+            found.append(edit["target"])
+    return found
+
+
+def refuse_drifted_edits(directory: Path, generated: Generated, reviewed: Collection[str] = ()) -> None:
+    """Raises where a hand edit would go on over code that nobody has read it against.
 
     Raises:
-        StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given.
+        StaleFile: with the targets and the ways out.
+    """
+    drifted = [target for target in drifted_edits(directory, generated) if target not in reviewed]
+    if drifted:
+        raise StaleFile(
+            f"{', '.join(drifted)} of {generated.upstream.origin} {'is' if len(drifted) == 1 else 'are'} not what the "
+            f"hand edit in the config of '{generated.model}' was written for: upstream changed it since, and the edit "
+            "would hide that.\n"
+            f"Compare the three with `patchgen upgrade {generated.model} --to {generated.upstream.version or 'VERSION'}`; "
+            "then change the edit, or say that it is right as it is: "
+            + " ".join(f"--reviewed {target}" for target in drifted)
+        )
+
+
+def write(generated: Generated, directory: Path, *, force: bool = False, reviewed: Collection[str] = ()) -> list[Path]:
+    """Writes the files of a generated model; returns those that changed. A lock on the folder keeps two runs from mixing.
+
+    Args:
+        reviewed: targets of hand edits that were read against what upstream has now.
+
+    Raises:
+        StaleFile: a present file was edited by hand or is not patchgen's, and `force` is not given; or the target of a
+            hand edit is not what the edit was written for.
     """
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+        refuse_drifted_edits(directory, generated, reviewed)
         if not force:
             _refuse_to_lose_edits(directory, generated)
         wanted = {directory / name: text for name, text in generated.files.items()}

@@ -156,6 +156,14 @@ class Release:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
 
 
+def installed_version() -> str | None:
+    """The release of transformers that is installed here, if one is. It is not imported."""
+    try:
+        return importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @functools.lru_cache(maxsize=8)
 def open_release(version: str | None = None) -> Release:
     """The installed release, or the one of `version` (from the cache of wheels, else downloaded into it).
@@ -163,10 +171,7 @@ def open_release(version: str | None = None) -> Release:
     Raises:
         UpstreamNotFound: with the version and the places that were looked at.
     """
-    try:
-        present = importlib.metadata.version("transformers")  # it is not imported
-    except importlib.metadata.PackageNotFoundError:
-        present = None
+    present = installed_version()
     if (version or present) is None:
         raise UpstreamNotFound(
             "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
@@ -174,7 +179,7 @@ def open_release(version: str | None = None) -> Release:
         )
     if version in (None, present):
         return Release(Path(importlib.util.find_spec("transformers").origin).parent, present)
-    wheel = _wheel(version, present)
+    wheel = cached_wheel(version)
     try:
         return Release(zipfile.Path(wheel, "transformers/"), version)
     except zipfile.BadZipFile as error:
@@ -204,7 +209,11 @@ def load(model: str, version: str | None = None, source: Path | None = None) -> 
         )
     if source is not None:
         return _load_from_disk(model, Path(source))
-    release = open_release(version)
+    return load_from(open_release(version), model)
+
+
+def load_from(release: Release, model: str) -> Upstream:
+    """The upstream source of a model in a release; raises as `load` does."""
     path = release.file_of(model)
     if path is None:
         nearest = difflib.get_close_matches(model, release.known_models(), n=3, cutoff=0.3)
@@ -381,7 +390,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("PATCHGEN_CACHE") or base / "patchgen")
 
 
-def _wheel(version: str, present: str | None) -> Path:
+def cached_wheel(version: str) -> Path:
     """The wheel of a release, downloaded into the cache on first use. Two runs at once do not mix."""
     if not re.fullmatch(r"\d+(\.\w+)*", version):
         raise UpstreamNotFound(f"'{version}' is no transformers version. Give it like 5.17.0.")
@@ -400,7 +409,7 @@ def _wheel(version: str, present: str | None) -> Path:
             reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
             raise UpstreamNotFound(
                 f"The wheel of transformers {version} cannot be had. Looked at: the installed package "
-                f"({present or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
+                f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
             )
         target = cache / wheels[0].name
         wheels[0].replace(target)

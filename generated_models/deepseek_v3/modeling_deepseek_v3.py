@@ -6,31 +6,17 @@
 #
 # source transformers/models/deepseek_v3/modeling_deepseek_v3.py
 # sha256 fac755282f38f17c127d91dbaad5488284dec9388277d4bed4a5c654a2df7262
-# local_classes      -
 # prune              2 hits
 # absolute_imports   16 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
 # shared_experts     1 hit
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          3 hits, 1 note
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 from patchgen.runtime import ops
 

@@ -10,27 +10,14 @@
 # prune              3 hits
 # absolute_imports   17 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
-# max_seqlen         -
-# host_values        -
 # dummy_forward      1 hit
-# position_ids       -
-# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2025 Google Inc. HuggingFace Inc. team. All rights reserved.
 #

@@ -6,8 +6,6 @@
 #
 # source transformers/models/glm4v_moe/modeling_glm4v_moe.py
 # sha256 bb2db80a65be52905c6801a03a9fbc88c5a67076f5f6248f963a09af0c7d1f99
-# local_classes      -
-# prune              -
 # absolute_imports   17 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
@@ -16,11 +14,8 @@
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
 # host_values        2 hits

@@ -6,31 +6,17 @@
 #
 # source transformers/models/gpt_oss/modeling_gpt_oss.py
 # sha256 eb6e2d66fd2a34d3a31219db17da8a62d95b62017beaad93b9fd626b7a26c326
-# local_classes      -
 # prune              2 hits
 # absolute_imports   14 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
-# shared_experts     -
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          1 hit, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2025 The HuggingFace Team. All rights reserved.
 #

@@ -6,31 +6,14 @@
 #
 # source transformers/models/llama/modeling_llama.py
 # sha256 97296b66ed591429b0870e4bd00b9fee62b7fd8422cc0c8a4d4bc3ff2680ac8f
-# local_classes      -
 # prune              3 hits
 # absolute_imports   14 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2022 EleutherAI and the HuggingFace Inc. team. All rights reserved.
 #

@@ -6,31 +6,17 @@
 #
 # source transformers/models/mixtral/modeling_mixtral.py
 # sha256 8632c185d14973af4e010740af702332099bf469f2ab0552533ffe1646505bd1
-# local_classes      -
 # prune              3 hits
 # absolute_imports   16 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
-# shared_experts     -
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          2 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2023 Mistral AI and the HuggingFace Inc. team. All rights reserved.
 #

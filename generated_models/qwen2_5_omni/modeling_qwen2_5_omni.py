@@ -6,21 +6,14 @@
 #
 # source transformers/models/qwen2_5_omni/modeling_qwen2_5_omni.py
 # sha256 53fbeddf4988abb5cdf9fa6f496598398b53ff19824912df116710d98208c0cf
-# local_classes      -
 # prune              35 hits
 # absolute_imports   18 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
 # audio_sp           2 hits
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 4
 # host_values        2 hits

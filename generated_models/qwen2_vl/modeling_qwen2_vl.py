@@ -6,21 +6,12 @@
 #
 # source transformers/models/qwen2_vl/modeling_qwen2_vl.py
 # sha256 5c1d3dc79ec6cac5acb04fa9bbbefa5068d41639130d19f9e07d559225a747cc
-# local_classes      -
-# prune              -
 # absolute_imports   16 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
 # host_values        2 hits

@@ -6,31 +6,14 @@
 #
 # source transformers/models/qwen3/modeling_qwen3.py
 # sha256 eba96e3720325b4e8046c93a68a99de2fdf8dba3ab09f32b098c2c53945b7354
-# local_classes      -
 # prune              3 hits
 # absolute_imports   15 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #

@@ -10,17 +10,11 @@
 # prune              3 hits
 # absolute_imports   19 hits
 # tied_embeddings    upstream 2
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         2 hits
 # language_sp        1 hit
 # mixer_sp           1 hit
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
 # host_values        1 hit

@@ -7,7 +7,6 @@
 # source transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py
 # sha256 11babdd89954d843253964d75b630d98f0c45ea564ffd5604006121c2a14bb52
 # local_classes      1 hit
-# prune              -
 # absolute_imports   19 hits
 # tied_embeddings    upstream 2
 # stacked_experts    upstream 1
@@ -18,9 +17,7 @@
 # language_sp        1 hit
 # mixer_sp           1 hit
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
-# deepstack_sp       -
 # attention_kwargs   upstream 1
 # max_seqlen         upstream 2
 # host_values        1 hit

@@ -6,31 +6,17 @@
 #
 # source transformers/models/qwen3_moe/modeling_qwen3_moe.py
 # sha256 41f7d2f050499c80f0d9ef4d83933c24bb370756a443aadcf0c359861d50d23c
-# local_classes      -
 # prune              3 hits
 # absolute_imports   16 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
-# shared_experts     -
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          3 hits
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #

@@ -6,7 +6,6 @@
 #
 # source transformers/models/qwen3_next/modeling_qwen3_next.py
 # sha256 c036251890dfeb3f529f1c07c4093407f58924f38743ed705448e47768a37ade
-# local_classes      -
 # prune              3 hits
 # absolute_imports   17 hits
 # tied_embeddings    upstream 1
@@ -17,20 +16,9 @@
 # fused_loss         1 hit
 # language_sp        1 hit
 # mixer_sp           1 hit
-# vision_sp          -
-# audio_sp           -
-# fill_back          -
-# deepstack_sp       -
-# attention_kwargs   -
-# max_seqlen         -
-# host_values        -
-# dummy_forward      -
-# position_ids       -
-# position_id_func   -
 # fused_ops          2 hits, 2 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
-# host_sync_lint     -
 
 # Copyright 2025 The Qwen team, Alibaba Group and the HuggingFace Inc. team. All rights reserved.
 #

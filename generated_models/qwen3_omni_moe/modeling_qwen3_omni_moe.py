@@ -6,17 +6,14 @@
 #
 # source transformers/models/qwen3_omni_moe/modeling_qwen3_omni_moe.py
 # sha256 18cb9560c695aa7f6b2014bf10b96b53a06984d4f7bcf13d6706c4d619a78fec
-# local_classes      -
 # prune              34 hits
 # absolute_imports   17 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
-# shared_experts     -
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
 # audio_sp           2 hits
 # fill_back          1 hit

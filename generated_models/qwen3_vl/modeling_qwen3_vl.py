@@ -7,18 +7,11 @@
 # source transformers/models/qwen3_vl/modeling_qwen3_vl.py
 # sha256 626f3940d3101806a4a7522c1cf706f968890509df697330896d7a70841dcc40
 # local_classes      1 hit
-# prune              -
 # absolute_imports   17 hits
 # tied_embeddings    upstream 1
-# stacked_experts    -
-# fused_experts      -
-# shared_experts     -
-# router_loss        -
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
 # deepstack_sp       1 hit
 # attention_kwargs   upstream 1

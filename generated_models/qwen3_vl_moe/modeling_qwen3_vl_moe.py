@@ -7,18 +7,14 @@
 # source transformers/models/qwen3_vl_moe/modeling_qwen3_vl_moe.py
 # sha256 51ae69914d398503be84b6e359ac3b8f6068a8b70a0764270476ab2d0cccc011
 # local_classes      1 hit
-# prune              -
 # absolute_imports   18 hits
 # tied_embeddings    upstream 1
 # stacked_experts    upstream 1
 # fused_experts      1 hit
-# shared_experts     -
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
-# mixer_sp           -
 # vision_sp          2 hits
-# audio_sp           -
 # fill_back          1 hit
 # deepstack_sp       1 hit
 # attention_kwargs   upstream 1

@@ -1,12 +1,14 @@
-"""generate, check, list, upgrade."""
+"""generate, check, list."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import subprocess
 import time
 from pathlib import Path
 
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
@@ -14,7 +16,8 @@ from patchgen import emit, own, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import own_examples, sweeping
 from patchgen.commands.console import console, print_diff, shown
-from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
+from patchgen.commands.upgrading import refuse_unknown
+from patchgen.errors import ConfigError, PatchgenError, StaleFile
 from patchgen.pipeline import Generated
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
@@ -32,8 +35,16 @@ def generate(
     *,
     dry_run: bool,
     force: bool,
+    reviewed: list[str],
 ) -> None:
-    """Generates models and writes their files."""
+    """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
+
+    Args:
+        reviewed: targets of hand edits that were read against what upstream has now.
+
+    Raises:
+        PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
+    """
     names = named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
@@ -41,10 +52,19 @@ def generate(
     if not dry_run:
         own.require_place(root, "What is generated")
     several = len(names) > 1
+    refused: dict[str, PatchgenError] = {}
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
-        generated = pipeline.generate(upstream.load(name, version, source))
-        changed = [] if dry_run else provenance.write(generated, root / name, force=force)
+        try:
+            generated = pipeline.generate(upstream.load(name, version, source))
+            provenance.refuse_drifted_edits(root / name, generated, reviewed)
+            changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
+        except PatchgenError as error:
+            if not several:
+                raise
+            refused[name] = error
+            console.print(f"{name}: refused", style="red")
+            continue
         seconds = time.perf_counter() - start
         if several:
             lines, state = emit.changed_lines(generated.diff), f"{len(changed)} files changed"
@@ -53,6 +73,9 @@ def generate(
             )
         else:
             _show(generated, changed, seconds, dry_run=dry_run, root=root)
+    if refused:
+        told = "\n".join(f"{name}: {error}" for name, error in refused.items())
+        raise PatchgenError(f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{told}")
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
@@ -67,7 +90,7 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
     console.print(table)
     for step in generated.steps:
         for note in step.outcome.notes:
-            console.print(f"  note {step.name}: {note}")
+            console.print(f"  note {step.name}: {note}", markup=False)
     console.print(f"  census {summary(json.loads(generated.provenance)['census'])}")
     dropped = sum(len(step.outcome.hits) for step in generated.steps if step.name == "prune")
     if dropped:
@@ -78,9 +101,26 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
     elif changed:
         for path in changed:
             console.print(f"  wrote {shown(path)}")
-        console.print(f"  review: git diff {shown(root / generated.model)}")
+        console.print(f"  review: {_how_to_review(root / generated.model, changed)}", soft_wrap=True)
     else:
         console.print("  nothing changed")
+
+
+def _how_to_review(folder: Path, changed: list[Path]) -> str:
+    """A command that shows what was written: git shows nothing of a folder that it does not know yet."""
+    if _git(folder, "ls-files", "--error-unmatch", changed[0].name):
+        return f"git diff {shown(folder)}"
+    if _git(folder, "rev-parse", "--is-inside-work-tree"):
+        return f"git add -N {shown(folder)} && git diff {shown(folder)}"
+    return f"git diff --no-index /dev/null {shown(folder)}"
+
+
+def _git(folder: Path, *arguments: str) -> bool:
+    """Whether git says yes; where there is no git, it does not."""
+    try:
+        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
 
 
 def check(models: list[str]) -> int:
@@ -93,7 +133,7 @@ def check(models: list[str]) -> int:
             "Generate one with `make regen MODEL=...`."
         )
     known = committed()
-    _refuse_unknown(names, known)
+    refuse_unknown(names)
     states = [_state(name) for name in names]
     root = provenance.generated_root()
     folders = [] if models else [path for path in sorted(root.iterdir()) if any(path.glob("*.py"))]
@@ -121,13 +161,6 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     return bool(found)
 
 
-def _refuse_unknown(names: list[str], known: list[str]) -> None:
-    missing = [name for name in names if name not in known]
-    if missing:
-        there_are = ", ".join(known) or "none"
-        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
-
-
 def _state(name: str) -> str:
     """Whether the files of a committed model are what generation gives now, byte for byte."""
     directory = provenance.generated_root() / name
@@ -138,7 +171,7 @@ def _state(name: str) -> str:
     try:
         files = pipeline.generate(upstream.load(name, version)).files
     except PatchgenError as error:
-        console.print(f"[red]fails[/] {name}: {error}")
+        console.print(f"[red]fails[/] {name}: {escape(str(error))}")
         return STALE
     state = CURRENT
     for file_name, wanted in files.items():
@@ -181,49 +214,12 @@ def _show_stale(path: Path, present: str, wanted: str) -> None:
 
 def list_models() -> None:
     """A line per committed model."""
-    table = Table("model", "upstream", "passes with hits", "lines", "proof")
+    table = Table("model", "upstream", "passes with hits", "lines", "proof", "proven with")
     for model in map(Committed, committed()):
         hits = [p["name"] for p in model.record["passes"] if p["hits"] and p["name"] not in PLUMBING]
         version, lines = str(model.record["upstream"]["version"]), str(model.changed_lines)
         none = "stale proof" if IN_ONE_PROCESS in model.proofs else "not proven"
         proof = model.present_proofs.get(IN_ONE_PROCESS, {"status": none})
-        table.add_row(model.name, version, ", ".join(hits), lines, proof["status"])
+        releases = ", ".join(proof.get("transformers", ())) or "-"
+        table.add_row(model.name, version, ", ".join(hits), lines, proof["status"], releases)
     console.print(table)
-
-
-def upgrade(models: list[str], version: str | None) -> int:
-    """Says, for each committed model, what another release changes under its passes. 1 if a pass would miss."""
-    _refuse_unknown(models, committed())
-    failed = False
-    for name in models or committed():
-        record = provenance.read(provenance.generated_root() / name)
-        old_hits = {p["name"]: len(p["hits"]) for p in record["passes"]}
-        try:
-            generated = pipeline.generate(upstream.load(name, version))
-        except PatchgenError as error:
-            console.print(f"[red]{name}[/] needs a person: {error}")
-            failed = True
-            continue
-        facts = json.loads(generated.provenance)
-        old, new = record["symbols"], facts["symbols"]
-        changes = {
-            "changed": [symbol for symbol in old.keys() & new.keys() if old[symbol] != new[symbol]],
-            "gone": old.keys() - new.keys(),
-            "added": new.keys() - old.keys(),
-        }
-        sites = {hit["site"].split(".")[0] for p in facts["passes"] for hit in p["hits"]}
-        console.print(f"{name}: {record['upstream']['version']} -> {generated.upstream.version}")
-        for label, symbols in changes.items():
-            for symbol in sorted(symbols):
-                touched = " (a pass rewrites it)" if symbol in sites else ""
-                console.print(f"  {label:8}{symbol}{touched}")
-        for step in generated.steps:
-            hits = len(step.outcome.hits)
-            if hits != old_hits.get(step.name, 0) and step.name not in PLUMBING:
-                console.print(f"  hits    {step.name}: {old_hits.get(step.name, 0)} -> {hits}")
-        for symbol, reason in facts["census"].items():
-            if reason != (before := record.get("census", {}).get(symbol, reason)):
-                console.print(f"  census  {symbol}: {before} -> {reason}")
-        if not any(changes.values()):
-            console.print("  no class or function changed")
-    return 1 if failed else 0

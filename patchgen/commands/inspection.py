@@ -6,6 +6,7 @@ import difflib
 import textwrap
 from pathlib import Path
 
+from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
@@ -62,7 +63,7 @@ def _explain_pass(kind: type[Pass]) -> None:
     console.rule(kind.name, align="left")
     console.print(kind.purpose)
     console.print(textwrap.fill(" ".join((kind.__doc__ or "").split()), 110))
-    console.print(f"It expects {kind.expects}.")
+    console.print(f"It expects {kind.expects}.", markup=False)
     for example in kind.EXAMPLES:
         console.rule(example.title, align="left", characters="·")
         for title, text in (("before", example.before), ("after", example.after)):
@@ -78,15 +79,17 @@ def _explain_model(generated: Generated) -> None:
             continue
         console.rule(step.name, align="left")
         for hit in step.outcome.hits:
-            console.print(f"{hit.site}  (upstream line {hit.line}): {hit.what}")
+            console.print(f"{hit.site}  (upstream line {hit.line}): {hit.what}", markup=False)
             block = hit.site.split(".")[0]
             if step.before.has(block) and step.outcome.module.has(block):
                 changes = emit.text_diff(step.before.block(block).text, step.outcome.module.block(block).text)
                 print_diff(changes.splitlines()[3:], indent="    ")
         for hit in step.outcome.upstream:
-            console.print(f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim")
+            console.print(
+                f"{hit.site}  (upstream line {hit.line}): upstream does it: {hit.what}", style="dim", markup=False
+            )
         for note in step.outcome.notes:
-            console.print(f"note: {note}", style="yellow")
+            console.print(f"note: {note}", style="yellow", markup=False)
 
 
 def inspect(subject: str, version: str | None) -> None:
@@ -108,7 +111,7 @@ def inspect(subject: str, version: str | None) -> None:
     try:
         steps = pipeline.run_passes(module, anatomy, default_pipeline(config), config)
     except PatchgenError as error:
-        console.print(f"[red]would not generate:[/] {error}", soft_wrap=True)
+        console.print(f"[red]would not generate:[/] {escape(str(error))}", soft_wrap=True)
         return
     for step in steps:
         console.print(f"  {step.name:20}{emit.summary(step.outcome)}")

@@ -71,7 +71,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         records.write(path, rows)
         if not console.is_terminal:
             told = f"{rows[place]['status']} {rows[place]['reason']}" if "status" in found else "as it was"
-            console.print(f"{kind}: {told}", soft_wrap=True)
+            console.print(f"{kind}: {told}", soft_wrap=True, markup=False)
     records.write(path, rows)
     if output is None:
         support_matrix.write()

@@ -171,7 +171,7 @@ class SitePass(Pass):
                 module = module.swap(block, *result.before, result.block)
                 hits.append(Hit(site.name, site.line, result.what))
         if misses:
-            raise PassMismatch(self._miss_message(misses))
+            raise PassMismatch(self._miss_message(misses), tuple(site.name for site, _ in misses))
         return Outcome(module, tuple(hits), tuple(upstream), (*notes, *self.notes(module, anatomy)))
 
     def is_done(self, block: Block, site: Site) -> bool:

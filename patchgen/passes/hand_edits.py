@@ -4,8 +4,9 @@ reason that goes into the header of the generated file."""
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 import libcst as cst
@@ -17,6 +18,7 @@ from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
 from patchgen.rewrite import append_method, code_of, edit_function, format_code, replace_statement, statements
+from patchgen.runtime.verify.source_closure import short_hash, symbol_hash
 from patchgen.source import Block, Module
 
 
@@ -206,6 +208,40 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
     """The targets of edits that later passes took out of the module again."""
     stay = [edit.target for edit in edits if not isinstance(edit, Drop | AddImport)]
     return [target for target in stay if not module.has(target.split(".")[0])]
+
+
+def normal_form(*nodes: ast.AST) -> str:
+    """A hash of code that comments, docstrings and formatting do not change."""
+    tree = copy.deepcopy(ast.Module(list(nodes), []))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | FunctionNode) and ast.get_docstring(node, clean=False) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return symbol_hash(tree)
+
+
+def target_of(edit: Edit, module: Module) -> list[ast.stmt]:
+    """What an edit is written against: the class, function or method (and its setter). What it adds is against nothing."""
+    name, _, method = edit.target.partition(".")
+    if isinstance(edit, AddImport | AddMethod) or not module.has(name):
+        return []
+    node = module.block(name).node
+    if not method:
+        return [node]
+    return [member for member in node.body if isinstance(member, FunctionNode) and member.name == method]
+
+
+def targets_record(edits: tuple[Edit, ...], module: Module) -> list[dict[str, str]]:
+    """For each edit its verb, its target, a hash of the edit, and one of the target as upstream has it."""
+    return [
+        {
+            "verb": _verb(edit),
+            "target": edit.target,
+            "edit": short_hash(*map(str, asdict(edit).values())),
+            "upstream": normal_form(*found),
+        }
+        for edit in edits
+        if (found := target_of(edit, module))
+    ]
 
 
 def same_structure(pattern: object, node: object) -> bool:

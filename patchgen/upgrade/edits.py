@@ -1,0 +1,75 @@
+"""Drift under hand edits: what an edit replaces is not what it was written for."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+from patchgen import source
+from patchgen.passes.hand_edits import Edit, normal_form, target_of, targets_record
+from patchgen.source import Block, Module
+from patchgen.upgrade.findings import PERSON, REVIEW, Site
+from patchgen.upstream import Upstream
+
+
+def drift_under_edits(
+    edits: Sequence[Edit], record: Mapping, old: Upstream, new: Upstream, reviewed: Collection[str]
+) -> Iterator[Site]:
+    """A site for each edit whose target changed or is gone, with the three sides.
+
+    The target is held against the hash in the record, which is of the day the edit was made or last reviewed; where the
+    record has none, against the release that the committed file was made from.
+    """
+    parsed = [source.parse(one.text, one.path) for one in (old, new)]
+    recorded = {(one["verb"], one["target"]): one for one in record.get("edits", ())}
+    for edit in edits:
+        before, after = (target_of(edit, module) for module in parsed)
+        if not before and not after:
+            continue
+        now = next(iter(targets_record((edit,), parsed[0] if before else parsed[1])))
+        known = recorded.get((now["verb"], now["target"]), now if before else None)
+        if after and known is not None and normal_form(*after) == known["upstream"]:
+            continue
+        is_read = edit.target in reviewed or (known is not None and known["edit"] != now["edit"])
+        yield Site(
+            place="model",
+            kind="hand edit",
+            file=new.path,
+            symbol=edit.target,
+            passes=("hand_edits",),
+            verdict=REVIEW if after and is_read else PERSON,
+            reason=_reason(now["verb"], edit, is_gone=not after, is_read=is_read),
+            old_upstream=_text(edit, before, parsed[0]),
+            new_upstream=_text(edit, after, parsed[1]),
+            edit=getattr(edit, "code", "").strip("\n"),
+            old_line=_line(edit, before, parsed[0]),
+            new_line=_line(edit, after, parsed[1]),
+        )
+
+
+def _reason(verb: str, edit: Edit, *, is_gone: bool, is_read: bool) -> str:
+    why = " ".join(edit.reason.split())
+    if is_gone:
+        return f"{verb} wants {edit.target}, which the new release does not have (the edit: {why})"
+    told = "the edit was read against it" if is_read else "the edit was written for the old one and would hide the new"
+    return f"the target of {verb} changed: {told} (the edit: {why})"
+
+
+def _text(edit: Edit, nodes: list[ast.stmt], module: Module) -> str:
+    """The source of a target, decorators and comments included."""
+    lines = _block(edit, module).text.splitlines() if nodes else []
+    starts = [min([node.lineno, *(one.lineno for one in node.decorator_list)]) for node in nodes]
+    return "\n\n".join("\n".join(lines[a - 1 : node.end_lineno]) for a, node in zip(starts, nodes, strict=True))
+
+
+def _line(edit: Edit, nodes: list[ast.stmt], module: Module) -> int:
+    """Where a target begins in its file."""
+    if not nodes:
+        return 0
+    block = _block(edit, module)
+    first = min([block.node.lineno, *(one.lineno for one in block.node.decorator_list)])
+    return block.line + nodes[0].lineno - first
+
+
+def _block(edit: Edit, module: Module) -> Block:
+    return module.block(edit.target.partition(".")[0])

@@ -1,0 +1,131 @@
+"""Drift beside the modeling file: in its configuration, and in what it imports and its training runs."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from patchgen.upgrade.findings import PERSON, REVIEW, Site
+from patchgen.upgrade.reach import File, Library, Place, exported, is_config
+from patchgen.upgrade.symbols import Symbol
+from patchgen.upstream import Upstream
+
+
+def drift_of_helpers(
+    before: Library, after: Library, old: Upstream, new: Upstream, kept: tuple[set[str], set[str]]
+) -> list[Site]:
+    """Symbols of configurations and imported files that the kept code leads to and that are not what they were.
+
+    Args:
+        kept: the classes and functions of the modeling file that count, in the old file and in the new one.
+    """
+    reached = [
+        library.helpers_of(_inside(upstream), upstream.text, names)
+        for library, upstream, names in zip((before, after), (old, new), kept, strict=True)
+    ]
+    sides = [_symbols(library, found) for library, found in zip((before, after), reached, strict=True)]
+    moved = _moved(*sides)
+    found = []
+    for place in dict.fromkeys((*reached[0], *reached[1])):
+        a, b = (_symbol(library, place) for library in (before, after))
+        if (
+            place in moved
+            or (a is not None and b is not None and a.same_as(b))
+            or _is_told_by_its_class(place, a, b, before, after)
+        ):
+            continue
+        if a is None and not is_config(place[0]) and "." not in place[1]:
+            continue  # new code is led to by code that changed
+        found.append(_site(place, a, b, before, after, _way(place, reached)))
+    return sorted(found, key=lambda site: (site.place != "config", site.reason.count("->"), site.file, site.symbol))
+
+
+def _inside(upstream: Upstream) -> str:
+    """Where the file stands in the package; a file of the user's own as if it stood beside its model."""
+    path = upstream.path.removeprefix("transformers/")
+    return path if "/" in path else f"models/{upstream.model}/{path}"
+
+
+def _symbol(library: Library, place: Place) -> Symbol | None:
+    file = library.file(place[0])
+    return file.symbols.get(place[1]) if file else None
+
+
+def _symbols(library: Library, places: dict[Place, Place | None]) -> dict[Place, Symbol]:
+    return {place: found for place in places if (found := _symbol(library, place)) is not None}
+
+
+def _moved(old: dict[Place, Symbol], new: dict[Place, Symbol]) -> set[Place]:
+    """Symbols that only stand in another file now, as they were."""
+    gone = {place for place in old if place not in new}
+    came: dict[str, list[Place]] = {}
+    for place in new:
+        if place not in old:
+            came.setdefault(place[1], []).append(place)
+    found = set()
+    for place in gone:
+        for other in came.get(place[1], ()):
+            if old[place].same_as(new[other]):
+                found |= {place, other}
+    return found
+
+
+def _is_told_by_its_class(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library) -> bool:
+    owner, _, member = place[1].partition(".")
+    if not member or (a is not None and b is not None):
+        return False
+    return _symbol(before, (place[0], owner)) is None or _symbol(after, (place[0], owner)) is None
+
+
+def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
+    """How the model's file leads to a symbol: `create_causal_mask -> sdpa_mask`."""
+    found = reached[0] if place in reached[0] else reached[1]
+    names = [place[1]]
+    while (via := found[place]) is not None:
+        names.append(via[1])
+        place = via
+    return " -> ".join(reversed(names))
+
+
+def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library, way: str) -> Site:
+    path, name = place
+    kind = "added" if a is None else "gone" if b is None else "changed"
+    reason = f"the file's configuration: {way}" if is_config(path) else f"the file leads to it: {way}"
+    return Site(
+        place="config" if is_config(path) else "helper",
+        kind=kind,
+        file=f"transformers/{path}",
+        symbol=name,
+        passes=(),
+        verdict=REVIEW,
+        reason=reason,
+        old_upstream=a.text(before.file(path).text) if a else "",
+        new_upstream=b.text(after.file(path).text) if b else "",
+        old_line=a.line if a else 0,
+        new_line=b.line if b else 0,
+    )
+
+
+def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
+    """What the generated file would import and the release does not have, by a hand edit's import for example."""
+    for node in ast.walk(ast.parse(generated)):
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names if module.partition(".")[0] == "transformers" else ():
+            if alias.name != "*" and _is_missing(f"{module}.{alias.name}", module, library):
+                reason = f"the generated file imports {alias.name} from {module}, and {library.release.origin} has no such name"
+                yield Site("helper", "gone", path, alias.name, (), PERSON, reason)
+
+
+def _is_missing(dotted: str, module: str, library: Library) -> bool:
+    if library.locate(dotted) is not None:
+        return False
+    base = "/".join(module.split(".")[1:])
+    files = (library.file(f"{base}.py"), library.file(f"{base}/__init__.py".lstrip("/")))
+    file = next((one for one in files if one is not None), None)
+    return file is None or (not _hides_names(file) and dotted.rpartition(".")[2] not in exported(file))
+
+
+def _hides_names(file: File) -> bool:
+    """Whether names come into a file in ways that its text does not list: a star import, a lazy module."""
+    stars = any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(ast.parse(file.text)))
+    return stars or "__getattr__" in file.symbols or "_LazyModule" in file.text

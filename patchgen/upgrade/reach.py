@@ -1,0 +1,269 @@
+"""What code of transformers a modeling file runs: the symbols of other files that its own lead to, by import and name.
+
+    LlamaModel.forward -> create_causal_mask (masking_utils) -> sdpa_mask -> and_masks ...
+    self.post_init()   -> PreTrainedModel.post_init (modeling_utils) -> PreTrainedModel.init_weights ...
+
+Of a class that is reached these count: its bases, its fields, its methods of Python's own (`__init__`, `__call__`) and
+`forward`, and what `self.NAME` in these leads to. The auto classes do not: they list every model.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import FunctionNode
+from patchgen.anatomy.names import Names, local_names
+from patchgen.source import bound_names
+from patchgen.upgrade.symbols import Symbol, of_nodes
+from patchgen.upstream import Release
+
+AUTO = "models/auto/"
+Place = tuple[str, str]
+"""A file of the package and a symbol in it: ("masking_utils.py", "create_causal_mask")."""
+
+
+def is_config(path: str) -> bool:
+    """Whether a file of the package configures a model."""
+    return path.startswith("models/") and path.rpartition("/")[2].startswith("configuration_")
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a release: its symbols, and what its names stand for."""
+
+    path: str
+    text: str
+    symbols: Mapping[str, Symbol]
+    names: Names
+    imports: Mapping[str, str]  # name -> dotted meaning, also of what only a type checker reads
+
+    @property
+    def package(self) -> list[str]:
+        return ["transformers", *self.path.split("/")[:-1]]
+
+
+class Library:
+    """The files of a release, read when they are first needed."""
+
+    def __init__(self, release: Release) -> None:
+        self.release = release
+        self.file = functools.cache(self._file)
+        self._find = functools.cache(self._locate)
+        self._reached: dict[Place, tuple[Place, ...]] = {}
+
+    def _file(self, path: str) -> File | None:
+        text = self.release.read(path)
+        return None if text is None else read_file(path, text)
+
+    def locate(self, dotted: str) -> tuple[str, list[str]] | None:
+        """The file that a dotted name of the package leads to, through re-exports, and the rest of the name."""
+        return self._find(dotted)
+
+    def _locate(self, dotted: str, depth: int = 0) -> tuple[str, list[str]] | None:
+        parts = dotted.split(".")
+        if parts[0] != "transformers" or depth > 8:
+            return None
+        for end in range(len(parts), 0, -1):
+            base = "/".join(parts[1:end])
+            for path in (f"{base}.py", f"{base}/__init__.py".lstrip("/")):
+                file = self.file(path) if base or end == 1 else None
+                if file is not None:
+                    return self._inside(file, parts[end:], depth)
+        return None
+
+    def _inside(self, file: File, rest: list[str], depth: int) -> tuple[str, list[str]] | None:
+        if not rest or rest[0] in file.symbols:
+            return file.path, rest
+        meaning = file.imports.get(rest[0])
+        return self._locate(".".join([meaning, *rest[1:]]), depth + 1) if meaning else None
+
+    # ---------------------------------------------------------------------------------------------- closure
+
+    def reached_from(self, roots: Iterable[Place]) -> dict[Place, Place | None]:
+        """Every symbol that roots lead to, themselves included, with the one that led there first."""
+        found: dict[Place, Place | None] = dict.fromkeys(roots)
+        pending = list(found)
+        while pending:
+            place = pending.pop()
+            if place not in self._reached:
+                self._reached[place] = tuple(self._leads_to(place))
+            for other in self._reached[place]:
+                if other not in found:
+                    found[other] = place
+                    pending.append(other)
+        return found
+
+    def _leads_to(self, place: Place) -> Iterator[Place]:
+        path, name = place
+        file = self.file(path)
+        symbol = file.symbols.get(name)
+        if symbol is None:
+            return
+        owner, _, member = name.partition(".")
+        is_class = not member and any(isinstance(node, ast.ClassDef) for node in symbol.nodes)
+        if is_class:
+            yield from ((path, one) for one in self._members(file, owner))
+        for node in symbol.nodes:
+            yield from self._names_in(file, node, with_annotations=False)
+            for attribute in _own_attributes(node) if member else ():
+                yield from self.members_of(path, owner, attribute)
+
+    def _members(self, file: File, owner: str) -> Iterator[str]:
+        """What counts of a class that is used."""
+        everything = is_config(file.path)
+        for name, symbol in file.symbols.items():
+            of, _, member = name.partition(".")
+            if of == owner and member:
+                is_method = any(isinstance(node, FunctionNode) for node in symbol.nodes)
+                is_own = member == "forward" or (member.startswith("__") and member.endswith("__"))
+                if everything or not is_method or is_own:
+                    yield name
+
+    def _names_in(self, file: File, node: ast.AST, *, with_annotations: bool) -> Iterator[Place]:
+        local = local_names(node) if isinstance(node, FunctionNode) else ()
+        for name in _expressions(node, with_annotations):
+            meaning = file.names.resolve(name, local)
+            if meaning is None and isinstance(name, ast.Name) and name.id not in local:
+                meaning = file.imports.get(name.id)  # one of several branches
+            if meaning is not None:
+                yield from self._meant(file, meaning)
+
+    def _meant(self, file: File, meaning: str) -> Iterator[Place]:
+        found = self._inside(file, meaning[1:].split("."), 0) if meaning.startswith(".") else self.locate(meaning)
+        if found is None or not found[1] or found[0].startswith(AUTO):
+            return
+        path, (name, *rest) = found
+        yield path, name
+        if rest:
+            yield from self._through(path, name, rest[0])
+
+    def _through(self, path: str, name: str, attribute: str) -> Iterator[Place]:
+        """What `NAME.attribute` is, where NAME is a class, or made of one by the module."""
+        symbol = self.file(path).symbols[name]
+        for node in symbol.nodes:
+            value = getattr(node, "value", None)
+            if isinstance(node, ast.ClassDef):
+                yield from self.members_of(path, name, attribute)
+            elif isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(value, ast.Call):
+                for place in self._names_in(self.file(path), value.func, with_annotations=False):
+                    yield from self.members_of(*place, attribute)
+
+    def members_of(self, path: str, owner: str, attribute: str) -> list[Place]:
+        """Where a class, or the first of its bases that has it, defines an attribute."""
+        seen, pending = set(), [(path, owner)]
+        while pending:
+            place = pending.pop(0)
+            file = self.file(place[0])
+            if place in seen or file is None or place[1] not in file.symbols:
+                continue
+            seen.add(place)
+            if f"{place[1]}.{attribute}" in file.symbols:
+                return [(place[0], f"{place[1]}.{attribute}")]
+            heads = [node for node in file.symbols[place[1]].nodes if isinstance(node, ast.ClassDef)]
+            bases = [base for head in heads for base in head.bases]
+            pending += [p for base in bases for p in self._names_in(file, base, with_annotations=False)]
+        return []
+
+    # ------------------------------------------------------------------------------------------------ roots
+
+    def helpers_of(self, path: str, text: str, kept: Iterable[str]) -> dict[Place, Place | None]:
+        """The symbols of other files that code of a modeling file leads to.
+
+        Args:
+            path: the file's place in the package.
+            text: its source.
+            kept: its classes and functions that count.
+        """
+        file, kept = read_file(path, text), set(kept)
+        roots: dict[Place, None] = {}
+        for name, symbol in file.symbols.items():
+            owner = name.partition(".")[0]
+            if owner not in kept and any(isinstance(node, ast.ClassDef | FunctionNode) for node in symbol.nodes):
+                continue
+            for node in symbol.nodes:
+                for place in self._names_in(file, node, with_annotations=False):
+                    roots[place] = None
+                for place in self._names_in(file, node, with_annotations=True):
+                    if is_config(place[0]):  # `config: LlamaConfig` is how a configuration is named
+                        roots[place] = None
+                for attribute in _own_attributes(node) if "." in name else ():
+                    roots.update(dict.fromkeys(self._inherited(file, owner, attribute)))
+        found = self.reached_from([place for place in roots if place[0] != path])
+        return {place: via for place, via in found.items() if place[0] != path}
+
+    def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[Place]:
+        """Where an attribute of a class of the file comes from, if none of the file's classes defines it."""
+        pending, seen = [owner], set()
+        while pending:
+            name = pending.pop(0)
+            if name in seen or f"{name}.{attribute}" in file.symbols:
+                return
+            seen.add(name)
+            for head in file.symbols[name].nodes if name in file.symbols else ():
+                for base in getattr(head, "bases", ()):
+                    meaning = file.names.resolve(base) or ""
+                    if meaning.startswith("."):
+                        pending.append(meaning[1:])
+                    elif (found := self.locate(meaning)) and found[1]:
+                        yield from self.members_of(found[0], found[1][0], attribute)
+
+
+def read_file(path: str, text: str) -> File:
+    """A file of the package as it stands.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    nodes = ast.parse(text).body
+    package = ["transformers", *path.split("/")[:-1]]
+
+    def base_of(level: int) -> list[str]:
+        return package[: max(len(package) + 1 - level, 0)]
+
+    imports: dict[str, str] = {}
+    for node in _module_scope(nodes):
+        if isinstance(node, ast.ImportFrom):
+            base = [*(base_of(node.level) if node.level else []), *filter(None, [node.module])]
+            imports |= {alias.asname or alias.name: ".".join([*base, alias.name]) for alias in node.names}
+    return File(path, text, of_nodes(nodes, is_config=is_config(path)), Names(nodes, base_of), imports)
+
+
+def _module_scope(nodes: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+    for node in nodes:
+        yield node
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _module_scope(child for child in ast.walk(node) if isinstance(child, ast.ImportFrom))
+
+
+def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
+    """The names, and the names with attributes, that a piece of code reads."""
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, ast.Attribute | ast.Name):
+            yield current
+        for name, value in ast.iter_fields(current):
+            if name in ("annotation", "returns") and not with_annotations:
+                continue
+            children = value if isinstance(value, list) else [value]
+            pending += [child for child in children if isinstance(child, ast.AST)]
+
+
+def _own_attributes(node: ast.AST) -> set[str]:
+    """The attributes of `self`, `cls` and `super()` that code reads."""
+    found = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Attribute) and isinstance(child.ctx, ast.Load):
+            owner = child.value
+            is_super = isinstance(owner, ast.Call) and getattr(owner.func, "id", "") == "super"
+            if is_super or (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                found.add(child.attr)
+    return found
+
+
+def exported(file: File) -> set[str]:
+    """The names that other files can import from a file."""
+    return {*file.symbols, *file.imports, *(name for node in ast.parse(file.text).body for name in bound_names(node))}

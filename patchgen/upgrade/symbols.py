@@ -1,0 +1,155 @@
+"""The symbols of a source file down to methods and fields, in a normal form: comments, docstrings and formatting do not count."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import FunctionNode
+from patchgen.passes.hand_edits import normal_form
+from patchgen.source import bound_names
+
+OTHER = "(other statements)"
+Definition = ast.ClassDef | FunctionNode
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A function, a method, a field, a module's constant, or the head of a class (its decorators, bases, and the rest).
+
+    Attributes:
+        nodes: where it stands; a property and its setter are one symbol.
+        content: what decides whether it is the same.
+        annotation: of a field, apart from its value: a parameter of `__init__` that became a field may have gained one.
+    """
+
+    name: str
+    nodes: tuple[ast.AST, ...]
+    content: tuple[ast.AST, ...]
+    annotation: ast.expr | None = None
+
+    @functools.cached_property
+    def form(self) -> str:
+        """The hash of its normal form."""
+        return normal_form(*self.content)
+
+    @property
+    def line(self) -> int:
+        return min((node.lineno for node in self.nodes if hasattr(node, "lineno")), default=0)
+
+    def same_as(self, other: Symbol) -> bool:
+        annotations = [one.annotation for one in (self, other)]
+        differs = None not in annotations and normal_form(annotations[0]) != normal_form(annotations[1])
+        return self.form == other.form and not differs
+
+    def text(self, source: str) -> str:
+        """As it stands in the source, decorators included."""
+        lines = source.splitlines()
+        return "\n\n".join(filter(None, (_segment(source, lines, node) for node in self.nodes)))
+
+
+@functools.lru_cache(maxsize=1024)
+def symbols_of(text: str, *, is_config: bool = False) -> Mapping[str, Symbol]:
+    """`name -> symbol` of a file: "scale", "Layer", "Layer.forward", "LayerConfig.hidden_size".
+
+    Of a configuration a default has one name, in the signature of `__init__` or as a field.
+    """
+    return of_nodes(ast.parse(text).body, is_config=is_config)
+
+
+def of_nodes(nodes: list[ast.stmt], *, is_config: bool) -> dict[str, Symbol]:
+    """The same of statements that are parsed already."""
+    found: dict[str, Symbol] = {}
+    others: list[ast.stmt] = []
+    for node in nodes:
+        if isinstance(node, ast.ClassDef):
+            found.update((symbol.name, symbol) for symbol in _of_class(node, is_config))
+        elif isinstance(node, ast.Import | ast.ImportFrom) or _is_docstring(node):
+            continue
+        elif names := bound_names(node):
+            found.update((name, _bound(name, node, found.get(name))) for name in names if not _is_imported(node, name))
+        else:
+            others.append(node)
+    found.pop("__all__", None)
+    return found | ({OTHER: Symbol(OTHER, tuple(others), tuple(others))} if others else {})
+
+
+def _bound(name: str, node: ast.stmt, earlier: Symbol | None) -> Symbol:
+    """What a statement of the module binds: a function, a constant, or one of several in an `if` or `try`."""
+    inside = [n for n in ast.walk(node) if isinstance(n, Definition) and n is not node and n.name == name]
+    nodes = tuple(inside or [node])
+    if isinstance(node, ast.AugAssign) and earlier is not None:
+        nodes = (*earlier.nodes, node)
+    return Symbol(name, nodes, nodes)
+
+
+def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
+    members: dict[str, list[ast.stmt]] = {}
+    rest: list[ast.stmt] = []
+    for statement in node.body:
+        names = bound_names(statement)
+        for name in names:
+            members.setdefault(name, []).append(statement)
+        if not names and not _is_docstring(statement) and not isinstance(statement, ast.Pass):
+            rest.append(statement)
+    head = ast.ClassDef(node.name, node.bases, node.keywords, rest or [ast.Pass()], node.decorator_list)
+    head.lineno = node.lineno
+    yield Symbol(node.name, (head,), (head,))
+    init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    init = init if is_config else None
+    for name, statements in members.items():
+        yield _member(f"{node.name}.{name}", statements, init)
+    for argument, default in _defaults(init) if init is not None else ():
+        if argument.arg not in members:
+            yield Symbol(f"{node.name}.{argument.arg}", (argument, default), (default,), argument.annotation)
+
+
+def _member(name: str, statements: list[ast.stmt], init: ast.FunctionDef | None) -> Symbol:
+    """A method or a field; `init` is that of a configuration."""
+    nodes = tuple(statements)
+    if len(nodes) == 1 and isinstance(nodes[0], ast.Assign | ast.AnnAssign):
+        content = () if nodes[0].value is None else (nodes[0].value,)
+        return Symbol(name, nodes, content, getattr(nodes[0], "annotation", None))
+    return Symbol(name, nodes, (_without_defaults(init),) if statements == [init] else nodes)
+
+
+def _defaults(function: ast.FunctionDef) -> Iterator[tuple[ast.arg, ast.expr]]:
+    arguments = function.args
+    positional = [*arguments.posonlyargs, *arguments.args]
+    yield from zip(positional[len(positional) - len(arguments.defaults) :], arguments.defaults, strict=True)
+    keyword_only = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    yield from ((argument, default) for argument, default in keyword_only if default is not None)
+
+
+def _without_defaults(init: ast.FunctionDef) -> ast.FunctionDef:
+    """An `__init__` whose defaults, and the names that have them, are symbols of their own."""
+    init = copy.deepcopy(init)
+    own = {argument.arg for argument, _ in _defaults(init)}
+    init.args.args = [argument for argument in init.args.args if argument.arg not in own]
+    init.args.kwonlyargs = [argument for argument in init.args.kwonlyargs if argument.arg not in own]
+    init.args.defaults, init.args.kw_defaults = [], [None] * len(init.args.kwonlyargs)
+    return init
+
+
+def _is_imported(node: ast.stmt, name: str) -> bool:
+    """Whether one of the branches of an `if` or `try` imports the name."""
+    if not isinstance(node, ast.If | ast.Try | ast.With):
+        return False
+    imports = (n for n in ast.walk(node) if isinstance(n, ast.Import | ast.ImportFrom))
+    return any(name in bound_names(one) for one in imports)
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _segment(source: str, lines: list[str], node: ast.AST) -> str:
+    if isinstance(node, ast.ClassDef) and not hasattr(node, "end_lineno"):  # the head of a class
+        return ast.unparse(node)
+    if not isinstance(node, ast.stmt):
+        return ast.get_source_segment(source, node) or ast.unparse(node)
+    start = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return "\n".join(lines[start - 1 : node.end_lineno])
