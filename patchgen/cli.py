@@ -142,12 +142,21 @@ def mutate(
 def report(
     models: Models = None,
     output: Annotated[Path | None, Option(help="the folder to write, instead of reports/")] = None,
+    upgrade: Annotated[bool, Option("--upgrade", help="what a move to another release changes")] = False,
+    to: Annotated[
+        str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder; else the installed")
+    ] = None,
 ) -> None:
     """Write pages for a reviewer: upstream and generated side by side, passes, census, proofs; without models, all and an index.
 
     Example: patchgen report qwen3_moe
     """
-    commands.reporting.report(models or [], output)
+    if to is not None and not upgrade:
+        raise ConfigError("--to names the release of an upgrade: give --upgrade with it.")
+    if upgrade:
+        commands.reporting.report_upgrade(models or [], to, output)
+    else:
+        commands.reporting.report(models or [], output)
 
 
 @app.command(name="list")

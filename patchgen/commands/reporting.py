@@ -7,10 +7,13 @@ from pathlib import Path
 from rich.progress import track
 
 from patchgen import provenance
+from patchgen import upgrade as comparing
 from patchgen.commands.console import console, shown
+from patchgen.commands.upgrading import refuse_unknown
 from patchgen.errors import PatchgenError, UpstreamNotFound
-from patchgen.report import index, model
+from patchgen.report import index, model, upgrade
 from patchgen.runtime.verify.committed_models import committed
+from patchgen.upgrade import releases
 
 FOLDER = Path("reports")
 
@@ -21,16 +24,10 @@ def report(models: list[str], output: Path | None) -> None:
     Raises:
         PatchgenError: a model that was named has no page; without names, the index says why.
     """
-    known = committed()
-    unknown = [name for name in models if name not in known]
-    if unknown or not known:
-        there_are = ", ".join(known) or "none"
-        raise UpstreamNotFound(
-            f"Not among the generated models: {', '.join(unknown) or 'any'}. There are: {there_are}."
-        )
+    names = _named(models)
     folder = output or FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    pages = _pages(models or known, named=bool(models))
+    pages = _pages(names, named=bool(models))
     files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
     if not models:
         lines = [index.line(name, folder, why) for name, (_, why) in pages.items()]
@@ -38,6 +35,32 @@ def report(models: list[str], output: Path | None) -> None:
     provenance.write_whole(files)
     for path in files:
         console.print(f"  wrote {shown(path)}")
+
+
+def report_upgrade(models: list[str], to: str | None, output: Path | None) -> None:
+    """Writes the page of each model's move to another release, and the index over them.
+
+    Raises:
+        PatchgenError: a release, or the record of a model, cannot be read.
+    """
+    names = _named(models)
+    folder = output or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    found = comparing.compare(names, to or releases.installed())
+    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in found.models}
+    files[folder / "upgrade.html"] = upgrade.index(found)
+    provenance.write_whole(files)
+    for path in files:
+        console.print(f"  wrote {shown(path)}")
+
+
+def _named(models: list[str]) -> list[str]:
+    """The models that a command is about: those that are named, else all."""
+    refuse_unknown(models)
+    names = models or committed()
+    if not names:
+        raise UpstreamNotFound(f"There is no generated model in {shown(provenance.generated_root())}.")
+    return names
 
 
 def _pages(names: list[str], *, named: bool) -> dict[str, tuple[str, str]]:
