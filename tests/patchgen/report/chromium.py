@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -25,24 +26,30 @@ class Page:
     """A page of a browser of its own."""
 
     def __init__(self, width: int = 1500, height: int = 900) -> None:
-        self._profile = tempfile.TemporaryDirectory()
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # it may still write there
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        told = [program(), *OPTIONS, f"--user-data-dir={self._profile.name}", f"--window-size={width},{height}"]
-        # it reads from its descriptor 3 and writes to 4
-        shell = f'exec "$@" 3<&{commands} 4>&{answers}'
+        high = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (commands, answers)]
+
+        def take() -> None:  # it reads from its descriptor 3 and writes to 4
+            os.dup2(high[0], 3)
+            os.dup2(high[1], 4)
+
         self._process = subprocess.Popen(
-            ["sh", "-c", shell, "sh", *told, "about:blank"],
-            pass_fds=(commands, answers),
+            [program(), *OPTIONS, f"--user-data-dir={self._profile.name}", "about:blank"],
+            preexec_fn=take,
+            pass_fds=(3, 4),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(commands)
-        os.close(answers)
+        for one in (commands, answers, *high):
+            os.close(one)
         self._count, self._rest, self._session = 0, b"", None
+        self.errors: list[dict] = []  # what a page's own script raised
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.call("Page.enable")
+        self.call("Runtime.enable")
         self.size(width, height)
 
     def close(self) -> None:
@@ -58,7 +65,8 @@ class Page:
         command |= {"sessionId": self._session} if self._session else {}
         os.write(self._commands, json.dumps(command).encode() + b"\0")
         while (answer := self._read()).get("id") != self._count:
-            pass
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.errors.append(answer["params"]["exceptionDetails"])
         assert "error" not in answer, f"{method}: {answer['error']}"
         return answer["result"]
 
@@ -89,8 +97,9 @@ class Page:
     def press(self, key: str) -> None:
         """A key as a person presses it."""
         text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
+        code = {"Enter": 13, "Escape": 27}.get(key, 0)  # what the browser itself does at a key goes by its number
+        for kind, more in (("keyDown", text), ("keyUp", {})):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, **more)
         self.settle()
 
     def size(self, width: int, height: int) -> None:
