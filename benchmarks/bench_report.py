@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="qwen3_omni_moe")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--picture", type=Path, help="a PNG of the page at its third site")
+    parser.add_argument("--picture", type=Path, help="a PNG of the page at the loss")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{arguments.model}.html"
@@ -49,8 +49,8 @@ def main() -> None:
         )
         if arguments.picture is not None:
             page.open(file)
-            for _ in range(3):
-                page.press("n")
+            page.ask("location.hash = sites.find((one) => one.dataset.site.startsWith('fused_loss')).id")
+            page.settle()
             page.picture(arguments.picture)
         page.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -14,9 +15,10 @@ from patchgen.cli import app
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes import PASSES, all_passes, pass_named
 from patchgen.runtime import project
+from patchgen.runtime.verify import records, source_keys
 
-PAGE = (Path(__file__).parents[2] / "docs" / "own_repository.md").read_text(encoding="utf-8")
-PASS = next(one for one in re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL) if "SitePass" in one)
+PAGE = (Path(__file__).parents[2] / "docs" / "add_model.md").read_text(encoding="utf-8")
+CONFIG, PASS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 MODEL = "llama"
 
 
@@ -113,6 +115,40 @@ def test_a_pass_of_the_project_runs_is_explained_and_is_part_of_what_check_compa
         PASS.replace('function("{site.block}")', 'function("of {site.block}")').replace('"ExampleA', '"of ExampleA'),
     )
     assert "stale" in run("check", code=1)
+
+
+def test_the_edit_and_the_pass_of_the_page_from_start_to_end(place):
+    """docs/add_model.md; `verify` of what comes out is in tests/distributed/test_own_repository.py."""
+    assert "wrote configs/olmo2.py" in run("new", "olmo2").replace("\n", "")
+    draft = (place / "configs" / "olmo2.py").read_text()
+    assert all(line in CONFIG for line in draft.splitlines())
+    (place / "configs" / "olmo2.py").write_text(CONFIG)
+    run("generate", "olmo2")
+    text = (place / "generated" / "olmo2" / "modeling_olmo2.py").read_text()
+    assert "# edit Olmo2MLP.forward: override_method: 4,096 tokens at a time" in text
+    assert "for part in x.split(4096, dim=-2)" in text
+    with_pass(place)
+    (place / "patchgen.toml").write_text((place / "patchgen.toml").read_text() + 'configs = "configs"\n')
+    assert "stale" in run("check", code=1)
+    run("generate", "olmo2")
+    assert (
+        '@torch.profiler.record_function("Olmo2Attention")'
+        in (place / "generated" / "olmo2" / "modeling_olmo2.py").read_text()
+    )
+    assert "1 of 1" in run("check")
+
+
+def test_proofs_hold_where_torch_is_not_installed(place, monkeypatch):
+    """A workflow that only checks installs no torch; the release that a proof was made with is then not at issue."""
+    run("generate", MODEL)
+    folder, key = place / "generated" / MODEL, records.present_key() | {"torch": "2.13.0"}
+    digest = hashlib.sha256((folder / f"modeling_{MODEL}.py").read_bytes()).hexdigest()
+    proof = {"status": "proven", "sha256": digest, "made_with": records.made_with(key["prover"], key)}
+    (folder / "verify.json").write_text(json.dumps(proof))
+    here = source_keys.versions()
+    for torch, code in (("2.13.0", 0), ("", 0), ("2.12.0", 1)):
+        monkeypatch.setattr(source_keys, "versions", lambda torch=torch: here | {"torch": torch})
+        assert ("Every recorded proof holds" in run("check", code=code)) == (code == 0)
 
 
 def test_check_holds_a_pass_to_its_examples(place):
