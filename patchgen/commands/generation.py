@@ -35,7 +35,7 @@ def generate(
     *,
     dry_run: bool,
     force: bool,
-    reviewed: list[str],
+    reviewed: Sequence[str] = (),
 ) -> None:
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
