@@ -204,6 +204,8 @@ def verify(
     ep: Annotated[int, Option(help="with --ranks: how many of them share the experts")] = 1,
     fsdp: Annotated[bool, Option("--fsdp", help="with --ranks: parameters are sharded over them")] = False,
     outdated: Annotated[bool, Option("--outdated", help="only those whose recorded proof does not hold")] = False,
+    against: Annotated[str | None, Option(help="another release, in an environment of its own: 5.20.0")] = None,
+    python: Annotated[Path | None, Option(help="with --against: a Python that has the release")] = None,
     code: Code = None,
     generated: GeneratedIn = None,
 ) -> None:
@@ -211,6 +213,11 @@ def verify(
 
     Example: patchgen verify qwen3_moe; on ranks: patchgen verify qwen3_vl --ranks 4 --sp 2 --fsdp
     """
+    if against is not None:
+        others = {"--directory": directory, "--head": head, "--ranks": ranks > 1, "--outdated": outdated}
+        if named := [name for name, value in others.items() if value]:
+            raise ConfigError(f"--against proves committed files as they stand, in one process: leave {named[0]} out.")
+        raise typer.Exit(commands.upgrading.verify_against(models or [], against, every=every, python=python))
     if outdated and directory is not None:
         raise ConfigError("--outdated is about the committed models, and --directory is none of them: leave one out.")
     if ranks == 1 and (sp > 1 or ep > 1 or fsdp):

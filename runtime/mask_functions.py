@@ -79,7 +79,7 @@ def packed(mask_function: Callable, document_BS: Tensor, position_BS: Tensor | N
 
 def _by_place(mask_function: Callable, position_BS: Tensor | None) -> Callable:
     """The function of places in the row: parts that reckon with positions are remapped, parts that look up are not."""
-    from transformers.masking_utils import and_masks, or_masks, remap_positions_for_packed_sequence
+    from transformers.masking_utils import and_masks, or_masks
 
     outer, inner = _opened(mask_function)
     if outer in ("and_masks", "or_masks"):
@@ -90,6 +90,18 @@ def _by_place(mask_function: Callable, position_BS: Tensor | None) -> Callable:
     if position_BS is None or outer == "packed_sequence_mask_function" or _looks_up(mask_function):
         return mask_function
     return remap_positions_for_packed_sequence(mask_function, position_BS)
+
+
+def remap_positions_for_packed_sequence(mask_function: Callable, position_ids: Tensor) -> Callable:
+    """The mask function asked by positions `[B, S]` instead of places: upstream's of 5.23, which older releases lack.
+
+    Its names are upstream's, for functions are known by them here.
+    """
+
+    def inner_mask(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_function(batch_idx, head_idx, position_ids[batch_idx, q_idx], position_ids[batch_idx, kv_idx])
+
+    return inner_mask
 
 
 def _looks_up(mask_function: Callable) -> bool:

@@ -6,6 +6,7 @@ import difflib
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -16,8 +17,7 @@ from patchgen import emit, own, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
 from patchgen.commands import own_examples, sweeping
 from patchgen.commands.console import console, print_diff, shown
-from patchgen.commands.upgrading import refuse_unknown
-from patchgen.errors import ConfigError, PatchgenError, StaleFile
+from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
@@ -112,7 +112,7 @@ def _how_to_review(folder: Path, changed: list[Path]) -> str:
         return f"git diff {shown(folder)}"
     if _git(folder, "rev-parse", "--is-inside-work-tree"):
         return f"git add -N {shown(folder)} && git diff {shown(folder)}"
-    return f"git diff --no-index /dev/null {shown(folder)}"
+    return f"git diff --no-index /dev/null {shown(changed[0])}"
 
 
 def _git(folder: Path, *arguments: str) -> bool:
@@ -159,6 +159,15 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     if not found:
         console.print("Every recorded proof holds for the sources that stand here.")
     return bool(found)
+
+
+def refuse_unknown(models: list[str]) -> None:
+    """Raises where a model is none of the committed ones."""
+    known = committed()
+    missing = [name for name in models if name not in known]
+    if missing:
+        there_are = ", ".join(known) or "none"
+        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
 
 
 def _state(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -11,8 +12,8 @@ from rich.console import Console
 from patchgen import provenance
 from patchgen import upgrade as upgrading
 from patchgen.commands.console import console
-from patchgen.errors import UpstreamNotFound
-from patchgen.runtime.verify.committed_models import committed
+from patchgen.commands.generation import refuse_unknown
+from patchgen.runtime.verify.committed_models import committed, named
 from patchgen.upgrade import releases, words
 
 
@@ -48,7 +49,15 @@ def upgrade(
 
     from patchgen.upgrade.applying import move
 
-    result = move(found, to, provenance.generated_root(), reviewed=reviewed, python=python, jobs=jobs, say=out.print)
+    result = move(
+        found,
+        to,
+        provenance.generated_root(),
+        reviewed=reviewed,
+        python=python,
+        jobs=jobs,
+        say=partial(out.print, markup=False, soft_wrap=True),
+    )
     for line in words.summary(found):
         out.print(line, markup=False, soft_wrap=True)
     if result.moved:
@@ -59,10 +68,16 @@ def upgrade(
     return 20 if result.held_back else 0
 
 
-def refuse_unknown(models: list[str]) -> None:
-    """Raises where a model is none of the committed ones."""
-    known = committed()
-    missing = [name for name in models if name not in known]
-    if missing:
-        there_are = ", ".join(known) or "none"
-        raise UpstreamNotFound(f"Not among the committed models: {', '.join(missing)}. There are: {there_are}.")
+def verify_against(models: list[str], to: str, *, every: bool, python: Path | None) -> int:
+    """Proves committed files, as they stand, with another release, and records for which of them that holds; 0 if for all."""
+    from patchgen.upgrade.applying import prove_against
+
+    names = named(models, every=every)
+    refuse_unknown(names)
+    failed = False
+    for name in names:
+        holds, told = prove_against(name, to, provenance.generated_root(), python)
+        failed |= not holds
+        style = "green" if holds else "red"
+        console.print(f"{name} with transformers {to}: {told}", style=style, markup=False, soft_wrap=True)
+    return 1 if failed else 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from patchgen import provenance
 from patchgen.upgrade import releases
-from patchgen.upgrade.compare import compare_model
+from patchgen.upgrade.comparing import compare_model
 from patchgen.upgrade.findings import ModelUpgrade, Site, Upgrade
 
 __all__ = ["ModelUpgrade", "Site", "Upgrade", "compare", "compare_model"]

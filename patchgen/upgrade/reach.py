@@ -40,10 +40,6 @@ class File:
     names: Names
     imports: Mapping[str, str]  # name -> dotted meaning, also of what only a type checker reads
 
-    @property
-    def package(self) -> list[str]:
-        return ["transformers", *self.path.split("/")[:-1]]
-
 
 class Library:
     """The files of a release, read when they are first needed."""
@@ -211,8 +207,9 @@ class Library:
                         yield from self.members_of(found[0], found[1][0], attribute)
 
 
+@functools.lru_cache(maxsize=1024)
 def read_file(path: str, text: str) -> File:
-    """A file of the package as it stands.
+    """A file of the package as it stands; what two releases have alike is read once.
 
     Raises:
         SyntaxError: it is no Python.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import re
+import shlex
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,3 +84,19 @@ def installed() -> str:
         UpstreamNotFound: none is.
     """
     return open_release().version
+
+
+def own_source(model: str, record: Mapping) -> Path:
+    """The file or folder that a model was made from, where it is of no release: its record has the command.
+
+    Raises:
+        UpstreamNotFound: it is not there.
+    """
+    words = shlex.split(record["command"])
+    given = Path(words[words.index("--source") + 1])
+    if not given.exists():
+        raise UpstreamNotFound(
+            f"{model} was made from {given}, which is not there. Run this where that path leads to it: it was given as "
+            f"`{record['command']}`."
+        )
+    return given

@@ -50,13 +50,16 @@ def library(where: str) -> Library:
     return Library(releases.find(where).release)
 
 
-def compare_model(model: str, to: str, root: Path, reviewed: Collection[str] = ()) -> ModelUpgrade:
+def compare_model(
+    model: str, to: str, root: Path, reviewed: Collection[str] = (), config: ModelConfig | None = None
+) -> ModelUpgrade:
     """Compares a committed model with what `to` would make of it. Writes nothing.
 
     Args:
         model: its folder in `root`.
         to: a version, a wheel or a folder.
         reviewed: targets of hand edits that a person read against the new release.
+        config: what is particular to the model; by default its file in `model_configs`.
 
     Raises:
         PatchgenError: a release, or the record of the model, cannot be read.
@@ -72,7 +75,7 @@ def compare_model(model: str, to: str, root: Path, reviewed: Collection[str] = (
         return ModelUpgrade(
             model, before.release.version, after.release.version, PERSON, str(error), (site,), old.text
         )
-    config = config_for(model)
+    config = config or config_for(model)
     generated, refusal = _generated(new, config)
     texts = Texts(old, new, now, generated.text if generated else "")
     then = json.loads(generated.provenance) if generated else None
@@ -98,12 +101,7 @@ def _old_upstream(model: str, record: Mapping) -> tuple[Upstream, Library]:
     if version is not None:
         before = library(version)
         return load_from(before.release, model), before
-    given = Path(record["command"].partition(" --source ")[2].strip("'\""))
-    if not given.exists():
-        raise UpstreamNotFound(
-            f"{model} was made from a file of your own, {given}, which is not there. Run this where its path leads to it."
-        )
-    return load(model, source=given), library(releases.installed())
+    return load(model, source=releases.own_source(model, record)), library(releases.installed())
 
 
 def _generated(new: Upstream, config: ModelConfig) -> tuple[pipeline.Generated | None, PatchgenError | None]:

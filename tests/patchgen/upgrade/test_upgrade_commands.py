@@ -1,0 +1,139 @@
+"""`patchgen upgrade` and what goes with it, as commands: exit codes, JSON, refusals beside models that go on, the move itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from planted_releases import Drift, planted
+from typer.testing import CliRunner
+
+from patchgen import pipeline, provenance, upstream
+from patchgen.cli import app
+from patchgen.errors import PatchgenError, UpstreamNotFound
+from patchgen.upgrade import releases
+from patchgen.upgrade.applying import prove_against
+from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
+from patchgen.upgrade.words import commit_message
+
+MODEL = "qwen3"
+FILE = f"models/{MODEL}/modeling_{MODEL}.py"
+SLICED = Drift(FILE, "Qwen3Model.forward", "self.layers[: self.config.num_hidden_layers]", "self.layers[self.first :]")
+COMMENT = Drift(FILE, "Qwen3MLP.forward", "return down_proj", "return (down_proj)  # as ever")
+
+
+def invoke(*arguments: str):
+    """Runs a command in this process; an error for the user is raised."""
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of generated models with one in it."""
+    root = tmp_path / "generated_models"
+    monkeypatch.setattr(provenance, "generated_root", lambda: root)
+    provenance.write(pipeline.generate(upstream.load(MODEL)), root / MODEL)
+    return root
+
+
+def test_an_upgrade_says_what_moved_and_exits_with_its_verdict(models: Path, tmp_path: Path):
+    release = str(planted(tmp_path / "release", [SLICED]))
+    before = {path: path.read_bytes() for path in (models / MODEL).iterdir()}
+    result = invoke("upgrade", "--to", release)
+    assert result.exit_code == 10
+    assert SLICED.old in result.output and SLICED.new in result.output  # brackets and all
+    assert "changed Qwen3Model.forward [language_sp]" in result.output
+    found = json.loads(invoke("upgrade", MODEL, "--to", release, "--json").output)
+    (model,) = found["models"]
+    assert (found["verdict"], model["model"], model["verdict"]) == (10, MODEL, 10)
+    site = model["sites"][0]
+    assert (site["symbol"], site["passes"], site["file"]) == (SLICED.symbol, ["language_sp"], f"transformers/{FILE}")
+    assert SLICED.new in site["generated_then"] and SLICED.old in site["generated_now"]
+    assert {path: path.read_bytes() for path in (models / MODEL).iterdir()} == before
+
+
+def test_one_refusal_leaves_the_others_to_be_generated_and_is_told_at_the_end(tmp_path: Path):
+    with pytest.raises(PatchgenError, match=r"(?s)1 of 3 models.*nonsense:.*no model 'nonsense'"):
+        invoke("generate", MODEL, "nonsense", "llama", "--output", str(tmp_path))
+    assert {path.name for path in tmp_path.iterdir()} == {MODEL, "llama"}
+
+
+def test_the_command_that_reviews_a_new_model_shows_it(tmp_path: Path):
+    where = {"cwd": tmp_path, "capture_output": True, "text": True, "check": True}
+    output = invoke("generate", MODEL, "--output", str(tmp_path)).output
+    assert f"git diff --no-index /dev/null {tmp_path / MODEL}" in output.replace("\n", "")
+    subprocess.run(["git", "init", "-q"], **where)
+    output = invoke("generate", "llama", "--output", str(tmp_path)).output
+    command = next(line for line in output.splitlines() if "review:" in line).partition("review:")[2].strip()
+    assert command.startswith("git add -N ")
+    shown = subprocess.run(command, shell=True, **where).stdout
+    assert "+class LlamaForCausalLM" in shown
+    subprocess.run(["git", "add", "llama"], **where)
+    (tmp_path / "llama" / "modeling_llama.diff").unlink()
+    output = invoke("generate", "llama", "--output", str(tmp_path)).output
+    assert f"review: git diff {tmp_path / 'llama'}" in output
+
+
+def test_the_list_says_which_releases_a_file_was_proven_with(models: Path):
+    path = models / MODEL / f"modeling_{MODEL}.py"
+    record = {"status": "proven", "sha256": provenance._sha256(path.read_bytes()), "transformers": ["9.8.0", "9.9.0"]}
+    (models / MODEL / "verify.json").write_text(json.dumps(record))
+    assert "9.8.0" in invoke("list").output and "9.9.0" in invoke("list").output
+
+
+def test_a_release_is_found_in_a_folder_and_in_a_wheel_and_nowhere_else(tmp_path: Path):
+    folder = planted(tmp_path / "release", [COMMENT])
+    for place in (folder, folder / "transformers"):
+        found = releases.find(str(place))
+        assert found.release.version == upstream.installed_version() and found.folder == folder
+        assert COMMENT.new in found.release.read(FILE)
+    wheel = tmp_path / "transformers-9.9.9-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("transformers/__init__.py", '__version__ = "9.9.9"\n')
+        archive.writestr("transformers/" + FILE, "x = 1\n")
+    found = releases.find(str(wheel))
+    assert (found.release.version, found.wheel, found.release.read(FILE)) == ("9.9.9", wheel, "x = 1\n")
+    for wrong, words in ((tmp_path / "none.whl", "There is no wheel"), (tmp_path, "holds no transformers")):
+        with pytest.raises(UpstreamNotFound, match=words):
+            releases.find(str(wrong))
+
+
+def test_the_message_of_the_commit_names_what_moved_and_what_did_not():
+    file = f"transformers/{FILE}"
+    site = Site("model", "changed", file, "Qwen3Model.forward", ("language_sp",), REVIEW, "a site of language_sp")
+    helper = Site("helper", "changed", "transformers/masking_utils.py", "create_causal_mask", (), REVIEW, "the way")
+    found = Upgrade("5.1", "5.2", (ModelUpgrade(MODEL, "5.1", "5.2", REVIEW, "review", (site, helper)),))
+    message = commit_message(found, [MODEL], ["Other.forward"], {"other": "a pass misses\nits site"})
+    assert message.splitlines()[0] == "Generated from transformers 5.2: qwen3"
+    for words in (
+        "- Qwen3Model.forward changed (language_sp)",
+        "masking_utils.py",
+        "Other.forward",
+        "- other: a pass misses",
+    ):
+        assert words in message
+    assert max(map(len, message.splitlines())) <= 72
+
+
+@pytest.mark.slow
+def test_a_model_moves_with_its_proof_and_a_second_run_has_nothing_to_do(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("PATCHGEN_CACHE", str(tmp_path / "cache"))
+    release = str(planted(tmp_path / "release", [COMMENT]))
+    result = invoke("upgrade", "--to", release, "--apply")
+    assert result.exit_code == 0 and "proven, 3 files written" in result.output
+    assert f"Generated from transformers {upstream.installed_version()}: {MODEL}" in result.output
+    assert COMMENT.new in (models / MODEL / f"modeling_{MODEL}.py").read_text()
+    assert json.loads((models / MODEL / "verify.json").read_text())["status"] == "proven"
+    assert "stands there already, proven" in invoke("upgrade", "--to", release, "--apply").output
+    holds, words = prove_against(MODEL, release, models, Path(sys.executable))
+    assert holds and words.startswith("proven")
