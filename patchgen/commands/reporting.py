@@ -9,7 +9,7 @@ from rich.progress import track
 from patchgen import provenance
 from patchgen import upgrade as comparing
 from patchgen.commands.console import console, shown
-from patchgen.commands.upgrading import refuse_unknown
+from patchgen.commands.generation import refuse_unknown
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.report import index, model, upgrade
 from patchgen.runtime.verify.committed_models import committed
