@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 from typer.testing import CliRunner
 
 from patchgen import model_configs, own, pipeline, provenance, upstream
@@ -17,7 +19,8 @@ from patchgen.passes import PASSES, all_passes, pass_named
 from patchgen.runtime import project
 from patchgen.runtime.verify import records, source_keys
 
-PAGE = (Path(__file__).parents[2] / "docs" / "add_model.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "add_model.md").read_text(encoding="utf-8")
 CONFIG, PASS = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 MODEL = "llama"
 
@@ -217,3 +220,29 @@ def test_an_installed_package_is_never_written_into(tmp_path, monkeypatch):
     package.parent.mkdir()
     (tmp_path / "site-packages" / "pyproject.toml").touch()  # a checkout: its own models are committed there
     own.require_place(package / "generated_models", "What is generated")
+
+
+def test_the_hook_runs_check_on_what_it_compares():
+    hook = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())[0]
+    assert f"id: {hook['id']}" in (ROOT / "docs" / "own_repository.md").read_text()
+    program, command = hook["entry"].split()
+    assert program == "patchgen" and command in typer.main.get_command(app).commands
+    looked_at = ["generated/llama/modeling_llama.py", "generated/llama/provenance.json", "generated/llama/verify.json"]
+    looked_at += ["patchgen.toml", "sub/pyproject.toml", "configs/llama.py", "passes/mine.py"]
+    assert all(re.search(hook["files"], path) for path in looked_at)
+    assert not any(re.search(hook["files"], path) for path in ("README.md", "recipes/one.yaml", "src/train.py"))
+
+
+@pytest.mark.parametrize("name", ["check.yml", "newest_release.yml"])
+def test_a_workflow_to_copy_names_commands_and_options_that_there_are(name):
+    assert f"examples/own_repository/{name}" in (ROOT / "docs" / "own_repository.md").read_text()
+    workflow = yaml.safe_load((ROOT / "examples" / "own_repository" / name).read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    lines = [line.strip() for step in steps for line in step.get("run", "").splitlines()]
+    calls = [line.partition("||")[0].split()[1:] for line in lines if line.startswith("patchgen ")]
+    assert len(calls) == 2
+    commands = typer.main.get_command(app).commands
+    for command, *options in calls:
+        known = {text for parameter in commands[command].params for text in parameter.opts}
+        assert {option for option in options if option.startswith("--")} <= known
+    assert any("upload-artifact" in step.get("uses", "") for step in steps)
