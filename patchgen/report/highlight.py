@@ -35,6 +35,12 @@ def highlighted(text: str) -> list[str]:
     return ["".join(parts) for parts in lines]
 
 
+def struck(line: str) -> str:
+    """The HTML of a line that is gone; its indentation is not struck through."""
+    rest = line.lstrip(" ")
+    return f"{line[: len(line) - len(rest)]}<s>{rest}</s>" if rest else line
+
+
 def _class_of(token: _TokenType) -> str:
     while token is not None:
         if token in CLASSES:

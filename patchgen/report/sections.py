@@ -9,7 +9,7 @@ from itertools import groupby, zip_longest
 
 from markupsafe import Markup, escape
 
-from patchgen.report.highlight import highlighted
+from patchgen.report.highlight import highlighted, struck
 from patchgen.report.lines import FINISH, Row
 
 PRUNE = "prune"
@@ -160,5 +160,6 @@ class _Scribe:
             return f'<b></b><pre class="{side} e"></pre>'
         if not by:
             return f'<b>{number}</b><pre class="{side}">{lines[number - 1]}</pre>'
+        shown = struck(lines[number - 1]) if side == "l" else lines[number - 1]
         hue, plain = self._hues.get(by, 0), " q" if by in PLUMBING else ""
-        return f'<b>{number}</b><pre class="{side} w{plain}" style="--h:{hue}" title="{escape(by)}">{lines[number - 1]}</pre>'
+        return f'<b>{number}</b><pre class="{side} w{plain}" style="--h:{hue}" title="{escape(by)}">{shown}</pre>'

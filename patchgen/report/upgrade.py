@@ -9,7 +9,7 @@ from itertools import groupby
 
 from markupsafe import Markup
 
-from patchgen.report.highlight import highlighted
+from patchgen.report.highlight import highlighted, struck
 from patchgen.report.lines import lines_of, opcodes
 from patchgen.templates import render
 from patchgen.upgrade.findings import SAME, WORDS, ModelUpgrade, Site, Upgrade
@@ -106,7 +106,8 @@ def _table(texts: Sequence[str], firsts: Sequence[int]) -> Markup:
                 cells.append('<b></b><pre class="e"></pre>')
                 continue
             shown = f' class="w{" l" if column == 0 else ""}" style="--h:{HUES[column]}"' if marks[column] else ""
-            cells.append(f"<b>{line + firsts[column]}</b><pre{shown}>{html[column][line]}</pre>")
+            text = struck(html[column][line]) if marks[column] and column == 0 else html[column][line]
+            cells.append(f"<b>{line + firsts[column]}</b><pre{shown}>{text}</pre>")
         rows.append(f'<div class="r{" x" if any(marks) else ""}">{"".join(cells)}</div>')
     return Markup(f'<section style="--n:{len(rows)}">{"".join(rows)}</section>')
 
