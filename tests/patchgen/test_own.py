@@ -128,8 +128,8 @@ def test_the_edit_and_the_pass_of_the_page_from_start_to_end(place):
     (place / "configs" / "olmo2.py").write_text(CONFIG)
     run("generate", "olmo2")
     text = (place / "generated" / "olmo2" / "modeling_olmo2.py").read_text()
-    assert "# edit Olmo2MLP.forward: override_method: 4,096 tokens at a time" in text
-    assert "for part in x.split(4096, dim=-2)" in text
+    assert "# edit Olmo2Model.forward: edit_method: rows longer than the model has positions for" in text
+    assert "        if inputs_embeds.shape[1] > self.config.max_position_embeddings:" in text
     with_pass(place)
     (place / "patchgen.toml").write_text((place / "patchgen.toml").read_text() + 'configs = "configs"\n')
     assert "stale" in run("check", code=1)
