@@ -15,7 +15,7 @@ IS_NEW_ENOUGH := import sys; v = sys.version_info; sys.exit(None if v >= (3, 11)
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
+.PHONY: help setup setup-test regen regen-all check report verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
 	test test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
@@ -53,6 +53,9 @@ regen-all: $(VENV)/.setup  ## write every committed model again
 
 check: $(VENV)/.setup  ## are the committed models what generation gives now, and does every recorded proof hold?
 	@$(PATCHGEN) check $(MODEL)
+
+report: $(VENV)/.setup  ## write reports/index.html, and a page per model for its reviewer
+	@$(PATCHGEN) report $(MODEL)
 
 verify: $(VENV)/.setup-test  ## prove generated_models/$(MODEL) equal to upstream
 	@test -n "$(MODEL)" || { echo "Name a model: make verify MODEL=qwen3_moe"; exit 2; }

@@ -35,6 +35,15 @@ GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the
 
 
 @app.command()
+def init(folder: Annotated[Path, Argument(help="where the project begins")] = Path()) -> None:
+    """Start a repository of your own: patchgen.toml says where its models, configs and passes lie.
+
+    Example: patchgen init
+    """
+    commands.starting.init(folder)
+
+
+@app.command()
 def generate(
     models: Models = None,
     every: Every = False,
@@ -127,6 +136,27 @@ def mutate(
     raise typer.Exit(
         commands.mutating.mutate(models or [], count, seed, jobs, ranks=ranks, records=records, output=output)
     )
+
+
+@app.command()
+def report(
+    models: Models = None,
+    output: Annotated[Path | None, Option(help="the folder to write, instead of reports/")] = None,
+    upgrade: Annotated[bool, Option("--upgrade", help="what a move to another release changes")] = False,
+    to: Annotated[
+        str | None, Option("--to", help="with --upgrade: a release, a wheel or a folder; else the installed")
+    ] = None,
+) -> None:
+    """Write pages for a reviewer: upstream and generated side by side, passes, census, proofs; without models, all and an index.
+
+    Example: patchgen report qwen3_moe
+    """
+    if to is not None and not upgrade:
+        raise ConfigError("--to names the release of an upgrade: give --upgrade with it.")
+    if upgrade:
+        commands.reporting.report_upgrade(models or [], to, output)
+    else:
+        commands.reporting.report(models or [], output)
 
 
 @app.command(name="list")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from patchgen import emit, provenance, source
 from patchgen.anatomy import Anatomy, study
 from patchgen.errors import ConfigError, PassMismatch
-from patchgen.model_configs import Expect, ModelConfig, config_for
-from patchgen.passes import PASSES, default_pipeline, pass_named
+from patchgen.model_configs import Expect, ModelConfig, config_for, shown_file
+from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
@@ -71,7 +71,7 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
     """Runs passes in order and holds each to its expected hits. After hand edits the file is studied anew."""
     for name in config.expect:
         if pass_named(name) is None:
-            nearest = difflib.get_close_matches(name, [kind.name for kind in PASSES], n=3, cutoff=0.2)
+            nearest = difflib.get_close_matches(name, [kind.name for kind in all_passes()], n=3, cutoff=0.2)
             raise ConfigError(
                 f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
                 f"Nearest: {', '.join(nearest) or 'none'}."
@@ -111,7 +111,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
-            f"patchgen/model_configs/{config.model}.py.",
+            f"{shown_file(config.model)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patchgen import __version__, emit
+from patchgen import __version__, emit, own
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
@@ -28,14 +28,21 @@ if TYPE_CHECKING:
 
 
 def generated_root() -> Path:
-    """The folder of the committed generated models."""
-    return Path(__file__).parent / "generated_models"
+    """The folder of the committed generated models: the project's, else this package's."""
+    return _project_root() or Path(__file__).parent / "generated_models"
+
+
+def _project_root() -> Path | None:
+    project = own.present()
+    return project.path(project.generated) if project is not None and project.generated else None
 
 
 def command(upstream: Upstream) -> str:
     """The command that regenerates the model."""
     if upstream.version is None:
         return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
+    if _project_root() is not None:
+        return f"patchgen generate {upstream.model} --transformers {upstream.version}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
 
 

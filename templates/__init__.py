@@ -17,6 +17,9 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        autoescape=lambda name: (
+            name is not None and name.startswith("report_")
+        ),  # pages; the others are code and Markdown
     )
 
 

@@ -102,12 +102,14 @@ def fingerprint(directory: Path, *, code: str | None, generated: str | None) -> 
 def register(code: str | None, generated: str | None) -> Architecture | None:
     """Registers the architecture that the command or the project names. Never one that a run or a folder names: those may
     come from somebody else, and code that is registered runs."""
-    from patchgen.runtime.train import architecture, project
+    from patchgen.runtime import project
+    from patchgen.runtime.train import architecture
     from patchgen.runtime.train.recipe import ModelConfig, RecipeError
 
     try:
-        said = {"code": code, "generated": generated} if code or generated else project.code(Path())
-        return architecture.register(ModelConfig(source="", **said))
+        said = {"code": code, "generated": generated} if code or generated else project.code()
+        found = architecture.register(ModelConfig(source="", **said))
+        return found if isinstance(found, architecture.Architecture) else None
     except (RecipeError, ValueError) as error:
         raise ConfigError(
             str(error).replace("model.code", "--code").replace("model.generated", "--generated")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 
@@ -14,3 +15,9 @@ def print_diff(lines: Iterable[str], indent: str = "") -> None:
     """The lines of a unified diff, coloured."""
     for line in lines:
         console.print(indent + line, style=STYLES.get(line[:1]), markup=False, soft_wrap=True)
+
+
+def shown(path: Path) -> str:
+    """The path as the user sees it from here; the linked folder by its real name."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

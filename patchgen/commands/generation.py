@@ -6,16 +6,17 @@ import difflib
 import json
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
-from patchgen import emit, pipeline, provenance, upstream
+from patchgen import emit, own, pipeline, provenance, upstream
 from patchgen.anatomy.census import summary
-from patchgen.commands import sweeping
-from patchgen.commands.console import console, print_diff
+from patchgen.commands import own_examples, sweeping
+from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
 from patchgen.runtime.verify import records
@@ -34,7 +35,7 @@ def generate(
     *,
     dry_run: bool,
     force: bool,
-    reviewed: list[str],
+    reviewed: Sequence[str] = (),
 ) -> None:
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
@@ -48,6 +49,8 @@ def generate(
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
+    if not dry_run:
+        own.require_place(root, "What is generated")
     several = len(names) > 1
     refused: dict[str, PatchgenError] = {}
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
@@ -97,7 +100,7 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
         console.print("  dry run: nothing written")
     elif changed:
         for path in changed:
-            console.print(f"  wrote {_short(path)}")
+            console.print(f"  wrote {shown(path)}")
         console.print(f"  review: {_how_to_review(root / generated.model, changed)}", soft_wrap=True)
     else:
         console.print("  nothing changed")
@@ -106,10 +109,10 @@ def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run:
 def _how_to_review(folder: Path, changed: list[Path]) -> str:
     """A command that shows what was written: git shows nothing of a folder that it does not know yet."""
     if _git(folder, "ls-files", "--error-unmatch", changed[0].name):
-        return f"git diff {_short(folder)}"
+        return f"git diff {shown(folder)}"
     if _git(folder, "rev-parse", "--is-inside-work-tree"):
-        return f"git add -N {_short(folder)} && git diff {_short(folder)}"
-    return f"git diff --no-index /dev/null {_short(changed[0])}"
+        return f"git add -N {shown(folder)} && git diff {shown(folder)}"
+    return f"git diff --no-index /dev/null {shown(changed[0])}"
 
 
 def _git(folder: Path, *arguments: str) -> bool:
@@ -120,19 +123,13 @@ def _git(folder: Path, *arguments: str) -> bool:
         return False
 
 
-def _short(path: Path) -> str:
-    """The path as the user sees it from here; the linked folder by its real name."""
-    resolved = path.resolve()
-    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)
-
-
 def check(models: list[str]) -> int:
     """Compares every committed file with what generation gives now, and what is recorded of models and types with what
     it depends on; prints the differing lines and the old records. 0 if all agree."""
     names = models or committed()
     if not names:
         raise StaleFile(
-            f"There is no generated model to check in {_short(provenance.generated_root())}. "
+            f"There is no generated model to check in {shown(provenance.generated_root())}. "
             "Generate one with `make regen MODEL=...`."
         )
     known = committed()
@@ -146,7 +143,8 @@ def check(models: list[str]) -> int:
     unchecked = f", {states.count(UNCHECKED)} unchecked" if UNCHECKED in states else ""
     console.print(f"{states.count(CURRENT)} of {len(names)} generated models are current{unchecked}.")
     old = _old_records(names, with_rows=not models)
-    return 1 if STALE in states or orphans or old else 0
+    broken = own_examples.broken()
+    return 1 if STALE in states or orphans or old or broken else 0
 
 
 def _old_records(names: list[str], *, with_rows: bool) -> bool:
@@ -213,7 +211,7 @@ def _show_stale(path: Path, present: str, wanted: str) -> None:
     old, new = present.split("\n"), wanted.split("\n")
     pairs = enumerate(zip(old, new, strict=False), start=1)
     line = next((i for i, (a, b) in pairs if a != b), min(len(old), len(new)) + 1)
-    console.print(f"[red]stale[/] {_short(path)}:{line}", soft_wrap=True)
+    console.print(f"[red]stale[/] {shown(path)}:{line}", soft_wrap=True)
     if [text.removesuffix("\r") for text in old] == new:
         console.print("its line endings are not those that were generated (CRLF for LF)")
         return

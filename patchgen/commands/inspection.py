@@ -10,11 +10,11 @@ from rich.markup import escape
 from rich.syntax import Syntax
 from rich.table import Table
 
-from patchgen import emit, model_configs, pipeline, source, upstream
+from patchgen import emit, model_configs, own, pipeline, source, upstream
 from patchgen.anatomy import Role, study
-from patchgen.commands.console import console, print_diff
+from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, UpstreamNotFound
-from patchgen.passes import PASSES, default_pipeline, pass_named
+from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Pass
 from patchgen.passes.prune import default_roots
 from patchgen.pipeline import Generated
@@ -41,7 +41,7 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
     """A pass, a model, or the list of passes."""
     if subject is None:
         table = Table("pass", "purpose")
-        for kind in PASSES:
+        for kind in all_passes():
             table.add_row(kind.name, kind.purpose)
         console.print(table)
         return
@@ -52,7 +52,7 @@ def explain(subject: str | None, version: str | None, path: Path | None) -> None
     try:
         generated = pipeline.generate(upstream.load(subject, version, path))
     except UpstreamNotFound as error:
-        nearest = difflib.get_close_matches(subject, [kind.name for kind in PASSES], n=3)
+        nearest = difflib.get_close_matches(subject, [kind.name for kind in all_passes()], n=3)
         raise UpstreamNotFound(
             f"'{subject}' is neither a pass (nearest: {', '.join(nearest) or 'none'}) nor a model. {error}"
         ) from error
@@ -125,12 +125,14 @@ def new(model: str, version: str | None, path: Path | None, *, force: bool) -> N
     """Writes the draft of a config file."""
     if not model.isidentifier():
         raise ConfigError(f"'{model}' cannot name a Python file. Use the folder's name under transformers/models.")
-    target = Path(model_configs.__file__).parent / f"{model}.py"
+    own.require_place(model_configs.folder(), "The config")
+    target = model_configs.folder() / f"{model}.py"
     if target.exists() and not force:
-        raise ConfigError(f"patchgen/model_configs/{model}.py exists. Edit it, or give --force to start over.")
+        raise ConfigError(f"{shown(target)} exists. Edit it, or give --force to start over.")
     generated = pipeline.generate(upstream.load(model, version, path), model_configs.ModelConfig(model=model))
     heads = [name for name, info in generated.anatomy.classes.items() if Role.HEAD in info.roles]
     original = source.parse(generated.upstream.text, generated.upstream.path)
     roots = default_roots(original, generated.anatomy)
+    target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(render("model_config.jinja", model=model, roots=roots), encoding="utf-8")
-    console.print(f"wrote patchgen/model_configs/{model}.py. Heads of the file: {', '.join(heads)}.")
+    console.print(f"wrote {shown(target)}. Heads of the file: {', '.join(heads)}.")

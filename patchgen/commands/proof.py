@@ -93,14 +93,22 @@ def _subjects(
     """The models that a command is about: the one in a directory, those that are named, or that of the code."""
     if directory is not None:
         return [_in_directory(models, directory, code, every=every)]
-    own = None if every else checkpoints.register(code, generated)
-    if own is not None and set(models) <= {own.generated.name, *own.generated.model_types}:
+    own = checkpoints.register(code, generated)
+    if own is not None and not every and set(models) <= {own.generated.name, *own.generated.model_types}:
         return [own.generated]
+    root = Path(generated) if generated is not None else provenance.generated_root()
+    found = [_generated_model(name, root) for name in named(models, every=every)]
+    return [own.generated if own is not None and one.name == own.generated.name else one for one in found]
 
+
+def _generated_model(name: str, root: Path) -> GeneratedModel:
+    """The model of that name in a folder, else in this installation."""
     from patchgen.runtime import registry
 
+    with contextlib.suppress(registry.UnknownModelError):
+        return registry.find_model(name, root)
     try:
-        return [registry.find_model(name) for name in named(models, every=every)]
+        return registry.find_model(name)
     except registry.UnknownModelError as error:
         raise UpstreamNotFound(str(error)) from error
 
@@ -112,11 +120,10 @@ def _in_directory(models: list[str], directory: Path, code: str | None, *, every
     if models and models[0] not in (record["model"], *record["model_types"]):
         raise ConfigError(f"--directory {directory} holds '{record['model']}', and '{models[0]}' was named.")
 
-    from patchgen.runtime import registry
-    from patchgen.runtime.train import project
+    from patchgen.runtime import project, registry
 
     found = registry.read_model(directory.resolve())
-    code = code or project.code(Path()).get("code")
+    code = code or project.code().get("code")
     if not found.is_own or code is None:
         return found
     own = checkpoints.register(code, str(directory.parent))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from patchgen import own
 from patchgen.errors import ConfigError
 from patchgen.passes.hand_edits import Edit
 
@@ -47,14 +47,30 @@ class ModelConfig:
 
 def config_for(model: str) -> ModelConfig:
     """The config of a model; the default one where there is no file. An error inside a config file is not hidden."""
-    module_name = f"{__name__}.{model}"
-    if not model.isidentifier() or importlib.util.find_spec(module_name) is None:
+    file = file_of(model)
+    if not model.isidentifier() or not file.is_file():
         return ModelConfig(model=model)
-    config = getattr(importlib.import_module(module_name), "CONFIG", None)
+    config = getattr(own.load(file), "CONFIG", None)
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"{module_name.replace('.', '/')}.py must define CONFIG = ModelConfig(...).")
+        raise ConfigError(f"{shown_file(model)} must define CONFIG = ModelConfig(...).")
     if config.model != model:
-        raise ConfigError(
-            f"{module_name.replace('.', '/')}.py is for '{model}', but its CONFIG says '{config.model}'."
-        )
+        raise ConfigError(f"{shown_file(model)} is for '{model}', but its CONFIG says '{config.model}'.")
     return config
+
+
+def folder() -> Path:
+    """Where new configs go: the folder that the project names, else this package."""
+    project = own.present()
+    return project.path(project.configs) if project is not None and project.configs else Path(__file__).parent
+
+
+def file_of(model: str) -> Path:
+    """The config file of a model: the project's, else that of this package; whether there is one or not."""
+    file = folder() / f"{model}.py"
+    return file if file.is_file() else Path(__file__).parent / file.name
+
+
+def shown_file(model: str) -> str:
+    """Where the config of a model stands, or would stand if it had one, as the user finds it."""
+    file = file_of(model) if file_of(model).is_file() else folder() / f"{model}.py"
+    return f"patchgen/model_configs/{model}.py" if file.parent == Path(__file__).parent else str(file)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from patchgen import own
 from patchgen.passes.absolute_imports import AbsoluteImports
 from patchgen.passes.attention_kwargs import AttentionKwargs
 from patchgen.passes.audio_sp import AudioSP
@@ -71,9 +72,14 @@ def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
         HandEdits: (config.edits,),
         Prune: (config.roots,),
     }
-    passes = [kind(*arguments.get(kind, ())) for kind in PASSES if kind is not HostSyncLint]
-    return (*passes, HostSyncLint(config.allow_sync, strict=config.strict_sync))
+    lint = HostSyncLint(config.allow_sync, strict=config.strict_sync)
+    return tuple(lint if kind is HostSyncLint else kind(*arguments.get(kind, ())) for kind in all_passes())
+
+
+def all_passes() -> tuple[type[Pass], ...]:
+    """The passes, and those of the project, in the order in which they run."""
+    return own.with_own(PASSES)
 
 
 def pass_named(name: str) -> type[Pass] | None:
-    return next((kind for kind in PASSES if kind.name == name), None)
+    return next((kind for kind in all_passes() if kind.name == name), None)

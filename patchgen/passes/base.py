@@ -8,8 +8,10 @@ rewritten and for signs of sites where there were none. Nothing is silently inac
 from __future__ import annotations
 
 import abc
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
@@ -98,6 +100,7 @@ class Pass(abc.ABC):
     name: ClassVar[str]
     purpose: ClassVar[str]
     expects: ClassVar[str]  # in words, shown by `patchgen explain`
+    before: ClassVar[str] = "host_sync_lint"  # the pass that one of a project runs before
     EXAMPLES: ClassVar[tuple[Example, ...]] = ()
 
     @property
@@ -206,7 +209,13 @@ class SitePass(Pass):
 
     def _way_out(self) -> str:
         config = f'`expect={{"{self.name}": Expect(0, reason="...")}}`'
-        return f"  ways out mend the pass ({type(self).__module__.replace('.', '/')}.py), or state in the model's config {config}."
+        return f"  ways out mend the pass ({_shown_file(type(self))}), or state in the model's config {config}."
+
+
+def _shown_file(kind: type[Pass]) -> str:
+    """Where a pass stands: in this package, or in the folder of a project."""
+    file, package = Path(inspect.getfile(kind)), Path(__file__).parents[2]
+    return str(file.relative_to(package)) if file.is_relative_to(package) else str(file)
 
 
 def site_of(info: ClassInfo, why: str, member: str = "") -> Site:

@@ -48,6 +48,7 @@ class Architecture:
     folder: Path
     generated: registry.GeneratedModel
     heads: tuple[type[PreTrainedModel], ...]
+    root: Path | None = None  # model.generated, whose other models go before those of the installation
 
     @property
     def names(self) -> str:
@@ -58,11 +59,33 @@ class Architecture:
         """The generated head of a config: the one that it names, else the first that takes its class."""
         taking = [head for head in self.heads if head.config_class is type(config)]
         named = [head for head in taking if head.__name__ in (config.architectures or ())]
-        return next(iter(named or taking), None)
+        return next(iter(named or taking), None) or (_head_in(self.root, config) if self.root else None)
 
 
-def register(model: ModelConfig) -> Architecture | None:
-    """Registers in this process what `model.code` names, once; None where a recipe names no code.
+@dataclass(frozen=True)
+class GeneratedFolder:
+    """The generated models of a project that has no code of its own: they go before those of the installation."""
+
+    root: Path
+
+    def head(self, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+        """The generated head of a config, if there is one in the folder."""
+        return _head_in(self.root, config)
+
+
+def _head_in(root: Path, config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    try:
+        return registry.find_head(config, directory=root)
+    except registry.UnknownModelError:
+        return None
+
+
+Heads = Architecture | GeneratedFolder | None
+"""What a recipe brings of its own: the heads that go before those of the installation."""
+
+
+def register(model: ModelConfig) -> Heads:
+    """Registers in this process what `model.code` names, once; None where a recipe names neither code nor a folder.
 
     Raises:
         RecipeError: there is no such folder or module, no generated model was made from it, or it cannot be imported.
@@ -77,13 +100,13 @@ def register(model: ModelConfig) -> Architecture | None:
         folder, module = _find(model.code)
         key = f"model.code = '{model.code}'"
     elif model.generated is not None:
-        raise RecipeError("model.generated says where the generated form of model.code lies, which is not given.")
+        return GeneratedFolder(_folder_of_models(model.generated))
     else:
         return None
     return _register(key, folder, module, model.generated)
 
 
-def prepare(recipe: Recipe) -> Architecture | None:
+def prepare(recipe: Recipe) -> Heads:
     """Registers in this process what a recipe brings of its own: its code, and the rules of its inputs.
 
     Raises:
@@ -112,7 +135,8 @@ def _register(key: str, folder: Path, module: str | None, root: str | None) -> A
         _imported(key, lambda: importlib.import_module(module), module)
     generated = _generated_from(key, folder, Path(root) if root is not None else None)
     loaded = _imported(key, generated.load, generated.file)
-    found = Architecture(folder, generated, tuple(getattr(loaded, name) for name in generated.heads))
+    heads = tuple(getattr(loaded, name) for name in generated.heads)
+    found = Architecture(folder, generated, heads, Path(root) if root is not None else None)
     _GENERATED.update(dict.fromkeys(found.heads, generated))
     _register_models(key, found, loaded)
     _register_processing(key, found, module)
@@ -176,9 +200,7 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
             f"{key}: {folder} holds neither modeling_*.py nor the provenance.json of a generated model; it holds "
             f"{', '.join(sorted(path.name for path in folder.iterdir())[:8]) or 'nothing'}."
         )
-    place = root or registry.installed_directory()
-    if not place.is_dir():
-        raise RecipeError(f"model.generated = '{root}' is no folder ({place.absolute()}).")
+    place = registry.installed_directory() if root is None else _folder_of_models(str(root))
     older = []
     for generated in registry.generated_models(place):
         record = json.loads((generated.directory / "provenance.json").read_text(encoding="utf-8"))
@@ -195,6 +217,12 @@ def _generated_from(key: str, folder: Path, root: Path | None) -> registry.Gener
         f"{key}: {'the' if older else 'no'} generated model in {place.resolve()} {told} "
         f"{', '.join(map(str, older or sources))}. Make it with `{_command(name, folder, root)}`."
     )
+
+
+def _folder_of_models(said: str) -> Path:
+    if not Path(said).is_dir():
+        raise RecipeError(f"model.generated = '{said}' is no folder ({Path(said).absolute()}).")
+    return Path(said)
 
 
 def _require_same_files(key: str, folder: Path, generated: registry.GeneratedModel, copied: dict[str, str]) -> None:

@@ -64,10 +64,11 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
                 "code in that folder; what trains is the file that `patchgen generate NAME --source FOLDER` makes of it."
             ) from error
         if (kind := _unknown_type(model.source)) is not None:
+            code = own if isinstance(own, architecture.Architecture) else None
             raise RecipeError(
                 f"model.source = '{model.source}': its config.json says model_type '{kind}', which transformers "
-                f"{transformers.__version__} does not know, and {'the code of the recipe' if own else 'no code'} "
-                f"{f'registers {own.names}' if own else 'is named'}. Name the folder with configuration_{kind}.py and "
+                f"{transformers.__version__} does not know, and {'the code of the recipe' if code else 'no code'} "
+                f"{f'registers {code.names}' if code else 'is named'}. Name the folder with configuration_{kind}.py and "
                 f"modeling_{kind}.py as model.code, and make the file that trains with `patchgen generate {kind} --source "
                 "FOLDER`."
             ) from error
@@ -205,11 +206,11 @@ def _classifier(
         raise RecipeError(f"objective.name = {objective}: {error}") from error
 
 
-def find_head(config: PreTrainedConfig, own: architecture.Architecture | None = None) -> type[PreTrainedModel]:
+def find_head(config: PreTrainedConfig, own: architecture.Heads = None) -> type[PreTrainedModel]:
     """The generated head of a config, or of the part of it that is trained (the thinker of an omni model).
 
     Args:
-        own: the code that the recipe names, whose heads come first.
+        own: the code or the folder of generated models that the recipe names, whose heads come first.
     """
     unknown = None
     for one in (config, *_sub_configs(config)):
@@ -223,7 +224,7 @@ def find_head(config: PreTrainedConfig, own: architecture.Architecture | None = 
 
 
 def find_head_and_config(
-    config: PreTrainedConfig, own: architecture.Architecture | None = None
+    config: PreTrainedConfig, own: architecture.Heads = None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """`find_head`, and the config, or the part of it, that this head takes."""
     head = find_head(config, own)

@@ -20,9 +20,9 @@ import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from patchgen.runtime import project
 from patchgen.runtime.data import DataConfig
 from patchgen.runtime.parallel.fields import FieldRule
-from patchgen.runtime.train import project
 from patchgen.runtime.train.nested import section_type, set_at
 from patchgen.runtime.train.sections import (
     STRICT,
@@ -135,7 +135,7 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
             raise RecipeError(f"--set {key}: {error.args[0]}") from error
     if isinstance(model := values.get("model"), dict) and not model.keys() & {"code", "trust_remote_code"}:
         try:
-            values["model"] = project.code(Path()) | model
+            values["model"] = project.code() | model
         except ValueError as error:
             raise RecipeError(str(error)) from error
     return from_dict(values, where=str(path))

@@ -27,7 +27,7 @@ class ModelConfig:
             default config.
         code: a folder or module with an architecture that transformers does not know (configuration_*.py, modeling_*.py,
             processing_*.py); each process registers its classes and `patchgen generate --source` has read it.
-        generated: the folder that `patchgen generate --output` wrote; null: the generated models of this installation.
+        generated: the folder that `patchgen generate` wrote to, whose models go before those of this installation.
         trust_remote_code: run the code that `source` itself brings, as `code`. Nothing else runs it.
         overrides: fields of the config that are replaced, nested like the config.
         weights: "auto": those in `source` if it holds any, else random; "random"; or a folder with weights.

@@ -200,4 +200,7 @@ def proof_holds(name: str, layout: str = IN_ONE_PROCESS, key: Mapping[str, str] 
     """Whether a committed model has a proof, of a layout on ranks if one is named, that holds; here and now, but for `key`."""
     key = key or present_key()
     proof = Committed(name).present_proofs.get(layout)
-    return proof is not None and proof.get("made_with") == made_with(key["rank_prover" if layout else "prover"], key)
+    wanted = made_with(key["rank_prover" if layout else "prover"], key)
+    made = proof.get("made_with", {}) if proof is not None else {}
+    # a machine that only checks may have no torch; which one a proof was made with is then not at issue
+    return proof is not None and all(made.get(name) == value for name, value in wanted.items() if value)

@@ -33,7 +33,7 @@ def model_sources(model_type: str, release: upstream.Release) -> str:
 
 def own_config(model_type: str) -> str:
     """The text of a model's own config; empty where it has none."""
-    path = Path(model_configs.__file__).parent / f"{model_type.replace('-', '_')}.py"
+    path = model_configs.file_of(model_type.replace("-", "_"))
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 

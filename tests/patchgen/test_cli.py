@@ -21,7 +21,7 @@ from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, Stale
 from patchgen.runtime.verify import source_keys
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
-COMMANDS += ("mutate", "export", "merge", "convert", "fingerprint", "train", "data", "doctor")
+COMMANDS += ("mutate", "export", "merge", "convert", "fingerprint", "train", "data", "doctor", "init", "report")
 MODEL = "qwen3"
 
 

@@ -176,7 +176,12 @@ def test_output_is_the_same_in_every_process_and_needs_no_torch():
     assert first == second
     torch, runtime = first.splitlines()[-2:]
     assert torch == "[]"
-    hashes = ["patchgen.runtime", "patchgen.runtime.verify", "patchgen.runtime.verify.source_closure"]
+    hashes = [
+        "patchgen.runtime",
+        "patchgen.runtime.project",
+        "patchgen.runtime.verify",
+        "patchgen.runtime.verify.source_closure",
+    ]
     assert runtime == str(hashes)  # which need the standard library alone
 
 

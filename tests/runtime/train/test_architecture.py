@@ -13,6 +13,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+from patchgen import provenance
 from patchgen.commands import checkpoints, generation, proof
 from patchgen.errors import ConfigError, UpstreamNotFound
 from patchgen.runtime.parallel import fields
@@ -111,7 +112,9 @@ def test_a_project_names_it_once(made, tmp_path, monkeypatch):
         "what a recipe says goes first"
     )
     Path("pyproject.toml").write_text("[tool.patchgen]\ncodes = 1\n")
-    with pytest.raises(RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the texts code and generated, not"):
+    with pytest.raises(
+        RecipeError, match=r"pyproject.toml: .tool.patchgen. takes the texts generated, configs, code and .*not"
+    ):
         recipe.load(Path("mine.yaml"))
 
 
@@ -235,3 +238,18 @@ def test_verify_finds_the_model_of_the_project_or_of_the_command(made, tmp_path,
     assert [one.name for one in proof._subjects(["llama"], **nothing)] == ["llama"]
     with pytest.raises(UpstreamNotFound, match="no generated model 'latice_moe'"):
         proof._subjects(["latice_moe"], **nothing)
+
+
+def test_the_models_of_a_project_go_before_those_of_the_installation(tmp_path):
+    """Without code of its own: a recipe trains what the project generated, and ours where it generated nothing."""
+    installed = provenance.generated_root() / "llama"
+    shutil.copytree(installed, tmp_path / "generated" / "llama")
+    wanted = ModelConfig(source="llama", generated=str(tmp_path / "generated"))
+    head = model.find_head(model.read_config(wanted), architecture.register(wanted))
+    assert Path(sys.modules[head.__module__].__file__).parent == tmp_path / "generated" / "llama"
+    assert architecture.generated_of(head).directory == tmp_path / "generated" / "llama"
+    other = ModelConfig(source="qwen3", generated=str(tmp_path / "generated"))
+    head = model.find_head(model.read_config(other), architecture.register(other))
+    assert head.__module__.startswith("patchgen.generated_models.qwen3.")
+    with pytest.raises(RecipeError, match=r"model.generated = '.*nowhere' is no folder"):
+        architecture.register(ModelConfig(source="llama", generated=str(tmp_path / "nowhere")))

@@ -1,0 +1,76 @@
+"""report: pages for reviewers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.progress import track
+
+from patchgen import provenance
+from patchgen import upgrade as comparing
+from patchgen.commands.console import console, shown
+from patchgen.commands.generation import refuse_unknown
+from patchgen.errors import PatchgenError, UpstreamNotFound
+from patchgen.report import index, model, upgrade
+from patchgen.runtime.verify.committed_models import committed
+from patchgen.upgrade import releases
+
+FOLDER = Path("reports")
+
+
+def report(models: list[str], output: Path | None) -> None:
+    """Writes the page of each model and the index over all of them, or those of the models that are named.
+
+    Raises:
+        PatchgenError: a model that was named has no page; without names, the index says why.
+    """
+    names = _named(models)
+    folder = output or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = _pages(names, named=bool(models))
+    files = {folder / f"{name}.html": text for name, (text, _) in pages.items() if text}
+    if not models:
+        lines = [index.line(name, folder, why) for name, (_, why) in pages.items()]
+        files[folder / "index.html"] = index.page(lines)
+    provenance.write_whole(files)
+    for path in files:
+        console.print(f"  wrote {shown(path)}")
+
+
+def report_upgrade(models: list[str], to: str | None, output: Path | None) -> None:
+    """Writes the page of each model's move to another release, and the index over them.
+
+    Raises:
+        PatchgenError: a release, or the record of a model, cannot be read.
+    """
+    names = _named(models)
+    folder = output or FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    found = comparing.compare(names, to or releases.installed())
+    files = {folder / f"upgrade_{one.model}.html": upgrade.page(one) for one in found.models}
+    files[folder / "upgrade.html"] = upgrade.index(found)
+    provenance.write_whole(files)
+    for path in files:
+        console.print(f"  wrote {shown(path)}")
+
+
+def _named(models: list[str]) -> list[str]:
+    """The models that a command is about: those that are named, else all."""
+    refuse_unknown(models)
+    names = models or committed()
+    if not names:
+        raise UpstreamNotFound(f"There is no generated model in {shown(provenance.generated_root())}.")
+    return names
+
+
+def _pages(names: list[str], *, named: bool) -> dict[str, tuple[str, str]]:
+    """Model -> its page, and why it has none."""
+    found = {}
+    for name in track(names, "writing", console=console, disable=not console.is_terminal or len(names) == 1):
+        try:
+            found[name] = (model.page(name), "")
+        except PatchgenError as error:
+            if named:
+                raise
+            found[name] = ("", str(error))
+    return found

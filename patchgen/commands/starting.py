@@ -1,0 +1,39 @@
+"""init: a folder of one's own for configs, generated models and passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from patchgen import own, provenance
+from patchgen.commands.console import console, shown
+from patchgen.errors import ConfigError
+from patchgen.runtime import project
+from patchgen.templates import render
+
+GENERATED = "generated"
+FOLDERS = (GENERATED, "configs", "passes")
+
+
+def init(folder: Path) -> None:
+    """Writes `patchgen.toml`, its folders and `.gitattributes`.
+
+    Raises:
+        ConfigError: the folder has a project already, in this file or in its pyproject.toml.
+    """
+    present = own.present(folder)
+    if present is not None and present.folder == folder.absolute():
+        raise ConfigError(f"{present.file} says already where this project keeps its models. Edit it.")
+    attributes = render("gitattributes.jinja", generated=GENERATED)
+    files = {folder / project.FILE: render("patchgen_toml.jinja")}
+    # git keeps no empty folder, and a model that is looked for in one that is gone is an error
+    files |= {folder / name / ".gitkeep": "" for name in FOLDERS if not (folder / name).exists()}
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    kept = folder / ".gitattributes"
+    before = kept.read_text(encoding="utf-8") if kept.is_file() else ""
+    if attributes not in before:
+        files[kept] = before + ("\n" if before and not before.endswith("\n") else "") + attributes
+    provenance.write_whole(files)
+    for file in files:
+        console.print(f"  wrote {shown(file)}")
+    console.print("  next: patchgen generate MODEL")

@@ -1,0 +1,49 @@
+"""Python as HTML, a string per line, in few classes: a page of 4,000 lines has to open at once."""
+
+from __future__ import annotations
+
+from markupsafe import escape
+from pygments.lexers import PythonLexer
+from pygments.token import Comment, Keyword, Name, Number, Operator, String, _TokenType
+
+CLASSES: dict[_TokenType, str] = {
+    Keyword: "k",
+    Operator.Word: "k",
+    String: "s",
+    Comment: "c",
+    Number: "m",
+    Name.Function: "f",
+    Name.Class: "f",
+    Name.Decorator: "d",
+    Name.Builtin: "b",
+}
+
+
+def highlighted(text: str) -> list[str]:
+    """HTML of each line, without its end; lines are those of `lines.lines_of`."""
+    if not text:
+        return []
+    lines: list[list[str]] = [[]]
+    for token, value in PythonLexer(stripnl=False, ensurenl=False).get_tokens(text.removesuffix("\n")):
+        kind = _class_of(token)
+        for number, part in enumerate(value.split("\n")):
+            if number:
+                lines.append([])
+            if part:
+                html = str(escape(part))
+                lines[-1].append(f'<i class="{kind}">{html}</i>' if kind and part.strip() else html)
+    return ["".join(parts) for parts in lines]
+
+
+def struck(line: str) -> str:
+    """The HTML of a line that is gone; its indentation is not struck through."""
+    rest = line.lstrip(" ")
+    return f"{line[: len(line) - len(rest)]}<s>{rest}</s>" if rest else line
+
+
+def _class_of(token: _TokenType) -> str:
+    while token is not None:
+        if token in CLASSES:
+            return CLASSES[token]
+        token = token.parent
+    return ""

@@ -1,0 +1,165 @@
+"""Aligned lines as HTML, in sections that a browser lays out when they come into view, and the sites among them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
+
+from markupsafe import Markup, escape
+
+from patchgen.report.highlight import highlighted, struck
+from patchgen.report.lines import FINISH, Row
+
+PRUNE = "prune"
+PLUMBING = (PRUNE, "absolute_imports", FINISH)
+"""What changes in every file: shown, but no site to stop at."""
+SECTION_ROWS = 48
+Cell = tuple[int, str]
+"""A line's number (0: none there) and who changed it."""
+
+
+@dataclass
+class Site:
+    """Neighbouring lines that passes changed."""
+
+    key: str  # of its place in the page
+    symbol: str
+    line: int  # in the generated file, else in upstream's
+    passes: list[str]
+
+
+@dataclass
+class Code:
+    """The two files as HTML.
+
+    Attributes:
+        places: `Class.method` -> the key of the line where its definition begins; the generated file's before upstream's.
+    """
+
+    html: Markup
+    sites: list[Site] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def symbols(text: str) -> list[tuple[int, int, str]]:
+    """First line, last line and name of each class, method and function, the outer ones first."""
+    found = []
+
+    def enter(node: ast.AST, owner: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                name = f"{owner}{child.name}"
+                start = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+                found.append((start, child.end_lineno, name))
+                if isinstance(child, ast.ClassDef):
+                    enter(child, f"{name}.")
+
+    enter(ast.parse(text), "")
+    return found
+
+
+def side_by_side(rows: Sequence[Row], left: str, right: str, hues: Mapping[str, int]) -> Code:
+    """The page's code, from rows as `lines.follow` gives them.
+
+    Args:
+        hues: pass -> its colour.
+    """
+    scribe = _Scribe(highlighted(left), highlighted(right), symbols(left), symbols(right), hues)
+    parts = []
+    for kind, group in groupby(rows, key=_kind):
+        found = list(group)
+        write = {"same": scribe.same, "dropped": scribe.dropped, "changed": scribe.changed}[kind]
+        parts += write(found)
+    return Code(Markup("".join(parts)), scribe.sites, scribe.places())
+
+
+def _kind(row: Row) -> str:
+    if row.by == PRUNE and not row.right:
+        return "dropped"
+    return "changed" if row.by else "same"
+
+
+class _Scribe:
+    """Writes sections, and notes what can be jumped to."""
+
+    def __init__(
+        self,
+        left: list[str],
+        right: list[str],
+        left_symbols: list[tuple[int, int, str]],
+        right_symbols: list[tuple[int, int, str]],
+        hues: Mapping[str, int],
+    ) -> None:
+        self._left, self._right, self._hues = left, right, hues
+        self._left_symbols, self._right_symbols = left_symbols, right_symbols
+        self._starts = {start for start, _, _ in right_symbols}, {start for start, _, _ in left_symbols}
+        self.sites: list[Site] = []
+
+    def places(self) -> dict[str, str]:
+        upstream = {name: f"L{start}" for start, _, name in self._left_symbols}
+        return upstream | {name: f"R{start}" for start, _, name in self._right_symbols}
+
+    def same(self, rows: list[Row]) -> Iterator[str]:
+        cells = [((row.left, ""), (row.right, "")) for row in rows]
+        for start in range(0, len(cells), SECTION_ROWS):
+            yield self._section(cells[start : start + SECTION_ROWS])
+
+    def dropped(self, rows: list[Row]) -> Iterator[str]:
+        lines = [(row.left, "") for row in rows]
+        names = [
+            name for start, _, name in self._left_symbols if lines[0][0] <= start <= lines[-1][0] and "." not in name
+        ]
+        told = ", ".join(names) or "upstream's lines"
+        body = "".join(
+            self._section([(one, (0, "")) for one in lines[start : start + SECTION_ROWS]])
+            for start in range(0, len(lines), SECTION_ROWS)
+        )
+        yield f'<details class="gone"><summary>{escape(told)}: {len(lines)} lines dropped, not reached</summary>{body}</details>'
+
+    def changed(self, rows: list[Row]) -> Iterator[str]:
+        cells = list(
+            zip_longest(
+                [(row.left, row.by) for row in rows if row.left],
+                [(row.right, row.by) for row in rows if row.right],
+                fillvalue=(0, ""),
+            )
+        )
+        passes = [name for name in dict.fromkeys(row.by for row in rows) if name not in PLUMBING]
+        if not passes:
+            yield self._section(cells)
+            return
+        key = f"s{len(self.sites)}"
+        line, table = next(
+            ((row.right, self._right_symbols) for row in rows if row.right), (rows[0].left, self._left_symbols)
+        )
+        symbol = next((name for start, end, name in reversed(table) if start <= line <= end), "the file")
+        self.sites.append(Site(key, symbol, line, passes))
+        told = escape(f"{', '.join(passes)}: {symbol}")
+        hue = self._hues.get(passes[0], 0)
+        yield f'<div class="site" id="{key}" data-site="{told}" style="--h:{hue}">{self._section(cells)}</div>'
+
+    def _section(self, cells: list[tuple[Cell, Cell]]) -> str:
+        rows = "".join(self._row(left, right) for left, right in cells)
+        return f'<section style="--n:{len(cells)}">{rows}</section>'
+
+    def _row(self, left: Cell, right: Cell) -> str:
+        anchor = ""
+        if right[0] in self._starts[0]:
+            anchor = f' id="R{right[0]}"'
+        elif left[0] in self._starts[1] and not right[0]:
+            anchor = f' id="L{left[0]}"'
+        changed = " x" if left[1] or right[1] else "" if right[0] else " o"
+        old, new = self._cell(left, self._left, "l"), self._cell(right, self._right, "g")
+        return f'<div class="r{changed}"{anchor}>{old}{new}</div>'
+
+    def _cell(self, cell: Cell, lines: list[str], side: str) -> str:
+        number, by = cell
+        if not number:
+            return f'<b></b><pre class="{side} e"></pre>'
+        if not by:
+            return f'<b>{number}</b><pre class="{side}">{lines[number - 1]}</pre>'
+        shown = struck(lines[number - 1]) if side == "l" else lines[number - 1]
+        hue, plain = self._hues.get(by, 0), " q" if by in PLUMBING else ""
+        return f'<b>{number}</b><pre class="{side} w{plain}" style="--h:{hue}" title="{escape(by)}">{shown}</pre>'
