@@ -273,13 +273,13 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
         if size == 1:
             return used.function(q, k, v, request).contiguous(), None
-        if hasattr(sink_logits, "full_tensor"):
+        if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             return used.function(q, k, v, replace(request, sinks=sinks))
 
-        out = sequence.attend_over_heads(q, k, v, sink_logits, attend, state, where=where)
+        out = sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where)
         return out.contiguous(), None
 
     return forward
