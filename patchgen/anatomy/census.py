@@ -263,9 +263,7 @@ class _Code(ast.NodeVisitor):
     def _got(self, node: ast.AST) -> ast.AST:
         """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
         match node:
-            case ast.Call(args=[owner, ast.Constant(value=name), *_]) if (
-                self._resolved(node.func) == "builtins.getattr"
-            ):
+            case ast.Call(called, [owner, ast.Constant(name), *_]) if self._resolved(called) == "builtins.getattr":
                 return ast.Attribute(owner, name, ast.Load())
         return node
 
