@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
-from patchgen.upgrade.reach import File, Library, Place, exported, is_config
+from patchgen.upgrade.reach import File, Library, Place, exported, is_config, read_file
 from patchgen.upgrade.symbols import Symbol
 from patchgen.upstream import Upstream
 
@@ -14,7 +14,8 @@ from patchgen.upstream import Upstream
 def drift_of_helpers(
     before: Library, after: Library, old: Upstream, new: Upstream, kept: tuple[set[str], set[str]]
 ) -> list[Site]:
-    """Symbols of configurations and imported files that the kept code leads to and that are not what they were.
+    """Symbols of configurations and imported files that the kept code leads to and that are not what they were; and names
+    that imports bind to something else.
 
     Args:
         kept: the classes and functions of the modeling file that count, in the old file and in the new one.
@@ -37,7 +38,9 @@ def drift_of_helpers(
         if a is None and not is_config(place[0]) and "." not in place[1]:
             continue  # new code is led to by code that changed
         found.append(_site(place, a, b, before, after, _way(place, reached)))
-    return sorted(found, key=lambda site: (site.place != "config", site.reason.count("->"), site.file, site.symbol))
+    found += _rebound_names(before, after, old, new, reached, kept)
+    order = ("model", "config", "helper")
+    return sorted(found, key=lambda site: (order.index(site.place), site.reason.count("->"), site.file, site.symbol))
 
 
 def _inside(upstream: Upstream) -> str:
@@ -90,6 +93,7 @@ def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
 def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library, way: str) -> Site:
     path, name = place
     kind = "added" if a is None else "gone" if b is None else "changed"
+    whole = kind != "changed"
     reason = f"the file's configuration: {way}" if is_config(path) else f"the file leads to it: {way}"
     return Site(
         place="config" if is_config(path) else "helper",
@@ -99,11 +103,63 @@ def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, aft
         passes=(),
         verdict=REVIEW,
         reason=reason,
-        old_upstream=a.text(before.file(path).text) if a else "",
-        new_upstream=b.text(after.file(path).text) if b else "",
+        old_upstream=a.text(before.file(path).text, whole=whole) if a else "",
+        new_upstream=b.text(after.file(path).text, whole=whole) if b else "",
         old_line=a.line if a else 0,
         new_line=b.line if b else 0,
     )
+
+
+def _rebound_names(
+    before: Library,
+    after: Library,
+    old: Upstream,
+    new: Upstream,
+    reached: list[dict[Place, Place | None]],
+    kept: tuple[set[str], set[str]],
+) -> Iterator[Site]:
+    """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
+    own = [read_file(_inside(upstream), upstream.text) for upstream in (old, new)]
+    yield from _rebound(*own, kept[0] & kept[1], "model", new.path, before, after)
+    owners: dict[str, set[str]] = {}
+    for path, name in reached[0].keys() & reached[1].keys():
+        owners.setdefault(path, set()).add(name.partition(".")[0])
+    for path in sorted(owners):
+        files, place = (before.file(path), after.file(path)), "config" if is_config(path) else "helper"
+        if files[0] is not files[1]:
+            yield from _rebound(*files, owners[path], place, f"transformers/{path}", before, after)
+
+
+def _rebound(
+    a: File, b: File, owners: set[str], place: str, shown: str, before: Library, after: Library
+) -> Iterator[Site]:
+    origins = (a.names.origins, b.names.origins)
+    for name in sorted(origins[0].keys() & origins[1].keys()):
+        old, new = (set(one[name]) for one in origins)
+        if old == new or _is_same_elsewhere(old, new, before, after) or not _is_read(name, b, owners):
+            continue
+        texts = [", ".join(sorted(one)) for one in (old, new)]
+        words = f"the code that reads {name} is as it was, and an import binds it to something else"
+        sources = [f"{name}: {text}" for text in texts]
+        yield Site(place, "changed", shown, name, (), REVIEW, words, *sources)
+
+
+def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
+    """Whether what names stand for only moved to another file."""
+    found = []
+    for library, names in ((before, old), (after, new)):
+        places = [library.locate(name) for name in names]
+        symbols = [_symbol(library, (one[0], one[1][0])) if one and one[1] else None for one in places]
+        found.append(
+            {(name.rpartition(".")[2], one.form if one else name) for name, one in zip(names, symbols, strict=True)}
+        )
+    return found[0] == found[1]
+
+
+def _is_read(name: str, file: File, owners: set[str]) -> bool:
+    symbols = (symbol for key, symbol in file.symbols.items() if key.partition(".")[0] in owners)
+    nodes = (child for symbol in symbols for node in symbol.nodes for child in ast.walk(node))
+    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
 
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
