@@ -119,29 +119,28 @@ def _rebound_names(
     kept: tuple[set[str], set[str]],
 ) -> Iterator[Site]:
     """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
+    words = "the code that reads it is as it was, and an import binds it to something else"
     own = [read_file(_inside(upstream), upstream.text) for upstream in (old, new)]
-    yield from _rebound(*own, kept[0] & kept[1], "model", new.path, before, after)
-    owners: dict[str, set[str]] = {}
-    for path, name in reached[0].keys() & reached[1].keys():
-        owners.setdefault(path, set()).add(name.partition(".")[0])
-    for path in sorted(owners):
+    for name, texts in _rebound(*own, before, after):
+        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, own[1])):
+            yield Site("model", "changed", new.path, name, (), REVIEW, words, *texts)
+    for path in sorted({path for path, _ in reached[0].keys() & reached[1].keys()}):
         files, place = (before.file(path), after.file(path)), "config" if is_config(path) else "helper"
-        if files[0] is not files[1]:
-            yield from _rebound(*files, owners[path], place, f"transformers/{path}", before, after)
+        for name, texts in _rebound(*files, before, after) if files[0] is not files[1] else ():
+            readers = [(path, reader) for reader in _readers(name, files[1])]
+            ways = [_way(one, reached) for one in readers if one in reached[0] and one in reached[1]]
+            if ways:
+                way = min(ways, key=lambda one: one.count("->"))
+                reason = f"{words}; the file leads to it: {way} -> {name}"
+                yield Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
 
 
-def _rebound(
-    a: File, b: File, owners: set[str], place: str, shown: str, before: Library, after: Library
-) -> Iterator[Site]:
-    origins = (a.names.origins, b.names.origins)
-    for name in sorted(origins[0].keys() & origins[1].keys()):
-        old, new = (set(one[name]) for one in origins)
-        if old == new or _is_same_elsewhere(old, new, before, after) or not _is_read(name, b, owners):
-            continue
-        texts = [", ".join(sorted(one)) for one in (old, new)]
-        words = f"the code that reads {name} is as it was, and an import binds it to something else"
-        sources = [f"{name}: {text}" for text in texts]
-        yield Site(place, "changed", shown, name, (), REVIEW, words, *sources)
+def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, list[str]]]:
+    """Name -> what imports bound it to, then and now."""
+    for name in sorted(a.names.origins.keys() & b.names.origins.keys()):
+        old, new = (set(file.names.origins[name]) for file in (a, b))
+        if old != new and not _is_same_elsewhere(old, new, before, after):
+            yield name, [f"{name}: {', '.join(sorted(one))}" for one in (old, new)]
 
 
 def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
@@ -156,10 +155,13 @@ def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Lib
     return found[0] == found[1]
 
 
-def _is_read(name: str, file: File, owners: set[str]) -> bool:
-    symbols = (symbol for key, symbol in file.symbols.items() if key.partition(".")[0] in owners)
-    nodes = (child for symbol in symbols for node in symbol.nodes for child in ast.walk(node))
-    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
+def _readers(name: str, file: File) -> list[str]:
+    """The symbols of a file that read a name."""
+    return [
+        key
+        for key, symbol in file.symbols.items()
+        if any(isinstance(child, ast.Name) and child.id == name for node in symbol.nodes for child in ast.walk(node))
+    ]
 
 
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
