@@ -237,12 +237,11 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         state = parallel.current()
         size = state.sp if state is not None and not holds_whole(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-        sink_logits = s_aux if s_aux is not None else sinks
         request = Attention(
             causal=_is_causal(attention_mask, is_causal, module),
             scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
             softcap=softcap,
-            sinks=sink_logits,
+            sinks=_sinks(s_aux if s_aux is not None else sinks, heads=query.shape[1]),
             dropout=dropout,
             is_cross=q.shape[1] != k.shape[1],
             **_structure(attention_mask, sliding_window, cu_seq_lens_q, max_length_q, where=where),
@@ -274,13 +273,13 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
         if size == 1:
             return used.function(q, k, v, request).contiguous(), None
-        if hasattr(sink_logits, "full_tensor"):
+        if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
 
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             return used.function(q, k, v, replace(request, sinks=sinks))
 
-        out = sequence.attend_over_heads(q, k, v, sink_logits, attend, state, where=where)
+        out = sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where)
         return out.contiguous(), None
 
     return forward
@@ -296,6 +295,11 @@ def _for_call(asked: tuple[str, ...], device_type: str, head_size: int) -> str:
 _longest = PerTensor(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
 _total = PerTensor(lambda cu_seq_lens: int(cu_seq_lens[-1]))
 _asserted: PerTensor[set[int]] = PerTensor(lambda _cu_seq_lens: set())  # the totals that the device was told to check
+
+
+def _sinks(logits: Tensor | None, *, heads: int) -> Tensor | None:
+    """One for each head as `(N_q,)`, whatever shape the model keeps them in; those of each token stay as they are."""
+    return logits.reshape(-1) if logits is not None and logits.numel() == heads else logits
 
 
 def _is_causal(mask: object, asked: bool | None, module: nn.Module) -> bool:

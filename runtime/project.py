@@ -74,6 +74,27 @@ def code() -> dict[str, str]:
     return found
 
 
+_KNOWN: dict[Path, None] = {}
+"""Folders of generated models that recipes and options have named in this process."""
+
+
+def know(folder: Path) -> None:
+    """A folder of generated models that goes before the project's in this process: a recipe or an option names it."""
+    _KNOWN[folder.resolve()] = None
+
+
+def generated_folders() -> list[Path]:
+    """Where generated models of one's own lie: those that were named in this process, then the project's. The
+    installation's, which come last, are not among them.
+
+    Raises:
+        ValueError: see `find`.
+    """
+    said = code().get("generated")
+    named = [folder for folder in _KNOWN if folder.is_dir()]  # a folder for one run may be gone
+    return list(dict.fromkeys([*named, *([Path(said).resolve()] if said is not None else [])]))
+
+
 def _read_present(file: Path) -> Project | None:
     try:
         stat = file.stat()

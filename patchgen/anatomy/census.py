@@ -155,15 +155,16 @@ class _Walk:
             if ast.unparse(value) not in keys and not self._is_known(value, owner, where):
                 self.unread.setdefault(f"{owner}.{attribute}", f"{UNREAD}: {ast.unparse(value)}")
 
-    def _is_known(self, value: ast.expr, owner: str, where: ast.AST) -> bool:
-        """Whether names tell what is called where the value is."""
+    def _is_known(self, value: ast.expr, owner: str, where: ast.AST, open_names: frozenset[str] = frozenset()) -> bool:
+        """Whether names tell what is called where the value is; `open_names` are being asked: `act = wrap(act)`."""
         if own_attribute(value) is not None:
             self.called(owner, value.attr)
         if own_attribute(value) is not None or isinstance(value, ast.Constant | ast.Lambda):
             return True
         if isinstance(value, ast.Name) and value.id in _local(where):
             if bound := [n.value for n in ast.walk(where) if isinstance(n, ast.Assign) and value.id in stored(n)]:
-                return all(part is value or self._is_known(part, owner, where) for part in bound)
+                inside = open_names | {value.id}
+                return value.id in open_names or all(self._is_known(part, owner, where, inside) for part in bound)
             handed = self.anatomy.handed(owner, value)  # stands in another class
             return bool(handed) and all(self._is_known(part, owner, ast.Pass()) for part in handed)
         if isinstance(value, ast.Name | ast.Attribute):
@@ -171,7 +172,7 @@ class _Walk:
         holds = isinstance(value, ast.Call) and self.names.resolve(value.func, _local(where)) in HOLDERS
         found = [getattr(value, name, []) for name in (("args",) if holds else CALLED_PARTS)]
         parts = [part for one in found for part in (one if isinstance(one, list) else [one])]
-        return all(self._is_known(part, owner, where) for part in parts)
+        return all(self._is_known(part, owner, where, open_names) for part in parts)
 
     def name(self, name: str) -> None:
         """A name of the module: what imports bind to it, and the statements that define or change it."""
@@ -262,9 +263,7 @@ class _Code(ast.NodeVisitor):
     def _got(self, node: ast.AST) -> ast.AST:
         """`owner.name` for `getattr(owner, "name")`; other code, and a name that is computed, as it is."""
         match node:
-            case ast.Call(args=[owner, ast.Constant(value=name), *_]) if (
-                self._resolved(node.func) == "builtins.getattr"
-            ):
+            case ast.Call(called, [owner, ast.Constant(name), *_]) if self._resolved(called) == "builtins.getattr":
                 return ast.Attribute(owner, name, ast.Load())
         return node
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -16,11 +16,12 @@ class Build:
     owner: str
     attribute: str | None  # "layers" for `self.layers = nn.ModuleList([...])`; None for a local variable
     target: str | None  # a class of this file, or None when an Auto class decides at run time
-    config: str | None = None  # the config expression handed over, for example "config.text_config"
-    auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ... when the construction goes through one
     in_list: bool = False
     method: str = "__init__"
-    code: str = ""  # the call as source, for constructions through an Auto class
+    # For constructions through an Auto class:
+    auto_class: str | None = None  # "AutoModel", "AutoModelForCausalLM", ...
+    config: str | None = None  # the config expression handed over, for example "config.text_config"
+    code: str = ""  # the call as source
 
 
 @dataclass
@@ -79,12 +80,12 @@ def auto_builds(info: ClassInfo, resolve: Resolve) -> list[Build]:
             auto = auto_class(resolve(call.func.value)) if is_construction else ""
             if not auto:
                 continue
-            config = config_argument(call)
+            config = arguments(call, ("config",)).get("config")
             if isinstance(config, ast.Name):  # `text_config = config.get_text_config()` above the construction
                 config = aliases.get(config.id, config)
             source = ast.unparse(config) if config is not None else None
             code = ast.unparse(call)
-            found.append(Build(info.name, attribute, None, source, auto, in_list, method.name, code))
+            found.append(Build(info.name, attribute, None, in_list, method.name, auto, source, code))
     return found
 
 
@@ -93,10 +94,9 @@ AUTO_MODULES = ("transformers", "transformers.models.auto", "transformers.models
 LISTS = ("torch.nn.ModuleList", "torch.nn.ModuleDict", "torch.nn.Sequential")
 
 
-def config_argument(call: ast.Call) -> ast.expr | None:
-    """The config that a construction gets: the keyword `config`, else the first argument."""
-    by_keyword = next((keyword.value for keyword in call.keywords if keyword.arg == "config"), None)
-    return by_keyword or (call.args[0] if call.args else None)
+def arguments(call: ast.Call, names: Sequence[str]) -> dict[str | None, ast.expr]:
+    """Parameter -> what a call hands it, for a function with these parameters; `**kwargs` stands under None."""
+    return dict(zip(names, call.args, strict=False)) | {keyword.arg: keyword.value for keyword in call.keywords}
 
 
 def dotted(node: ast.AST) -> str:
@@ -111,6 +111,13 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Call):
         return dotted(node.func)
     return ""
+
+
+def base_name(node: ast.AST | None) -> str:
+    """`x` for the expression `x.y[0].z(1)`; "" where no name is at its base."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def calls(node: ast.AST) -> Iterator[ast.Call]:
@@ -211,6 +218,4 @@ def _builds(owner: str, init: FunctionNode, local_classes: Container[str], resol
         is_constructor = isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS
         target = resolve(call.func.value if is_constructor else call.func) or ""
         if target[:1] == "." and target[1:] in local_classes:
-            argument = config_argument(call)
-            config = ast.unparse(argument) if argument is not None else None
-            yield Build(owner, attribute, target[1:], config, in_list=in_list)
+            yield Build(owner, attribute, target[1:], in_list=in_list)

@@ -13,6 +13,7 @@ from patchgen.anatomy.classes import (
     Build,
     ClassInfo,
     FunctionNode,
+    arguments,
     auto_builds,
     calls,
     describe,
@@ -134,7 +135,7 @@ class Anatomy:
         found: list[ast.expr | ast.stmt] = []
         built = [(info, call) for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
         for info, call in ((i, c) for i, c in built if self.names.resolve(c.func) == f".{owner}"):
-            given = (dict(zip(names, call.args, strict=False)) | {k.arg: k.value for k in call.keywords}).get(base.id)
+            given = arguments(call, names).get(base.id)
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(ast.walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):

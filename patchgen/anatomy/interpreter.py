@@ -20,7 +20,7 @@ import ast
 import inspect
 from collections.abc import Callable, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import FunctionNode, arguments, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.operations import FUNCTIONS, METHODS, Operations, Term
@@ -156,7 +156,9 @@ class Interpreter:
         """Runs the body of a loop over experts for one of them; the name that it adds to, and what."""
         header = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
         target, experts = loop.target, ("number",)
-        if isinstance(target, ast.Tuple) and len(target.elts) == 2 and self._is_enumerated(loop.iter):
+        is_counted = isinstance(loop.iter, ast.Call) and self._resolve(loop.iter.func) == "builtins.enumerate"
+        counted = [own_attribute(arg) for arg in loop.iter.args] if is_counted and self._experts else []
+        if isinstance(target, ast.Tuple) and len(target.elts) == 2 and counted == [self._experts]:
             target, module = target.elts
             self.values[module.id] = ("module",)
         else:
@@ -174,14 +176,6 @@ class Interpreter:
         if carried - {self.sum[0]}:
             raise Missed(f"a loop that leaves {', '.join(sorted(carried - {self.sum[0]}))} as it is", loop)
         return self.sum
-
-    def _is_enumerated(self, node: ast.expr) -> bool:
-        return (
-            isinstance(node, ast.Call)
-            and self._resolve(node.func) == "builtins.enumerate"
-            and bool(self._experts)
-            and [own_attribute(arg) for arg in node.args] == [self._experts]
-        )
 
     def _resolve(self, node: ast.expr) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
@@ -301,7 +295,7 @@ class Interpreter:
         args = function.args
         is_plain = not (args.vararg or args.kwarg or args.defaults or args.kw_defaults or function.decorator_list)
         names = parameter_names(function)
-        given = dict(zip(names, node.args, strict=False)) | {k.arg: k.value for k in node.keywords}
+        given = arguments(node, names)
         if not is_plain or self._depth >= MAX_DEPTH or len(node.args) > len(names) or set(given) != set(names):
             return None
         values = {name: self.value(argument) for name, argument in given.items()}

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, loaded, stored, targets
+from patchgen.anatomy.classes import FunctionNode, arguments, loaded, stored, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -159,11 +159,8 @@ class LossTerms:
                 return []
             case ast.IfExp(test, left, right):
                 body, orelse = self._handed(left), self._handed(right)
-                asked = {
-                    f"{name} is not None"
-                    for name, kind in [*self._kinds.items(), (self._labels, LOSS)]
-                    if kind == LOSS
-                }
+                names = [self._labels, *(name for name, kind in self._kinds.items() if kind == LOSS)]
+                asked = {f"{name} is not None" for name in names}
                 is_known = body is not None and (orelse is not None or ast.unparse(test) in asked)
                 return [*body, *(orelse or ())] if is_known else None
             case ast.BinOp(left, ast.Add()):
@@ -171,8 +168,7 @@ class LossTerms:
             case ast.Tuple([first, *_]):
                 return [first]
             case ast.Call() if self.is_result(value):
-                given = {keyword.arg: keyword.value for keyword in value.keywords}
-                return [given.get("loss", value.args[0] if value.args else ast.Constant(None))]
+                return [arguments(value, ("loss",)).get("loss", ast.Constant(None))]
         return None
 
     def _is_made_of_it(self, node: ast.AST) -> bool:
@@ -237,9 +233,7 @@ def _flags(forward: FunctionNode) -> set[str]:
     """The parameters that may be bools, and that stay what callers handed in, or the config's."""
     given = (*forward.args.args, *forward.args.kwonlyargs)
     flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
-    kept = [
-        node for node in ast.walk(forward) if isinstance(node, ast.Assign) and DEFAULT.fullmatch(ast.unparse(node))
-    ]
+    kept = [n for n in ast.walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
     bound = stored(forward)
     return {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
 

@@ -114,9 +114,8 @@ def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
     if first is None or second is None:
         return False
-    calls_it = ast.parse(
-        f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)"
-    ).body[0]
+    code = f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)"
+    calls_it = ast.parse(code).body[0]
     is_usual = len(parameter_names(first[1])) == len(parameter_names(second[1])) == 2
     return is_usual and _computed(second[1]) in (_computed(first[1]), _computed(calls_it))
 

@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, dotted, stored
+from patchgen.anatomy.classes import FunctionNode, base_name, stored
 from patchgen.source import bound_names
 
 
@@ -37,17 +37,16 @@ class Names:
                 self.origins.setdefault(name, []).append(meaning)
         self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
         for statement in nodes:
-            for name, meaning in self._bindings(statement, base_of):
+            for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
         everything = [node for statement in nodes for node in ast.walk(statement)]
         for function in (node for node in everything if isinstance(node, FunctionNode)):
-            self._mark_local(function, base_of)
+            self._mark_local(function)
         for node in everything:
             for name in node.names if isinstance(node, ast.Global) else ():
                 self._known[name] = None
         attributes = [node for node in everything if isinstance(node, ast.Attribute)]
-        changed = [self.resolve(node) for node in attributes if isinstance(node.ctx, ast.Store | ast.Del)]
-        self._patched = set(filter(None, changed))
+        self._patched = {self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)} - {None}
 
     def imported(self) -> dict[str, str]:
         """Name -> what it stands for, of what the file imports."""
@@ -80,30 +79,29 @@ class Names:
     def imports(self, statement: ast.AST) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of an import statement wherever it is written; nothing for other statements."""
         if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield from self._bindings(statement, self._base_of)
+            yield from self._bindings(statement)
 
-    def _mark_local(self, function: FunctionNode, base_of: Callable[[int], list[str]]) -> None:
+    def _mark_local(self, function: FunctionNode) -> None:
         """Notes on the names in a function what its own import says that they are; None on others that it binds."""
         inside = [node for statement in function.body for node in ast.walk(statement)]
-        imports = [node for node in inside if isinstance(node, ast.Import | ast.ImportFrom)]
-        imported = dict(binding for node in imports for binding in self._bindings(node, base_of))
+        imported = dict(binding for node in inside for binding in self.imports(node))
         local = dict.fromkeys(local_names(function)) | imported | dict.fromkeys(stored(function))
         for node in inside:
             if isinstance(node, ast.Name) and node.id in local:
                 node.meaning = local[node.id]
 
-    def _bindings(self, statement: ast.stmt, base_of: Callable[[int], list[str]]) -> Iterator[tuple[str, str]]:
+    def _bindings(self, statement: ast.stmt) -> Iterator[tuple[str, str]]:
         """Name -> what it stands for, of everything that a statement of the module binds."""
         if isinstance(statement, ast.Import):
             for alias in statement.names:
                 first = alias.name.split(".")[0]
                 yield alias.asname or first, alias.name if alias.asname else first
         elif isinstance(statement, ast.ImportFrom):
-            base = base_of(statement.level) if statement.level else []
+            base = self._base_of(statement.level) if statement.level else []
             for alias in statement.names:
                 yield alias.asname or alias.name, ".".join([*base, *filter(None, [statement.module]), alias.name])
         elif isinstance(statement, ast.If | ast.Try | ast.For | ast.While | ast.With):
-            inside = [binding for leaf in _leaves([statement]) for binding in self._bindings(leaf, base_of)]
+            inside = [binding for leaf in _leaves([statement]) for binding in self._bindings(leaf)]
             own = {name for name, meaning in inside if meaning == f".{name}"}
             # A package's function where it is installed, else the file's own of the same name: the file says what it does.
             yield from ((name, f".{name}" if name in own else meaning) for name, meaning in inside)
@@ -142,12 +140,6 @@ def _changed(statement: ast.stmt) -> set[str]:
     elif isinstance(statement, FunctionNode | ast.ClassDef):
         inside = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
         local = local_names(statement)
-        stores = [
-            node for node in inside if isinstance(node.ctx, ast.Store) and dotted(node).split(".")[0] not in local
-        ]
+        stores = [node for node in inside if isinstance(node.ctx, ast.Store) and base_name(node) not in local]
         stores += statement.decorator_list
-    for node in stores:
-        while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-            node = node.func if isinstance(node, ast.Call) else node.value
-        found |= {node.id} if isinstance(node, ast.Name) else set()
-    return found
+    return found | set(map(base_name, stores)) - {""}

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from itertools import takewhile
 
 from patchgen.anatomy.bodies import normal_form
-from patchgen.anatomy.classes import FunctionNode, calls, own_attribute, parameter_names
+from patchgen.anatomy.classes import FunctionNode, arguments, calls, own_attribute, parameter_names
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import SHARES, is_number
 from patchgen.anatomy.names import local_names
@@ -45,27 +45,22 @@ def require_known(function: FunctionNode, anatomy: Anatomy) -> None:
     strange = {name for name in meant - local_names(function) if name != "torch" and not name.startswith("builtins.")}
     if form not in known_forms() or strange or function.decorator_list:
         source = "\n".join(map(ast.unparse, function.body[ast.get_docstring(function) is not None :])).splitlines()
-        raise Missed(
-            "one of the forms in templates/router_losses.jinja, by that name alone",
-            "\n".join(source[max(same - 1, 0) :]),
-        )
+        closest = "\n".join(source[max(same - 1, 0) :])
+        raise Missed("one of the forms in templates/router_losses.jinja, by that name alone", closest)
 
 
 def require_given(call: ast.Call, loss: FunctionNode, method: FunctionNode, owner: str, anatomy: Anatomy) -> None:
     """Raises Missed where a loss gets something else than a model's router logits, its mask, and numbers."""
-    given = dict(zip(parameter_names(loss), call.args, strict=False)) | {k.arg: k.value for k in call.keywords}
+    given = arguments(call, parameter_names(loss))
     logits, mask = given.pop(LOGITS, None), given.pop(MASK, None)
     simple = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and not hasattr(node, "body")]
     model = getattr(getattr(logits, "value", None), "id", "")
-    made = [node for node in simple if model in stored_names(node)]
-    is_made = (
-        len(made) == 1 and isinstance(value := getattr(made[0], "value", None), ast.Call) and own_attribute(value.func)
-    )
-    is_mask = getattr(mask, "id", "") == MASK in parameter_names(method) and all(
-        MASK not in stored_names(n) for n in simple
-    )
+    made = [getattr(node, "value", None) for node in simple if model in stored_names(node)]
+    is_made = len(made) == 1 and isinstance(made[0], ast.Call) and own_attribute(made[0].func)
+    is_mask = getattr(mask, "id", "") == MASK and MASK in parameter_names(method)
+    is_kept = not any(MASK in stored_names(node) for node in simple)
     others = all(is_number(value, owner, anatomy) for value in given.values())
-    if not (isinstance(logits, ast.Attribute) and is_made and is_mask and others):
+    if not (isinstance(logits, ast.Attribute) and is_made and is_mask and is_kept and others):
         raise Missed("router logits as a model's result holds them, the caller's attention mask, and numbers", call)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, dotted, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import FunctionNode, base_name, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -46,9 +46,9 @@ def stored_names(node: ast.AST) -> set[str]:
     found: set[str] = set()
     for child in ast.walk(node):
         if isinstance(child, ast.Attribute | ast.Subscript) and isinstance(child.ctx, ast.Store | ast.Del):
-            found.add(_base(child))
+            found.add(base_name(child))
         elif isinstance(child, ast.Call) and _is_in_place(child.func):
-            found.add(_base(child.func))
+            found.add(base_name(child.func))
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
             found |= loaded_names(child.value)
     return (found - {"", "torch", "nn", "F", "logger", "warnings"}) | set(stored(node))
@@ -285,12 +285,6 @@ def _has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
 def _is_in_place(function: ast.expr) -> bool:
     """Whether it is a method like `mul_`."""
     return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
-
-
-def _base(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _is_last(node: ast.AST | None) -> bool:

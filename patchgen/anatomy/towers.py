@@ -79,14 +79,12 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     place, loop, layers = _loop(forward)
     attentions = _attentions(anatomy, info, layers)
     carried = _carried(loop)
-    above = {name for statement in forward.body[:place] for name in stored(statement)}
-    above |= set(parameter_names(forward))
-    inside = {name for statement in loop.body for name in stored(statement)} | set(stored(loop.target))
+    above = {*stored(ast.Module(forward.body[:place], [])), *parameter_names(forward)}
+    inside = {*stored(ast.Module(loop.body, [])), *stored(loop.target)}
     rows, bounds, longest, collected = [carried], [], [], []
-    built = [
-        anatomy.method(build.target, "forward") for build in anatomy.builds(info.name) if build.attribute == layers
-    ]
-    takes = parameter_names(built[0][1]) if len(built) == 1 and built[0] is not None else []
+    built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
+    method = anatomy.method(built[0], "forward") if len(built) == 1 else None
+    takes = parameter_names(method[1]) if method is not None else []
     for name in dict.fromkeys(_read(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
@@ -104,11 +102,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
     group = _group(anatomy, info)
-    must_gather = (
-        functools.partial(_is_mixed, anatomy, info)
-        if group == "1"
-        else functools.partial(_leaves_groups, anatomy, info.name)
-    )
+    must_gather = functools.partial(_is_mixed if group == "1" else _leaves_groups, anatomy, info.name)
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
@@ -206,16 +200,12 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
     found = [one for one in anatomy.with_role(Role.ATTENTION) if one.name in below]
     for one in found:
         method = anatomy.method(one.name, "forward")
-        if method is None or not any(_asks_for_lengths(anatomy, c) for c in calls(method[1])):
+        called = [anatomy.names.resolve(call.func) or "" for call in calls(method[1])] if method is not None else []
+        if not any(name.startswith("transformers.") and name.endswith(f".{LENGTHS_TEST}") for name in called):
             raise LeftAlone(f"{one.name} does not choose between lengths and one call per input")
     if not found:
         raise LeftAlone(f"self.{layers} holds no attention of this file")
     return tuple(one.name for one in found)
-
-
-def _asks_for_lengths(anatomy: Anatomy, call: ast.Call) -> bool:
-    meaning = anatomy.names.resolve(call.func) or ""
-    return meaning.startswith("transformers.") and meaning.endswith(f".{LENGTHS_TEST}")
 
 
 def _group(anatomy: Anatomy, info: ClassInfo) -> str:
@@ -257,12 +247,12 @@ def _results(statement: ast.Return) -> set[str]:
     return set(_read(statement))
 
 
-def _is_mixed(anatomy: Anatomy, info: ClassInfo, statement: ast.stmt) -> bool:
+def _is_mixed(anatomy: Anatomy, owner: str, statement: ast.stmt) -> bool:
     """All but `x = self.module(x)` with a module that treats each row by itself."""
     value = statement.value if isinstance(statement, ast.Assign) else None
     if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
         return True
-    built = anatomy.attribute(info.name, own_attribute(value.func) or "")
+    built = anatomy.attribute(owner, own_attribute(value.func) or "")
     if isinstance(built, ast.Subscript):
         return anatomy.names.resolve(built.value) not in TABLES
     return not isinstance(built, ast.Call) or anatomy.names.resolve(built.func) not in PER_ROW
@@ -281,9 +271,7 @@ def _leaves_groups(anatomy: Anatomy, owner: str, node: ast.AST) -> bool:
         if attribute is not None:
             built = anatomy.attribute(owner, attribute)
             forward = anatomy.method((anatomy.names.resolve(getattr(built, "func", built)) or "")[1:], "forward")
-            is_split = (
-                anatomy.is_a(built, *CONVOLUTIONS) or mixing_member(anatomy, owner, attribute, fixed=False) is None
-            )
+            is_split = anatomy.is_a(built, *CONVOLUTIONS) or not mixing_member(anatomy, owner, attribute, fixed=False)
             if not is_split and (forward is None or _leaves_groups(anatomy, forward[0].name, forward[1])):
                 return True
         elif isinstance(child, ast.Call) and dotted(child.func) not in steps:
@@ -314,5 +302,4 @@ def _read_first(name: str, loop: ast.For) -> bool:
 
 
 def _read(node: ast.AST) -> list[str]:
-    known = set(dir(builtins))
-    return [name for name in loaded(node) if name not in known]
+    return [name for name in loaded(node) if not hasattr(builtins, name)]

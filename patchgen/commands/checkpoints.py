@@ -106,14 +106,15 @@ def register(code: str | None, generated: str | None) -> Architecture | None:
     from patchgen.runtime.train import architecture
     from patchgen.runtime.train.recipe import ModelConfig, RecipeError
 
+    said, place = {"code": code, "generated": generated}, "--"
     try:
-        said = {"code": code, "generated": generated} if code or generated else project.code()
+        if not code and not generated and (present := project.find()) is not None:
+            said, place = project.code(), f"{present.file.name}: "
         found = architecture.register(ModelConfig(source="", **said))
         return found if isinstance(found, architecture.Architecture) else None
     except (RecipeError, ValueError) as error:
-        raise ConfigError(
-            str(error).replace("model.code", "--code").replace("model.generated", "--generated")
-        ) from error
+        told = str(error).replace("model.code", f"{place}code").replace("model.generated", f"{place}generated")
+        raise ConfigError(told) from error
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -10,7 +10,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -114,17 +114,12 @@ def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str])
     for node in nodes:
         if isinstance(node, ast.Dict):
             named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
-    names = {_first_name(value) for name, value in named if name == "inputs_embeds"} & (local - {"self"})
+    names = {base_name(value) for name, value in named if name == "inputs_embeds"} & (local - {"self"})
     for node in reversed(nodes):  # `filled = rows.masked_scatter(...)`
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
-            names.add(_first_name(node.value))
+            names.add(base_name(node.value))
     copies = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id in names]
-    return names | {dotted(target) for node in copies for target in node.targets}
-
-
-def _first_name(value: ast.expr) -> str:
-    """`x` of `x`, `x.to(device)`."""
-    return dotted(value).partition(".")[0]
+    return (names | {dotted(target) for node in copies for target in node.targets}) - {""}
 
 
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
@@ -175,7 +170,7 @@ class _FillBack(MarkStatements):
 
     def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         receiver = ast.parse(code_of(original.func.value), mode="eval").body
-        if len(original.args) != 2 or _first_name(receiver) not in self._embeddings:
+        if len(original.args) != 2 or base_name(receiver) not in self._embeddings:
             self.odd.append(code_of(original))
             return updated
         mask, features = (argument.value for argument in updated.args)

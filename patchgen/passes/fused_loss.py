@@ -5,14 +5,23 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import FunctionNode, calls, dotted, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.loss_terms import LossTerms
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -193,7 +202,8 @@ def _makes(node: cst.BaseStatement, logits: str, later: Sequence[cst.BaseStateme
 
 def _find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> _Region:
     body = function_body(forward)
-    found = ((i, inner) for i, node in enumerate(body) for inner in _loss_statements(node))
+    blocks = [(i, node.body.body) for i, node in enumerate(body) if m.matches(node, m.If(body=m.IndentedBlock()))]
+    found = ((i, line) for i, block in blocks for line in block if m.matches(line, LOSS_ASSIGNMENT))
     end, loss_line = next(found, (None, None))
     if end is None:
         closest = next((code_of(node) for node in body if "loss" in code_of(node)), "")
@@ -218,7 +228,7 @@ def _find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> _Reg
     for node in body[:start]:
         if loss in stored_names(_as_ast(node)) and not _is_unset(node, loss):
             raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
-        if (early := _returns_in_training(_as_ast(node).body, labels)) is not None:
+        if (early := next(_returns_in_training(_as_ast(node).body, labels), None)) is not None:
             raise Missed("no return in training above the loss", early)
     below, (whole,) = _as_ast(*body[end + 1 :]), _as_ast(forward).body
     terms = LossTerms(whole, below.body, loss, labels, owner, anatomy)
@@ -231,20 +241,16 @@ def _find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> _Reg
     return _Region(start, end, *made, *found, rest, terms.local)
 
 
-def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> ast.Return | None:
-    """The first return of these statements that a training step with labels may reach."""
+def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.Return]:
+    """The returns of these statements that a training step with labels may reach."""
     for node in body:
         if isinstance(node, ast.Return):
-            return node
-        if isinstance(node, FunctionNode | ast.ClassDef):
-            continue
-        blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")]
+            yield node
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("not self.training", f"{labels} is None"):
-            blocks[0] = []
-        for block in blocks:
-            if (found := _returns_in_training(block, labels)) is not None:
-                return found
-    return None
+            yield from _returns_in_training(node.orelse, labels)
+        elif not isinstance(node, FunctionNode | ast.ClassDef):
+            for name in ("body", "orelse", "finalbody", "handlers"):
+                yield from _returns_in_training(getattr(node, name, []), labels)
 
 
 def _check_own_losses(owner: str, anatomy: Anatomy) -> None:
@@ -272,17 +278,10 @@ def _check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: 
         own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
         function = method[1] if method is not None else anatomy.functions.get(own)
         if function is not None:
-            named = [(k.arg, k.value) for k in call.keywords]
-            named += zip(parameter_names(function), call.args, strict=False)
             changed = stored_names(ast.Module(function.body, []))
-            if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in named):
+            handed = arguments(call, parameter_names(function)).items()
+            if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in handed):
                 raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
-
-
-def _loss_statements(node: cst.BaseStatement) -> list[cst.SimpleStatementLine]:
-    if not isinstance(node, cst.If) or not isinstance(node.body, cst.IndentedBlock):
-        return []
-    return [inner for inner in node.body.body if m.matches(inner, LOSS_ASSIGNMENT)]
 
 
 def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]]:
@@ -336,16 +335,13 @@ def _bound(forward: cst.FunctionDef) -> set[str]:
     """The names to which a forward gives new values; `x = x.to(...)` gives none."""
     bound: set[str] = set()
     for node in ast.walk(_as_ast(*function_body(forward))):
-        if not isinstance(node, ast.stmt) or (isinstance(node, ast.Assign) and _is_moved(node)):
+        value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
+        is_moved = isinstance(value, ast.Call) and dotted(value.func) == f"{ast.unparse(node.targets[0])}.to"
+        if is_moved or not isinstance(node, ast.stmt):
             continue
         inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
         bound |= set().union(*map(stored_names, inside if hasattr(node, "body") else [node]))
     return bound
-
-
-def _is_moved(node: ast.Assign) -> bool:
-    """`labels = labels.to(logits.device)`"""
-    return isinstance(node.value, ast.Call) and dotted(node.value.func) == f"{ast.unparse(node.targets[0])}.to"
 
 
 def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
@@ -375,27 +371,27 @@ def _hands_on(node: ast.AST, logits: str, below: ast.Module, is_result: Callable
     """
     returned = (n for n in ast.walk(below) if isinstance(n, ast.Return))
     read_else = Counter(loaded(below)) - Counter(name for statement in returned for name in loaded(statement))
-    results = [n.value for n in ast.walk(node) if isinstance(n, ast.Return) and n.value]
+    parts: list[ast.expr] = []
     for statement in ast.walk(node):
         match statement:
+            case ast.Return(value):
+                parts += _parts(value, is_result)
             case ast.Assign([ast.Name(name)], value) if name not in read_else:
-                results.append(value)
-    named = [n for n in ast.walk(node) if isinstance(n, ast.Name) and n.id == logits]
-    return sum(_handed_on(value, logits, is_result) for value in results) == len(named)
+                parts += _parts(value, is_result)
+    handed = [part for part in parts if isinstance(part, ast.Name) and part.id == logits]
+    return len(handed) == sum(isinstance(n, ast.Name) and n.id == logits for n in ast.walk(node))
 
 
-def _handed_on(value: ast.expr, logits: str, is_result: Callable[[ast.AST], bool]) -> int:
-    """How often a result hands the logits on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
-    if isinstance(value, ast.IfExp):
-        return sum(_handed_on(one, logits, is_result) for one in (value.body, value.orelse))
-    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
-        return sum(_handed_on(one, logits, is_result) for one in (value.left, value.right))
-    parts: list[ast.expr] = []
-    if isinstance(value, ast.Tuple):
-        parts = value.elts
-    elif is_result(value):
-        parts = [*value.args, *(keyword.value for keyword in value.keywords)]
-    return sum(isinstance(part, ast.Name) and part.id == logits for part in parts)
+def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequence[ast.expr]:
+    """What a result hands on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
+    match value:
+        case ast.IfExp(_, left, right) | ast.BinOp(left, ast.Add(), right):
+            return [*_parts(left, is_result), *_parts(right, is_result)]
+        case ast.Tuple(parts):
+            return parts
+        case ast.Call(_, given, named) if is_result(value):
+            return [*given, *(keyword.value for keyword in named)]
+    return ()
 
 
 def _has_return(node: cst.BaseStatement) -> bool:
@@ -427,14 +423,15 @@ def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy:
             raise Missed(what, code_of(node))
     moved = {id(node) for node in (region.first, *region.inside)}
     others = _as_ast(*(node for node in function_body(forward) if id(node) not in moved))
-    outer = {*loaded_names(others), *stored_names(others), *_all_parameters(forward)}
+    given = {arg.arg for arg in ast.walk(_as_ast(forward).body[0].args) if isinstance(arg, ast.arg)}
+    outer = loaded_names(others) | stored_names(others) | given
     shared = written & (outer | {"self", region.parameter})
     if shared:
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
     rest = _as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
     foreign = loaded_names(rest) - {region.logits, "self", "_"} - written
-    foreign &= outer | {region.parameter}
-    foreign -= {region.hidden_states.value} if isinstance(region.hidden_states, cst.Name) else set()
+    is_name = isinstance(region.hidden_states, cst.Name)
+    foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:
         what = f"logits made from {code_of(region.hidden_states)} and the module alone, not from {', '.join(sorted(foreign))}"
         raise Missed(what, _code([region.first, *region.inside]))
@@ -446,11 +443,6 @@ def _check_moves(forward: cst.FunctionDef, region: _Region, owner: str, anatomy:
 
 def _code(nodes: Sequence[cst.BaseStatement]) -> str:
     return "\n".join(code_of(node) for node in nodes)
-
-
-def _all_parameters(forward: cst.FunctionDef) -> list[str]:
-    starred = (forward.params.star_arg, forward.params.star_kwarg)
-    return [*parameters(forward), *(param.name.value for param in starred if isinstance(param, cst.Param))]
 
 
 def _with_parameter(region: _Region) -> cst.BaseStatement:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, calls, dotted
@@ -36,40 +35,35 @@ class HostSyncLint(Pass):
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         found = [
-            sync for where, function, excuse in training_functions(module) for sync in _syncs(where, function, excuse)
+            (where, f"`{what}`", why or self.allow.get(where, ""))
+            for where, function, excuse in training_functions(module)
+            for what, why in _syncs(function, excuse)
         ]
-        allowed = [(sync, sync.excuse or self.allow.get(sync.where, "")) for sync in found]
-        open_findings = [sync for sync, why in allowed if not why]
+        open_findings = [f"{where}: {what}" for where, what, why in found if not why]
         if open_findings and self.strict:
-            listed = "\n".join(f"  {sync.where}: {sync.what}" for sync in open_findings)
+            listed = "\n".join(f"  {one}" for one in open_findings)
             raise PassMismatch(
                 f"The pass '{self.name}' found host syncs in the training path:\n{listed}\n"
                 "  ways out rewrite the site with a pass or a hand edit, or allow it in the model's config with a reason."
             )
-        excused = tuple(Hit(sync.where, 0, f"{sync.what}: {why}") for sync, why in allowed if why)
-        return Outcome(module, upstream=excused, notes=tuple(f"{sync.where}: {sync.what}" for sync in open_findings))
+        excused = tuple(Hit(where, 0, f"{what}: {why}") for where, what, why in found if why)
+        return Outcome(module, upstream=excused, notes=tuple(open_findings))
 
 
-@dataclass(frozen=True)
-class Sync:
-    """A place where the host waits; `excuse` says why it does not in training, where that follows from the code."""
+def _syncs(function: FunctionNode, excuse: str) -> Iterator[tuple[str, str]]:
+    """The syncing expressions of a function, in order, each with why it does not run in training, if the code tells.
 
-    where: str
-    what: str
-    excuse: str = ""
-
-
-def _syncs(where: str, function: FunctionNode, excuse: str) -> Iterator[Sync]:
-    """The syncing expressions of a function, in order; below a seam's early return stands the eager path, not counted."""
+    Below a seam's early return stands the eager path, not counted.
+    """
     for part, why in parts(function, excuse):
         if isinstance(part, Test) and any(
             dotted(call.func).rpartition(".")[2] in SYNCING_TESTS and isinstance(call.func, ast.Attribute)
             for call in calls(part)
         ):
-            yield Sync(where, f"`if {ast.unparse(part.body)}`", why)
+            yield f"if {ast.unparse(part.body)}", why
         for node in ast.walk(part):
             if _is_syncing_call(node):
-                yield Sync(where, f"`{ast.unparse(node)}`", why)
+                yield ast.unparse(node), why
 
 
 def _is_syncing_call(node: ast.AST) -> bool:

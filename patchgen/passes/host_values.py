@@ -123,9 +123,8 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
 def _prefix(method: FunctionNode) -> str | None:
     """The modality whose prefix upstream's decorator takes off the keywords of a method."""
     for call in (d for d in method.decorator_list if isinstance(d, ast.Call) and dotted(d) == PREFIXED):
-        return next(
-            (v.value for v in (*call.args, *(k.value for k in call.keywords)) if isinstance(v, ast.Constant)), ""
-        )
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        return next((value.value for value in given if isinstance(value, ast.Constant)), "")
     return None
 
 
@@ -156,8 +155,6 @@ def _listed_name(node: ast.stmt) -> str | None:
 
 def _is_served(method: FunctionNode) -> bool:
     """Whether a method pops a value and computes it if there is none, as this pass writes it."""
-    tests = [node for node in ast.walk(method) if isinstance(node, ast.If) and "is None" in ast.unparse(node.test)]
-    return any(
-        "tolist" in ast.unparse(node) and f"{ast.unparse(node.test).split()[0]} = kwargs.pop" in ast.unparse(method)
-        for node in tests
-    )
+    listed = [node for node in ast.walk(method) if isinstance(node, ast.If) and "tolist" in ast.unparse(node)]
+    tests = [test for test in (ast.unparse(node.test) for node in listed) if "is None" in test]
+    return any(f"{test.split()[0]} = kwargs.pop" in ast.unparse(method) for test in tests)

@@ -55,11 +55,8 @@ class LocalClasses(SitePass):
         for block in module if "Auto" in module.text else ():
             known = {"from_pretrained", *(CONSTRUCTORS if isinstance(block.node, ast.ClassDef) else ())}
             for statement in block.statements:
-                handled = {
-                    id(call.func.value)
-                    for call in calls(statement)
-                    if isinstance(call.func, ast.Attribute) and call.func.attr in known
-                }
+                called = [call.func for call in calls(statement) if isinstance(call.func, ast.Attribute)]
+                handled = {id(function.value) for function in called if function.attr in known}
                 signs += [
                     f"{block.name or f'line {block.line}'} uses {ast.unparse(node)}"
                     for node in ast.walk(statement)
@@ -105,10 +102,9 @@ def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
 
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
     """The constructions whose class is called like an auto class and is none, or is not known."""
-    built = [
-        call for method in info.methods.values() for call in calls(method) if isinstance(call.func, ast.Attribute)
-    ]
-    meanings = {c: anatomy.names.resolve(c.func.value) for c in built if c.func.attr in CONSTRUCTORS}
+    called = [call for method in info.methods.values() for call in calls(method)]
+    built = [call for call in called if isinstance(call.func, ast.Attribute) and call.func.attr in CONSTRUCTORS]
+    meanings = {call: anatomy.names.resolve(call.func.value) for call in built}
     others = (call for call, meaning in meanings.items() if not auto_class(meaning))
     return [ast.unparse(call) for call in others if "Auto" in (meanings[call] or "Auto").rpartition(".")[2]]
 

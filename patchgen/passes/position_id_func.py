@@ -87,6 +87,6 @@ def _read_attributes(anatomy: Anatomy, name: str) -> set[str]:
 def _is_module(anatomy: Anatomy, name: str, attribute: str) -> bool:
     """Whether an attribute is built from a class of this file or of torch, so that it would not go through a pickle."""
     value = anatomy.attribute(name, attribute)
-    built = any(build.attribute == attribute for build in anatomy.builds(name))
+    builds = (*anatomy.builds(name), *anatomy.auto_builds(name))
     meaning = anatomy.names.resolve(value.func) if isinstance(value, ast.Call) else None
-    return built or any(b.attribute == attribute for b in anatomy.auto_builds(name)) or "torch.nn." in (meaning or "")
+    return any(build.attribute == attribute for build in builds) or "torch.nn." in (meaning or "")

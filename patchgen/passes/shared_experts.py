@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
 
 import libcst as cst
 import libcst.matchers as m
@@ -27,15 +26,6 @@ from patchgen.source import Block
 
 HANDLE = "shared_beside"
 RESHAPES = ("view", "reshape")
-
-
-@dataclass(frozen=True)
-class _Calls:
-    """Where a forward calls its routed and its shared experts: positions in its body, and the call itself."""
-
-    routed: int
-    shared: int
-    call: cst.Call
 
 
 class SharedExperts(SitePass):
@@ -107,29 +97,30 @@ class SharedExperts(SitePass):
         (routed, *_), (shared, *_) = _routed_and_shared(anatomy, site.block)
 
         def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
-            calls = _find(forward, routed, shared)
-            if isinstance(calls, str):
-                raise LeftAlone(f"{site.name}: {calls}; shared and routed experts run one after the other")
-            return with_body(forward, self._moved(forward, calls))
+            found = _find(forward, routed, shared)
+            if isinstance(found, str):
+                raise LeftAlone(f"{site.name}: {found}; shared and routed experts run one after the other")
+            return with_body(forward, self._moved(function_body(forward), *found))
 
         return Rewritten(edit_function(block, "forward", edit), f"self.{shared} beside self.{routed}")
 
-    def _moved(self, forward: cst.FunctionDef, calls: _Calls) -> list[cst.BaseStatement]:
-        body = function_body(forward)
-        before = calls.shared < calls.routed
-        given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in calls.call.args)
-        arguments = [code_of(calls.call.func), *map(code_of, given)]
-        if not before and not all(m.matches(arg.value, m.Name()) for arg in calls.call.args):
+    def _moved(
+        self, body: list[cst.BaseStatement], routed: int, shared: int, call: cst.Call
+    ) -> list[cst.BaseStatement]:
+        before = shared < routed
+        given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in call.args)
+        arguments = [code_of(call.func), *map(code_of, given)]
+        if not before and not all(m.matches(arg.value, m.Name()) for arg in call.args):
             # What the arguments compute stays where it was, and with it the order of sums in the backward.
-            arguments = [f"lambda: {code_of(calls.call)}"]
+            arguments = [f"lambda: {code_of(call)}"]
         arguments += ["at_once=True"] if before else []
         handle = statements(f"{HANDLE} = ops.beside_experts({', '.join(arguments)})", 2, self.mark)
-        taken = body[calls.shared].deep_replace(calls.call, cst.parse_expression(f"{HANDLE}()"))
+        taken = body[shared].deep_replace(call, cst.parse_expression(f"{HANDLE}()"))
         if before:
-            body.insert(calls.routed + 1, taken.with_changes(leading_lines=[]))
-            return [*body[: calls.shared], *replace_statement(body[calls.shared], handle), *body[calls.shared + 1 :]]
-        body[calls.shared] = taken
-        return insert_before(body, calls.routed, handle)
+            body.insert(routed + 1, taken.with_changes(leading_lines=[]))
+            return [*body[:shared], *replace_statement(body[shared], handle), *body[shared + 1 :]]
+        body[shared] = taken
+        return insert_before(body, routed, handle)
 
 
 def _routed_and_shared(anatomy: Anatomy, name: str) -> tuple[list[str], list[str]]:
@@ -147,8 +138,8 @@ def _is_dense(anatomy: Anatomy, info: ClassInfo) -> bool:
     return not info.roles and len(linear) > 1 and forward is not None and len(parameter_names(forward)) == 1
 
 
-def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
-    """Where the two calls stand; in words, why they are not moved."""
+def _find(forward: cst.FunctionDef, routed: str, shared: str) -> tuple[int, int, cst.Call] | str:
+    """The positions of the two calls, routed experts first, and the shared one; in words, why they are not moved."""
     body = function_body(forward)
     places = {}
     for attribute in (routed, shared):
@@ -179,7 +170,7 @@ def _find(forward: cst.FunctionDef, routed: str, shared: str) -> _Calls | str:
         first, last = first + 1, last + 1
     if read & {name for node in body[first:last] for name in _written(node)}:
         return f"what self.{shared} reads is written between it and self.{routed}"
-    return _Calls(at_routed, at_shared, call)
+    return at_routed, at_shared, call
 
 
 def _is_reshaped(statement: cst.SimpleStatementLine, call: cst.Call) -> bool:

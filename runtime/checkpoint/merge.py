@@ -9,6 +9,7 @@ of an omni model.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import saved_tensors, with_rest
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import finish, keys_of_buffers, require_same_type, stored_leaves, tied_groups
-from patchgen.runtime.checkpoint.model_files import empty_models, on_meta
+from patchgen.runtime.checkpoint.model_files import empty_models, generated_folders, on_meta
 from patchgen.runtime.checkpoint.moves import Box, Moved, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.offline import fill, write_folder
 from patchgen.runtime.checkpoint.rest import find_rest
@@ -168,11 +169,10 @@ def _candidates(source: Path) -> Iterator[PreTrainedModel]:
         parts += [one for one in inner if isinstance(one, PreTrainedConfig)]
         if part is config:
             continue
-        try:
-            head = registry.find_head(part)
-        except registry.UnknownModelError:
-            continue
-        yield on_meta(lambda head=head, part=part: head._from_config(part, attn_implementation="eager"))
+        for folder in generated_folders():
+            with contextlib.suppress(registry.UnknownModelError):
+                head = registry.find_head(part, directory=folder)
+                yield on_meta(lambda head=head, part=part: head._from_config(part, attn_implementation="eager"))
 
 
 def _has_all(model: PreTrainedModel, names: list[str]) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from patchgen.runtime import registry
+from patchgen.runtime import project, registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import class_name
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, WEIGHTS
@@ -125,9 +125,26 @@ def _classes(names: list[str]) -> Iterator[type[PreTrainedModel]]:
             yield cls
     registered = transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.values()
     yield from dict.fromkeys(cls for cls in registered if cls.__name__ in names)
-    for model in registry.generated_models():
-        for name in set(names) & set(model.classes):
-            yield getattr(model.load(), name)
+    for folder in generated_folders():
+        for model in registry.generated_models(folder):
+            for name in set(names) & set(model.classes):
+                yield getattr(model.load(), name)
+
+
+def generated_folders() -> list[Path]:
+    """Where generated models are looked for, the user's own before those of the installation.
+
+    Raises:
+        CheckpointError: the file of the project cannot be read, or names a folder that is not there.
+    """
+    try:
+        own = project.generated_folders()
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    missing = next((folder for folder in own if not folder.is_dir()), None)
+    if missing is not None:
+        raise CheckpointError(f"{missing}, where the project has its generated models, is no folder.")
+    return [*own, registry.installed_directory()]
 
 
 def on_meta(build: Callable[[], PreTrainedModel]) -> PreTrainedModel:

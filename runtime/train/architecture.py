@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from patchgen.runtime import registry
+from patchgen.runtime import project, registry
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.parallel import fields
 from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
@@ -100,7 +100,8 @@ def register(model: ModelConfig) -> Heads:
         folder, module = _find(model.code)
         key = f"model.code = '{model.code}'"
     elif model.generated is not None:
-        return GeneratedFolder(_folder_of_models(model.generated))
+        project.know(_folder_of_models(model.generated))
+        return GeneratedFolder(Path(model.generated))
     else:
         return None
     return _register(key, folder, module, model.generated)
@@ -138,6 +139,7 @@ def _register(key: str, folder: Path, module: str | None, root: str | None) -> A
     heads = tuple(getattr(loaded, name) for name in generated.heads)
     found = Architecture(folder, generated, heads, Path(root) if root is not None else None)
     _GENERATED.update(dict.fromkeys(found.heads, generated))
+    project.know(generated.directory.parent)
     _register_models(key, found, loaded)
     _register_processing(key, found, module)
     return found

@@ -148,11 +148,12 @@ def _place(recipe: Recipe) -> Path:
 
 
 def _identity(recipe: Recipe) -> list[Any]:
-    """What a first loss depends on: not the layout, nor the kernels, nor how long rows are."""
+    """What a first loss depends on: not the layout, the kernels, nor the rows, so that a recipe of which the proof has
+    decided these is the one that names none."""
     found, values = models.find_weights(recipe.model), to_dict(recipe)
     model: Mapping[str, Any] = values["model"]
     files = sorted(found.glob("*.safetensors")) if isinstance(found, Path) else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     place = str(found.resolve()) if isinstance(found, Path) else str(found)
-    named = {name: model[name] for name in ("overrides", "code", "separate_documents")}
+    named = {name: model[name] for name in ("overrides", "code")}
     return [named, place, stamps, values["data"]["kind"], values["data"]["sources"]]

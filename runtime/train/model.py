@@ -84,7 +84,13 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{model.source}': {error}") from error
     require_fields(config, model.overrides, "model.overrides", source)
-    changed = type(config).from_dict(_merged(config, model.overrides))
+    try:
+        changed = type(config).from_dict(_merged(config, model.overrides))
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise RecipeError(
+            f"model.overrides: {type(config).__name__} refuses them together with the rest of '{model.source}': "
+            f"{one_line(error.__cause__ or error)}"
+        ) from error
     _require_taken(changed, model.overrides, "model.overrides")
     return changed
 

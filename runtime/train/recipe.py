@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def _explain(problem: Mapping[str, Any]) -> str:
     where = ".".join(path) or "the recipe"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         keys = dict(all_keys())
-        parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+        parent = _parent(path, keys)
         siblings = [key.rpartition(".")[2] for key in keys if key.rpartition(".")[0] == parent]
         elsewhere = [key for key in keys if key.rpartition(".")[2] == path[-1]]
         near = difflib.get_close_matches(path[-1], siblings, n=1, cutoff=0.75) or elsewhere[:1]
@@ -209,13 +209,23 @@ def _explain(problem: Mapping[str, Any]) -> str:
     if problem["type"] == "value_error":
         return f"{where}: {problem['ctx']['error']}" if path else str(problem["ctx"]["error"])
     message = problem["msg"][0].lower() + problem["msg"][1:]
-    parent = ".".join("0" if part.isdigit() else part for part in path[:-1])
+    keys = dict(all_keys())
+    parent = _parent(path, keys)
     takers = [
         key
-        for key, kind in all_keys()
+        for key, kind in keys.items()
         if key.rpartition(".")[0] == parent and problem["input"] in typing.get_args(kind)
     ]
     return f"{where}: {message}, not {problem['input']!r}." + (f" {takers[0]} takes it." if takers else "")
+
+
+def _parent(path: list[str], keys: Collection[str]) -> str:
+    """The section that a key stands in, as `all_keys` calls it."""
+    parts: list[str] = []
+    for part in path[:-1]:
+        is_name = any(key.startswith(".".join([*parts, "NAME", ""])) for key in keys)
+        parts.append("NAME" if is_name else "0" if part.isdigit() else part)
+    return ".".join(parts)
 
 
 # ------------------------------------------------------------------------------------- reading the types

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from patchgen.kernels import choices
 from patchgen.runtime import parallel
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataConfig, DataError, Loader
@@ -131,6 +132,7 @@ class Trainer:
                     flush=True,
                 )
             self.announce()
+            choices.forget()  # what a proof in this process, or the reference of an objective, has taken
             # Not in the first step: kernels are compiled there, and nothing says yet how long a silence is usual.
             hurried = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
             watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=hurried))

@@ -204,7 +204,7 @@ def _found(
         with all_eager(), seams.using(**check.kernels):
             actual = train_step(generated, check.case)
     except Exception as error:
-        return _one_line(error)
+        return "" if check.attention != "eager" and _fails_too(upstream, check, error) else _one_line(error)
     beyond = _beyond(actual, expected, TOLERANCE if check.kernels else 0.0)
     if not beyond or not check.kernels:
         return _worst(beyond)
@@ -225,6 +225,16 @@ def _found(
             beyond = _beyond(actual, expected, TOLERANCE) if finite else {}
             beyond = _beyond_rounding(beyond, actual, expected, upstream, reference)
     return "" if beyond and _agree_in_double(check, generated, upstream, given) else _worst(beyond)
+
+
+def _fails_too(upstream: PreTrainedModel, check: Check, error: Exception) -> bool:
+    """Whether upstream's model, under the attention of a run, ends in the same error: it cannot be trained so either."""
+    try:
+        with attending_as_a_run(upstream, check.attention), all_eager():
+            train_step(upstream, check.case)
+    except Exception as own:  # whatever changed code may raise
+        return type(own) is type(error)
+    return False
 
 
 @contextlib.contextmanager

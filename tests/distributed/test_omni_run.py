@@ -55,7 +55,7 @@ def test_a_whole_checkpoint_trains_on_ranks_and_comes_out_whole(whole, tmp_path)
     rows.write_text((json.dumps({"messages": said}) + "\n") * 40)
     recipe.write_text(RECIPE.format(source=source, rows=rows, place=tmp_path))
     words = [sys.executable, "-m", "patchgen.cli", "train", str(recipe), "--nproc", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
     before, after = tensors(source), tensors(tmp_path / "run" / "export")

@@ -114,6 +114,7 @@ COMMANDS_OF_A_MACHINE = {  # as sshd does: the words of a command are one text f
 }
 
 
+@pytest.mark.slow  # seven processes; `patchgen train` of the page starts its ranks by `launch()`, too
 def test_a_program_and_a_start_script_train_it_as_well(place, monkeypatch):
     """`launch()` with two ranks, and what `--script` prints on two machines of one rank each: the same steps."""
     checkpoint()

@@ -91,6 +91,18 @@ def _sinks():
     return GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=5, rope_parameters=rope)
 
 
+def test_sinks_may_be_kept_in_any_shape():
+    """Upstream's formula reshapes them; so a model may hold one row of them."""
+    found = []
+    for shape in ((-1,), (1, -1)):
+        torch.manual_seed(0)
+        model = GptOssForCausalLM._from_config(_sinks(), attn_implementation="patchgen_eager")
+        for layer in model.model.layers:
+            layer.self_attn.sinks = torch.nn.Parameter(layer.self_attn.sinks.detach().reshape(shape))
+        found.append(model(input_ids=IDS).logits)
+    assert torch.equal(*found)
+
+
 def test_sinks_are_upstreams():
     expected = _logits(GptOssForCausalLM, _sinks(), "eager", input_ids=IDS)
     require_rounding(_logits(GptOssForCausalLM, _sinks(), "patchgen_eager", input_ids=IDS), expected)

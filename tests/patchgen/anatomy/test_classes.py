@@ -66,18 +66,18 @@ def test_bases_methods_annotations_and_first_values():
 
 
 def test_what_init_builds_of_the_files_classes():
-    def build(attribute: str | None, target: str, config: str | None, in_list: bool = False) -> Build:
-        return Build("Model", attribute, target, config, in_list=in_list)
+    def build(attribute: str | None, target: str, in_list: bool = False) -> Build:
+        return Build("Model", attribute, target, in_list=in_list)
 
     assert INFO.builds == [
-        build("tower", "Tower", "config.tower"),
-        build(None, "Part", "config"),
-        build("parts", "Part", "config.part", in_list=True),
-        build("by_name", "Part", "config", in_list=True),
-        build("steps", "Part", None, in_list=True),
-        build(None, "Part", "config"),
-        build(None, "Part", "config"),
-        build(None, "Part", "config"),
+        build("tower", "Tower"),
+        build(None, "Part"),
+        build("parts", "Part", in_list=True),
+        build("by_name", "Part", in_list=True),
+        build("steps", "Part", in_list=True),
+        build(None, "Part"),
+        build(None, "Part"),
+        build(None, "Part"),
     ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import omni_models
 import peft
 import pytest
@@ -11,6 +14,7 @@ from test_rest import same
 from typer.testing import CliRunner
 
 from patchgen.cli import app
+from patchgen.runtime import project, registry
 from patchgen.runtime.checkpoint import CheckpointError, load_pretrained, merge_adapter
 from patchgen.runtime.verify.small_config import small_config
 
@@ -79,6 +83,26 @@ def test_into_a_larger_checkpoint_than_the_adapted_model(tmp_path):
     assert loaded.dtype == torch.bfloat16
     for name, tensor in merged.state_dict().items():
         assert torch.equal(loaded.thinker.state_dict()[name], tensor.bfloat16()), name
+
+
+@pytest.mark.parametrize("said", ["project", "option", "nothing", "gone"])
+def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path, monkeypatch):
+    """In an installation without the model: what `patchgen.toml` or `--generated` names is looked at, and before the rest."""
+    monkeypatch.setattr(project, "_KNOWN", {})
+    omni = registry.find_model("qwen3_omni_moe").directory
+    shutil.copytree(omni, tmp_path / "mine" / "models" / omni.name)
+    (tmp_path / "installed").mkdir()
+    monkeypatch.setattr(registry, "installed_directory", lambda: tmp_path / "installed")
+    whole = omni_models.save_whole(omni_models.qwen3_omni(), tmp_path / "source")
+    adapt(whole.thinker, tmp_path / "adapter", **LINEAR)
+    monkeypatch.chdir(tmp_path / "mine")
+    if said in ("project", "gone"):
+        Path("patchgen.toml").write_text(f'generated = "{"models" if said == "project" else "gone"}"\n')
+    command = ["merge", str(tmp_path / "adapter"), "--source", str(tmp_path / "source"), "--output", "out"]
+    done = CliRunner().invoke(app, [*command, *(["--generated", "models"] if said == "option" else [])])
+    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is no folder"}
+    assert told.get(said, "parameters changed") in f"{done.output}{done.exception}"
+    assert (done.exit_code == 0) == (said in ("project", "option")) == Path("out").exists()
 
 
 def test_what_is_no_product_of_two_factors_is_refused(tmp_path):

@@ -178,7 +178,7 @@ def leaking_packing(it: Spoiled) -> None:
         ("attn_output, attn_weights = attention_interface(", "attn_output, attn_weights = eager_attention_forward("),
         (
             "            value_states,\n            attention_mask,\n            dropout=",
-            "            value_states,\n            torch.full([query_states.shape[2]] * 2, float('-inf')).triu(1),\n"
+            "            value_states,\n            query_states.new_full([query_states.shape[2]] * 2, float('-inf')).triu(1),\n"
             "            dropout=",
         ),
     )

@@ -245,7 +245,7 @@ def vision(home) -> dict[str, dict]:
     path = os.pathsep.join(filter(None, (str(HERE.parents[2]), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     script = [sys.executable, HERE / "doctor_on_vision.py"]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=300, env=environment)
+    done = subprocess.run(script, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {row["fault"]: row for row in rows}

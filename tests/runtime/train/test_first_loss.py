@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from patchgen.kernels import choices
 from patchgen.runtime import launch
 from patchgen.runtime.data import DataConfig, SourceConfig, train_tokenizer
 from patchgen.runtime.train import first_loss
@@ -121,14 +122,19 @@ def test_a_checkpoint_that_knows_nothing_is_told_once_and_trained(scaled_head, t
     tensors = load_file(file)
     tensors["lm_head.weight"] /= 100
     save_file(tensors, file, metadata={"format": "pt"})
+    choices.note("causal_lm_loss", "linear", torch.zeros(7, 11))  # as a proof in this process does
     assert trained(start, tmp_path / "run") is None
-    assert capsys.readouterr().out.count("know next to nothing of these data") == 1
+    told = capsys.readouterr().out
+    assert told.count("know next to nothing of these data") == 1
+    assert f"auto took chunked for [{V}, 32]" in told and "[11]" not in told  # the kernels of its own first step
     random = copy.deepcopy(start)
     random["model"]["weights"] = "random"
     assert trained(random, tmp_path / "random") is None
     assert "know next to nothing" not in capsys.readouterr().out
     first_loss.keep_level(from_dict(start), 1.0)  # as if the doctor had found it
     assert "`patchgen doctor` found 1.00" in str(trained(start, tmp_path / "held"))
+    decided = {**start["model"], "attention": "patchgen_sdpa", "separate_documents": True}  # as a proof does
+    assert first_loss.read_level(from_dict({**start, "model": decided})) == 1.0
     tensors["lm_head.weight"] *= 0.5
     save_file(tensors, file, metadata={"format": "pt"})
     os.utime(file, ns=(1, 1))

@@ -96,6 +96,11 @@ def test_a_dry_run_says_what_would_run():
         ({"parallel": {"sp": 3}}, 4, "parallel: dp_replicate=1 times sp=3 does not divide the 4 ranks"),
         ({"kernels": {"swiglu": "compiled"}}, 1, "no module of this model calls that seam"),
         ({"model": {"overrides": {"hiden_size": 64}}}, 1, "has no such field. Near: hidden_size"),
+        (
+            {"model": {"source": "gpt_oss", "overrides": {"num_hidden_layers": 2}}},
+            1,
+            "of 'gpt_oss': `num_hidden_layers` (2) must be equal to the number of `layer_types`",
+        ),
         ({"model": {"source": "qwen3_mo"}}, 1, "no model type"),
         ({"model": {"freeze": ["model.vision.*"]}}, 1, "'model.vision.*' matches no parameter"),
         ({"optim": {"groups": [{"pattern": "model.nope.*"}]}}, 1, "'model.nope.*' matches no trained parameter"),

@@ -37,6 +37,12 @@ def test_the_recipes_that_ship_are_valid_and_survive_printing(path):
         ("data.path", "my.jsonl", "data.path: no such key. Did you mean data.sources.0.path?"),
         ("train.stepz", "3", "train.stepz: no such key. Did you mean steps?"),
         ("zebra", "1", "zebra: no such key. There are: model, data, parallel"),
+        ("inputs.zebra", "{pack_dimm: 0, pack_dim: 0}", "inputs.zebra.pack_dimm: no such key. Did you mean pack_dim?"),
+        (
+            "inputs.zebra",
+            "{pack_dim: 0, quagga: 0}",
+            "quagga: no such key. There are: pack_dim, sliced, pad_value, pad_scale",
+        ),
         ("optim.groups.0.patern", "x", "optim.groups.0.patern: no such key. Did you mean pattern?"),
         ("data.sources.0.pth", "x", "data.sources.0.pth: no such key. Did you mean path?"),
         ("train.steps", "0", "train.steps: input should be greater than or equal to 1, not 0."),

@@ -94,3 +94,27 @@ def test_what_raises_or_has_no_number_upstream_does_not_run():
     for new in ("hidden_states = self.norm(missing)", "hidden_states = self.norm(hidden_states) * float('nan')"):
         verdict = judge.verdict(edited(judge.origin.text, "hidden_states = self.norm(hidden_states)", new))
         assert verdict.kind == NOT_RUN, verdict
+
+
+def test_what_no_run_could_train_upstream_either_is_no_fault_of_ours():
+    """Fused attention keeps its output for the backward, the formula does not: changed in place it ends in torch's error."""
+    judge = Judge(upstream.load("llama"))
+    made = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
+    assert judge.verdict(edited(judge.origin.text, made, f"{made}; attn_output *= 1.25")).kind == EQUAL
+
+
+def test_an_error_that_is_ours_alone_is_wrong(monkeypatch):
+    """The change reads a shape that only the file handed to the generator's place has."""
+    judge = Judge(upstream.load("llama"))
+    made = "attn_output = attn_output.reshape(*input_shape, -1).contiguous()"
+    broken = edited(judge.origin.text, made, f"{made}; attn_output *= 1.25")
+    generate = pipeline.generate
+    missing = "attn_output.reshape(*input_shape, 7)"
+    monkeypatch.setattr(
+        pipeline,
+        "generate",
+        lambda source, config: generate(
+            replace(source, text=source.text.replace("attn_output.reshape(*input_shape, -1)", missing)), config
+        ),
+    )
+    assert judge.verdict(broken).kind == WRONG
