@@ -144,6 +144,7 @@ def diff(
     roots: Sequence[str],
     *,
     before_lines: Sequence[int],
+    root: str,
 ) -> str:
     """The unified diff of what stayed; dropped symbols are listed by name at its top.
 
@@ -151,6 +152,7 @@ def diff(
         before: upstream's text without what was dropped.
         after: the generated text without our record.
         before_lines: for each line of `before`, its number in upstream's file.
+        root: the folder of generated models, as the diff names it.
     """
     head = render(
         "diff_head.jinja",
@@ -163,7 +165,7 @@ def diff(
         before.splitlines(keepends=True),
         after.splitlines(keepends=True),
         fromfile=f"a/{upstream.path}",
-        tofile=f"b/generated_models/{upstream.model}/modeling_{upstream.model}.py",
+        tofile=f"b/{root}/{upstream.model}/modeling_{upstream.model}.py",
         n=3,
     )
     return head + "".join(_renumbered(line, before_lines) for line in lines)

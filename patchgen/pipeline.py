@@ -151,7 +151,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated
     dropped = [block.name for block in original if block.name and block.line not in kept]
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
-    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines)
+    named = provenance.shown_root()
+    diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
     facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff), config.edits)
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 

@@ -37,6 +37,12 @@ def _project_root() -> Path | None:
     return project.path(project.generated) if project is not None and project.generated else None
 
 
+def shown_root() -> str:
+    """The folder of the generated models as a diff names it, wherever the command runs: as the project's file says it."""
+    project = own.present()
+    return Path(project.generated).as_posix() if project is not None and project.generated else "generated_models"
+
+
 def command(upstream: Upstream) -> str:
     """The command that regenerates the model."""
     if upstream.version is None:

@@ -34,12 +34,12 @@ class Texts:
     now: str
     then: str  # empty where generation refuses
 
-    def of(self, symbol: str) -> dict[str, object]:
-        """The four texts of one symbol, and its lines."""
+    def of(self, symbol: str, *, whole: bool = True) -> dict[str, object]:
+        """The four texts of one symbol, and its lines; of a class its head alone, unless `whole`."""
         sides = {"old_upstream": self.old.text, "new_upstream": self.new.text}
         sides |= {"generated_now": self.now, "generated_then": self.then}
         found = {name: (symbols_of(text).get(symbol), text) for name, text in sides.items()}
-        texts = {name: one.text(text) if one else "" for name, (one, text) in found.items()}
+        texts = {name: one.text(text, whole=whole) if one else "" for name, (one, text) in found.items()}
         lines = {f"{side}_line": one.line if (one := found[f"{side}_upstream"][0]) else 0 for side in ("old", "new")}
         return texts | lines
 
@@ -130,7 +130,8 @@ def _drift_of_model(texts: Texts, record: Mapping, then: Mapping | None, config:
             continue  # the class came or went, and is listed itself
         kind = "added" if sides[0] is None else "gone" if sides[1] is None else "changed"
         passes, reason = _passes_at(name, owner, record, then)
-        found.append(Site("model", kind, texts.new.path, name, passes, REVIEW, reason, **texts.of(name)))
+        sources = texts.of(name, whole=kind != "changed")
+        found.append(Site("model", kind, texts.new.path, name, passes, REVIEW, reason, **sources))
     return found
 
 
@@ -225,4 +226,5 @@ def _differently_generated(sites: Iterable[Site], texts: Texts) -> Iterator[Site
             continue
         if name not in now or name not in then or not now[name].same_as(then[name]):
             words = "generated otherwise from the same upstream code: by a change beside it, or of the generator since"
-            yield Site("model", "changed", texts.new.path, name, (), REVIEW, words, **texts.of(name))
+            sources = texts.of(name, whole=name not in now or name not in then)
+            yield Site("model", "changed", texts.new.path, name, (), REVIEW, words, **sources)

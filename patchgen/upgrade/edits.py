@@ -6,7 +6,7 @@ import ast
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from patchgen import source
-from patchgen.passes.hand_edits import Edit, normal_form, target_of, targets_record
+from patchgen.passes.hand_edits import AddMethod, Edit, OverrideMethod, normal_form, target_of, targets_record
 from patchgen.source import Block, Module
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
 from patchgen.upstream import Upstream
@@ -23,6 +23,9 @@ def drift_under_edits(
     parsed = [source.parse(one.text, one.path) for one in (old, new)]
     recorded = {(one["verb"], one["target"]): one for one in record.get("edits", ())}
     for edit in edits:
+        if isinstance(edit, AddMethod):
+            yield from _has_come(edit, parsed[1], new.path)
+            continue
         before, after = (target_of(edit, module) for module in parsed)
         if not before and not after:
             continue
@@ -45,6 +48,16 @@ def drift_under_edits(
             old_line=_line(edit, before, parsed[0]),
             new_line=_line(edit, after, parsed[1]),
         )
+
+
+def _has_come(edit: AddMethod, module: Module, path: str) -> Iterator[Site]:
+    """A site where upstream has now what an edit adds."""
+    nodes = target_of(OverrideMethod(edit.target, edit.code, edit.reason), module)
+    if nodes:
+        words = f"add_method adds {edit.target}, and the new release has one of its own (the edit: {edit.reason})"
+        sides = {"new_upstream": _text(edit, nodes, module), "new_line": _line(edit, nodes, module)}
+        code = edit.code.strip("\n")
+        yield Site("model", "hand edit", path, edit.target, ("hand_edits",), PERSON, words, edit=code, **sides)
 
 
 def _reason(verb: str, edit: Edit, *, is_gone: bool, is_read: bool) -> str:

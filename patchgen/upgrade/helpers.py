@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
-from patchgen.upgrade.reach import File, Library, Place, exported, is_config
+from patchgen.upgrade.reach import File, Library, Place, exported, is_config, read_file
 from patchgen.upgrade.symbols import Symbol
 from patchgen.upstream import Upstream
 
@@ -14,7 +14,8 @@ from patchgen.upstream import Upstream
 def drift_of_helpers(
     before: Library, after: Library, old: Upstream, new: Upstream, kept: tuple[set[str], set[str]]
 ) -> list[Site]:
-    """Symbols of configurations and imported files that the kept code leads to and that are not what they were.
+    """Symbols of configurations and imported files that the kept code leads to and that are not what they were; and names
+    that imports bind to something else.
 
     Args:
         kept: the classes and functions of the modeling file that count, in the old file and in the new one.
@@ -37,7 +38,9 @@ def drift_of_helpers(
         if a is None and not is_config(place[0]) and "." not in place[1]:
             continue  # new code is led to by code that changed
         found.append(_site(place, a, b, before, after, _way(place, reached)))
-    return sorted(found, key=lambda site: (site.place != "config", site.reason.count("->"), site.file, site.symbol))
+    found += _rebound_names(before, after, old, new, reached, kept)
+    order = ("model", "config", "helper")
+    return sorted(found, key=lambda site: (order.index(site.place), site.reason.count("->"), site.file, site.symbol))
 
 
 def _inside(upstream: Upstream) -> str:
@@ -90,6 +93,7 @@ def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
 def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, after: Library, way: str) -> Site:
     path, name = place
     kind = "added" if a is None else "gone" if b is None else "changed"
+    whole = kind != "changed"
     reason = f"the file's configuration: {way}" if is_config(path) else f"the file leads to it: {way}"
     return Site(
         place="config" if is_config(path) else "helper",
@@ -99,11 +103,65 @@ def _site(place: Place, a: Symbol | None, b: Symbol | None, before: Library, aft
         passes=(),
         verdict=REVIEW,
         reason=reason,
-        old_upstream=a.text(before.file(path).text) if a else "",
-        new_upstream=b.text(after.file(path).text) if b else "",
+        old_upstream=a.text(before.file(path).text, whole=whole) if a else "",
+        new_upstream=b.text(after.file(path).text, whole=whole) if b else "",
         old_line=a.line if a else 0,
         new_line=b.line if b else 0,
     )
+
+
+def _rebound_names(
+    before: Library,
+    after: Library,
+    old: Upstream,
+    new: Upstream,
+    reached: list[dict[Place, Place | None]],
+    kept: tuple[set[str], set[str]],
+) -> Iterator[Site]:
+    """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
+    words = "the code that reads it is as it was, and an import binds it to something else"
+    own = [read_file(_inside(upstream), upstream.text) for upstream in (old, new)]
+    for name, texts in _rebound(*own, before, after):
+        if any(reader.partition(".")[0] in kept[0] & kept[1] for reader in _readers(name, own[1])):
+            yield Site("model", "changed", new.path, name, (), REVIEW, words, *texts)
+    for path in sorted({path for path, _ in reached[0].keys() & reached[1].keys()}):
+        files, place = (before.file(path), after.file(path)), "config" if is_config(path) else "helper"
+        for name, texts in _rebound(*files, before, after) if files[0] is not files[1] else ():
+            readers = [(path, reader) for reader in _readers(name, files[1])]
+            ways = [_way(one, reached) for one in readers if one in reached[0] and one in reached[1]]
+            if ways:
+                way = min(ways, key=lambda one: one.count("->"))
+                reason = f"{words}; the file leads to it: {way} -> {name}"
+                yield Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
+
+
+def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, list[str]]]:
+    """Name -> what imports bound it to, then and now."""
+    for name in sorted(a.names.origins.keys() & b.names.origins.keys()):
+        old, new = (set(file.names.origins[name]) for file in (a, b))
+        if old != new and not _is_same_elsewhere(old, new, before, after):
+            yield name, [f"{name}: {', '.join(sorted(one))}" for one in (old, new)]
+
+
+def _is_same_elsewhere(old: set[str], new: set[str], before: Library, after: Library) -> bool:
+    """Whether what names stand for only moved to another file."""
+    found = []
+    for library, names in ((before, old), (after, new)):
+        places = [library.locate(name) for name in names]
+        symbols = [_symbol(library, (one[0], one[1][0])) if one and one[1] else None for one in places]
+        found.append(
+            {(name.rpartition(".")[2], one.form if one else name) for name, one in zip(names, symbols, strict=True)}
+        )
+    return found[0] == found[1]
+
+
+def _readers(name: str, file: File) -> list[str]:
+    """The symbols of a file that read a name."""
+    return [
+        key
+        for key, symbol in file.symbols.items()
+        if any(isinstance(child, ast.Name) and child.id == name for node in symbol.nodes for child in ast.walk(node))
+    ]
 
 
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:

@@ -4,7 +4,8 @@
     self.post_init()   -> PreTrainedModel.post_init (modeling_utils) -> PreTrainedModel.init_weights ...
 
 Of a class that is reached these count: its bases, its fields, its methods of Python's own (`__init__`, `__call__`) and
-`forward`, and what `self.NAME` in these leads to. The auto classes do not: they list every model.
+`forward`, and what `self.NAME` in these leads to. The auto classes do not: they list every model. Of a table by name that is
+asked for the name of the model's class, as that of the losses is, its entries for classes of the model count, if it has any.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from patchgen.upgrade.symbols import Symbol, of_nodes
 from patchgen.upstream import Release
 
 AUTO = "models/auto/"
+CLASS_NAMES = ("self.__class__.__name__", "type(self).__name__")
 Place = tuple[str, str]
 """A file of the package and a symbol in it: ("masking_utils.py", "create_causal_mask")."""
 
@@ -49,6 +51,7 @@ class Library:
         self.file = functools.cache(self._file)
         self._find = functools.cache(self._locate)
         self._reached: dict[Place, tuple[Place, ...]] = {}
+        self._by_class: set[Place] = set()  # tables that code asks for the name of its class
 
     def _file(self, path: str) -> File | None:
         text = self.release.read(path)
@@ -78,19 +81,44 @@ class Library:
 
     # ---------------------------------------------------------------------------------------------- closure
 
-    def reached_from(self, roots: Iterable[Place]) -> dict[Place, Place | None]:
-        """Every symbol that roots lead to, themselves included, with the one that led there first."""
+    def reached_from(self, roots: Iterable[Place], classes: Iterable[str] = ()) -> dict[Place, Place | None]:
+        """Every symbol that roots lead to, themselves included, with the one that led there first.
+
+        Args:
+            classes: names of the model's own; tables by class lead to their entries for these.
+        """
+        roots, classes = list(roots), list(classes)
+        found = self._closure(roots, {})
+        entries = {table: self._entries(table, classes) for table in self._by_class & found.keys()}
+        entries = {table: own for table, own in entries.items() if own}
+        return self._closure(roots, entries) if entries else found
+
+    def _closure(self, roots: Iterable[Place], entries: Mapping[Place, list[Place]]) -> dict[Place, Place | None]:
         found: dict[Place, Place | None] = dict.fromkeys(roots)
         pending = list(found)
         while pending:
             place = pending.pop()
             if place not in self._reached:
                 self._reached[place] = tuple(self._leads_to(place))
-            for other in self._reached[place]:
+            for other in entries.get(place, self._reached[place]):
                 if other not in found:
                     found[other] = place
                     pending.append(other)
         return found
+
+    def _entries(self, table: Place, classes: list[str]) -> list[Place]:
+        """What a table has for classes: under a key that is a part of the name of one, "ForCausalLM" for example."""
+        file = self.file(table[0])
+        dicts = [
+            node.value for node in file.symbols[table[1]].nodes if isinstance(getattr(node, "value", None), ast.Dict)
+        ]
+        own = [
+            value
+            for node in dicts
+            for key, value in zip(node.keys, node.values, strict=True)
+            if isinstance(key, ast.Constant) and any(str(key.value) in name for name in classes)
+        ]
+        return [place for value in own for place in self._names_in(file, value, with_annotations=False)]
 
     def _leads_to(self, place: Place) -> Iterator[Place]:
         path, name = place
@@ -103,6 +131,8 @@ class Library:
         if is_class:
             yield from ((path, one) for one in self._members(file, owner))
         for node in symbol.nodes:
+            for table in _asked_for_class(node):
+                self._by_class |= set(self._names_in(file, table, with_annotations=False))
             yield from self._names_in(file, node, with_annotations=False)
             for attribute in _own_attributes(node) if member else ():
                 yield from self.members_of(path, owner, attribute)
@@ -187,7 +217,7 @@ class Library:
                         roots[place] = None
                 for attribute in _own_attributes(node) if "." in name else ():
                     roots.update(dict.fromkeys(self._inherited(file, owner, attribute)))
-        found = self.reached_from([place for place in roots if place[0] != path])
+        found = self.reached_from((place for place in roots if place[0] != path), kept)
         return {place: via for place, via in found.items() if place[0] != path}
 
     def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[Place]:
@@ -247,6 +277,16 @@ def _expressions(node: ast.AST, with_annotations: bool) -> Iterator[ast.expr]:
                 continue
             children = value if isinstance(value, list) else [value]
             pending += [child for child in children if isinstance(child, ast.AST)]
+
+
+def _asked_for_class(node: ast.AST) -> Iterator[ast.expr]:
+    """The tables that code looks the name of its class up in: `kind = self.__class__.__name__`, then `kind in TABLE`."""
+    assigned = (child for child in ast.walk(node) if isinstance(child, ast.Assign))
+    own = {ast.unparse(one.targets[0]) for one in assigned if ast.unparse(one.value) in CLASS_NAMES}
+    for child in ast.walk(node) if own else ():
+        is_asked = isinstance(child, ast.Compare) and isinstance(child.ops[0], ast.In | ast.NotIn)
+        if is_asked and ast.unparse(child.left) in own:
+            yield child.comparators[0]
 
 
 def _own_attributes(node: ast.AST) -> set[str]:

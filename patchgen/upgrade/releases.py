@@ -43,6 +43,8 @@ def find(where: str) -> Place:
         return _in_folder(path)
     if where.endswith(".whl"):
         return _in_wheel(path)
+    if len(path.parts) > 1:
+        raise UpstreamNotFound(f"There is no folder {where}. Give a version, a wheel or a folder to --to.")
     release = open_release(where)
     return Place(release) if where == installed_version() else Place(release, wheel=cached_wheel(where).resolve())
 

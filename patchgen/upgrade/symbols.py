@@ -24,12 +24,14 @@ class Symbol:
         nodes: where it stands; a property and its setter are one symbol.
         content: what decides whether it is the same.
         annotation: of a field, apart from its value: a parameter of `__init__` that became a field may have gained one.
+        whole: of a class, all of it; its members are symbols of their own, so only its head counts.
     """
 
     name: str
     nodes: tuple[ast.AST, ...]
     content: tuple[ast.AST, ...]
     annotation: ast.expr | None = None
+    whole: ast.ClassDef | None = None
 
     @functools.cached_property
     def form(self) -> str:
@@ -45,10 +47,11 @@ class Symbol:
         differs = None not in annotations and normal_form(annotations[0]) != normal_form(annotations[1])
         return self.form == other.form and not differs
 
-    def text(self, source: str) -> str:
-        """As it stands in the source, decorators included."""
+    def text(self, source: str, *, whole: bool = False) -> str:
+        """As it stands in the source, decorators included; of a class its head, or the `whole` of it."""
         lines = source.splitlines()
-        return "\n\n".join(filter(None, (_segment(source, lines, node) for node in self.nodes)))
+        nodes = (self.whole,) if whole and self.whole is not None else self.nodes
+        return "\n\n".join(filter(None, (_segment(source, lines, node) for node in nodes)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -97,7 +100,7 @@ def _of_class(node: ast.ClassDef, is_config: bool) -> Iterator[Symbol]:
             rest.append(statement)
     head = ast.ClassDef(node.name, node.bases, node.keywords, rest or [ast.Pass()], node.decorator_list)
     head.lineno = node.lineno
-    yield Symbol(node.name, (head,), (head,))
+    yield Symbol(node.name, (head,), (head,), whole=node)
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
     init = init if is_config else None
     for name, statements in members.items():
@@ -147,7 +150,7 @@ def _is_docstring(node: ast.stmt) -> bool:
 
 
 def _segment(source: str, lines: list[str], node: ast.AST) -> str:
-    if isinstance(node, ast.ClassDef) and not hasattr(node, "end_lineno"):  # the head of a class
+    if isinstance(node, ast.ClassDef) and node.end_lineno is None:  # the head of a class, which was not parsed
         return ast.unparse(node)
     if not isinstance(node, ast.stmt):
         return ast.get_source_segment(source, node) or ast.unparse(node)

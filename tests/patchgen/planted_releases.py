@@ -53,11 +53,12 @@ def _link(original: Path, copy: Path, texts: dict[str, str], inside: str = "") -
 
 def changed(text: str, drift: Drift) -> str:
     """The text with the drift in its symbol; one that is not there once would plant something else, so it is an error."""
-    if not drift.symbol:
+    symbol = symbols_of(text, is_config=is_config(drift.file)).get(drift.symbol)
+    is_imported = symbol is None and "." not in drift.symbol
+    if is_imported:
         assert text.count(drift.old) == 1, f"{drift.id}: {drift.old!r} should stand there once"
         return text.replace(drift.old, drift.new)
-    symbol = symbols_of(text, is_config=is_config(drift.file)).get(drift.symbol)
-    if symbol is None or not hasattr(symbol.nodes[0], "end_lineno"):  # a whole class, or something new: by its block
+    if symbol is None or symbol.nodes[0].end_lineno is None:  # a whole class, or something new: by its block
         block = source.parse(text).block(drift.symbol.partition(".")[0])
         segment = block.text
     else:

@@ -83,6 +83,8 @@ def test_what_is_generated_goes_into_the_project_and_is_checked_there(place):
     assert {path: path.stat().st_mtime_ns for path in installed} == installed
     record = json.loads((place / "generated" / MODEL / "provenance.json").read_text())
     assert record["command"] == f"patchgen generate {MODEL} --transformers {record['upstream']['version']}"
+    diff = (place / "generated" / MODEL / f"modeling_{MODEL}.diff").read_text()
+    assert f"\n+++ b/generated/{MODEL}/modeling_{MODEL}.py\n" in diff
     assert "1 of 1 generated models are current" in run("check")
     assert MODEL in run("list") and "mixtral" not in run("list")
     path = place / "generated" / MODEL / f"modeling_{MODEL}.py"

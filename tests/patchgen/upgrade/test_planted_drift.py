@@ -14,9 +14,11 @@ from planted_releases import Drift, planted
 from patchgen import pipeline, provenance, upstream
 from patchgen.errors import StaleFile
 from patchgen.model_configs import ModelConfig
-from patchgen.passes.hand_edits import Drop, Edit, EditMethod, OverrideMethod, ReplaceClass, ReplaceFunction
+from patchgen.passes.hand_edits import AddMethod, Drop, Edit, EditMethod, OverrideMethod, ReplaceClass, ReplaceFunction
 from patchgen.upgrade import compare_model, releases
+from patchgen.upgrade.edits import drift_under_edits
 from patchgen.upgrade.findings import PERSON, REVIEW, SAME, ModelUpgrade, Site
+from patchgen.upgrade.symbols import symbols_of
 
 MODEL = "qwen3_moe"
 FILE = f"models/{MODEL}/modeling_{MODEL}.py"
@@ -101,13 +103,6 @@ IN_MODEL = (
         "self.num_experts = config.num_experts + 0\n",
         BOTH,
     ),
-    Drift(
-        FILE,
-        "load_balancing_loss_func",
-        "overall_loss * num_experts",
-        "overall_loss * num_experts * 2",
-        ("router_loss",),
-    ),
 )
 BESIDE = (
     Drift(CONFIG, "Qwen3MoeConfig.norm_topk_prob", "False", "True"),
@@ -133,6 +128,19 @@ BESIDE = (
         "@torch.no_grad()\ndef _compute_yarn_parameters(",
     ),
     Drift("modeling_layers.py", "GradientCheckpointingLayer.gradient_checkpointing", "False", "True"),
+    Drift("loss/loss_utils.py", "ForCausalLMLoss", "logits.float()", "logits.double()"),
+)
+REBOUND = (  # the code is the same, and a name in it stands for something else
+    Drift(FILE, "ACT2FN", "import ACT2FN\n", "import ACT2CLS as ACT2FN\n"),
+    Drift(
+        "masking_utils.py",
+        "is_torch_xpu_available",
+        "import is_torch_xpu_available",
+        "import is_torch_npu_available as is_torch_xpu_available",
+    ),
+)
+NOT_OF_THE_MODEL = (  # its class has another entry in the table of losses
+    Drift("loss/loss_utils.py", "ForTokenClassification", "logits.float()", "logits.double()"),
 )
 NO_DRIFT = (
     Drift(FILE, "rotate_half", "x1 = x[", "# one half\n    x1 = x["),
@@ -184,6 +192,13 @@ def site_of(found: ModelUpgrade, drift: Drift) -> Site:
     return sites[0]
 
 
+@pytest.mark.parametrize("drift", REBOUND, ids=lambda drift: drift.id)
+def test_a_name_that_is_imported_from_elsewhere_is_told(drift: Drift, reviewed: ModelUpgrade):
+    site = site_of(reviewed, drift)
+    assert (site.kind, site.verdict, site.place) == ("changed", REVIEW, "model" if drift.file == FILE else "helper")
+    assert drift.old.split()[-1] in site.old_upstream and drift.new.split()[-3] in site.new_upstream
+
+
 def is_told(found: ModelUpgrade, drift: Drift) -> None:
     site = site_of(found, drift)
     assert (site.kind, site.passes, site.verdict) == (drift.kind, drift.passes, drift.verdict), site.reason
@@ -197,7 +212,7 @@ def is_told(found: ModelUpgrade, drift: Drift) -> None:
 
 @pytest.fixture(scope="module")
 def reviewed(committed: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelUpgrade:
-    release = planted(tmp_path_factory.mktemp("release"), (*IN_MODEL, *BESIDE))
+    release = planted(tmp_path_factory.mktemp("release"), (*IN_MODEL, *BESIDE, *REBOUND, *NOT_OF_THE_MODEL))
     return compare_model(MODEL, str(release), committed)
 
 
@@ -213,7 +228,7 @@ def test_drift_in_a_configuration_or_an_imported_helper_is_told(drift: Drift, re
 
 
 def test_nothing_else_is_told_and_all_of_it_regenerates(reviewed: ModelUpgrade):
-    expected = {(f"transformers/{drift.file}", drift.symbol) for drift in (*IN_MODEL, *BESIDE)}
+    expected = {(f"transformers/{drift.file}", drift.symbol) for drift in (*IN_MODEL, *BESIDE, *REBOUND)}
     assert {(site.file, site.symbol) for site in reviewed.sites if site.kind not in ("hits", "census")} == expected
     assert reviewed.verdict == REVIEW and reviewed.generated_then
 
@@ -236,6 +251,15 @@ def test_comments_and_formatting_need_nobody(unchanged: ModelUpgrade):
 # ------------------------------------------------------------------------------------------------ what is refused
 
 REFUSED = (
+    Drift(
+        FILE,
+        "load_balancing_loss_func",
+        "overall_loss * num_experts",
+        "overall_loss * num_experts * 2",
+        ("router_loss",),
+        PERSON,
+        "refused",
+    ),
     Drift(
         FILE,
         "Qwen3MoeExperts.forward",
@@ -432,6 +456,26 @@ def test_a_target_that_is_gone_needs_a_person_and_a_reviewed_one_does_not(tmp_pa
     release = str(planted(tmp_path / "changed", [Drift(FILE, gone.symbol, "eps=", "epsilon=")]))
     assert compare_model(MODEL, release, tmp_path, config=config).verdict == PERSON
     assert compare_model(MODEL, release, tmp_path, [gone.symbol], config).verdict == REVIEW
+
+
+def test_a_method_that_an_edit_adds_and_upstream_has_now_needs_a_person():
+    old = upstream.load(MODEL)
+    edit = AddMethod("Qwen3MoeRMSNorm.extra", "def extra(self):\n    return 2", REASON)
+    new = replace(
+        old,
+        text=old.text.replace("    def extra_repr", "    def extra(self):\n        return 1\n\n    def extra_repr"),
+    )
+    (site,) = drift_under_edits((edit,), {}, old, new, ())
+    assert (site.kind, site.symbol, site.verdict, site.old_upstream) == ("hand edit", edit.target, PERSON, "")
+    assert "return 1" in site.new_upstream and "return 2" in site.edit and site.new_line
+    assert not list(drift_under_edits((edit,), {}, old, old, ()))
+
+
+def test_of_a_class_that_changed_its_head_is_told_and_of_one_that_came_or_went_all_of_it():
+    text = "class A(B):\n    def run(self):\n        return 1\n\n\nclass C:\n    pass\n"
+    symbol = symbols_of(text)["A"]
+    assert symbol.text(text) == "class A(B):\n    pass"
+    assert symbol.text(text, whole=True) == text.partition("\n\n\n")[0]
 
 
 def test_generate_refuses_to_hide_drift_until_it_was_reviewed(tmp_path: Path):

@@ -100,9 +100,10 @@ def test_a_release_is_found_in_a_folder_and_in_a_wheel_and_nowhere_else(tmp_path
         archive.writestr("transformers/" + FILE, "x = 1\n")
     found = releases.find(str(wheel))
     assert (found.release.version, found.wheel, found.release.read(FILE)) == ("9.9.9", wheel, "x = 1\n")
-    for wrong, words in ((tmp_path / "none.whl", "There is no wheel"), (tmp_path, "holds no transformers")):
+    wrong = {"none.whl": "There is no wheel", "none": "There is no folder", "": "holds no transformers"}
+    for name, words in wrong.items():
         with pytest.raises(UpstreamNotFound, match=words):
-            releases.find(str(wrong))
+            releases.find(str(tmp_path / name))
 
 
 def test_the_message_of_the_commit_names_what_moved_and_what_did_not():
