@@ -174,7 +174,7 @@ def _first_unknown(anatomy: Anatomy, owner: str, code: ast.AST, seen: frozenset[
 def _is_size(node: ast.AST, sized: set[str]) -> bool:
     """Whether an expression is made of a tensor's sizes: `x.shape[0]`, `x.size()`, names of such, arithmetic of them."""
     match node:
-        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size")):
+        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size")) | ast.Call(ast.Name("len")):
             return True
         case ast.Name(name):
             return name in sized

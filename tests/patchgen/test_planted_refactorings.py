@@ -9,6 +9,7 @@ from generation_cases import default_config, edited, load
 
 from patchgen import pipeline
 from patchgen.errors import PassMismatch
+from patchgen.model_configs import config_for
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
@@ -63,6 +64,11 @@ def upstream(model: str):
     return load(model)
 
 
+def changed(model: str, edits: tuple[tuple[str, str], ...]):
+    """Upstream's file, as it is where there are no edits."""
+    return edited(upstream(model), *edits) if edits else upstream(model)
+
+
 @pytest.mark.parametrize(("model", "title", "edits", "note"), LEFT, ids=[f"{case[0]}: {case[1]}" for case in LEFT])
 def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edits, note: str):
     generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
@@ -88,7 +94,7 @@ def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(ed
 @pytest.mark.parametrize("mixed", ["padded_embed.mean(0)", "padded_embed.roll(1, 0)", "len(padded_embed)"])
 def test_chunks_of_sound_that_are_mixed_are_convolved_whole(mixed: str):
     def text(*edits) -> str:
-        return pipeline.generate(edited(upstream("qwen2_5_omni"), *edits), default_config("qwen2_5_omni")).text
+        return pipeline.generate(changed("qwen2_5_omni", edits), config_for("qwen2_5_omni")).text
 
     assert "ops.chunk_rows" in text() and "ops.chunk_rows" not in text(
         (CHUNKS, CHUNKS + f"        padded_embed = padded_embed - {mixed}\n")
@@ -99,7 +105,7 @@ def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
     decorated = '    @accepts_precomputed_kwargs(modality="video")\n'
     model = "@auto_docstring\nclass Qwen3VLModel("
     plain, wrapped = (
-        pipeline.generate(edited(upstream("qwen3_vl"), *edits), default_config("qwen3_vl")).text
+        pipeline.generate(changed("qwen3_vl", edits), default_config("qwen3_vl")).text
         for edits in ((), ((model, DOUBLED + model), (decorated, "    @doubled\n" + decorated)))
     )
     assert "ops.joint_vision" in plain and "ops.joint_vision" not in wrapped
