@@ -16,28 +16,12 @@ from dataclasses import dataclass
 from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import ACTIVATIONS, POINTWISE, TABLES, mixing, mixing_member
+from patchgen.anatomy.tokenwise import ACTIVATIONS, TABLES, mixing_member
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
 PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
 CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
-SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
-# What turns, cuts and joins dimensions, and the call of the attention that was chosen.
-MOVES = {
-    "view",
-    "reshape",
-    "permute",
-    "transpose",
-    "unsqueeze",
-    "squeeze",
-    "flatten",
-    "unbind",
-    "split",
-    "chunk",
-    "cat",
-}
-MOVES |= {"size", "tolist", "append", "attention_interface"}
 KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
 LENGTHS_TEST = "is_flash_attention_requested"
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
@@ -117,87 +101,18 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
-    _require_rows(anatomy, info, layers, loop, attentions)
     group = _group(anatomy, info)
     must_gather = functools.partial(_is_mixed if group == "1" else _leaves_groups, anatomy, info.name)
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
-def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For, attentions: tuple[str, ...]) -> None:
-    """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
-    experts = [one.name for one in anatomy.with_role(Role.MOE_BLOCK)]
-    for build in (build for build in anatomy.builds(info.name) if build.attribute == layers and build.target):
-        _, forward = anatomy.method(build.target, "forward")
-        given = set(parameter_names(forward))
-        mixed = mixing(forward.body, given, build.target, anatomy, {*attentions, *experts, "squeeze", "finfo"})
-        if mixed is not None:
-            raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    carried = _carried(loop)
-    for node in ast.walk(loop):
-        if isinstance(node, ast.Assign | ast.AugAssign) and carried in stored(node):
-            value = node.value.value if isinstance(node.value, ast.Subscript) else node.value
-            is_layer = isinstance(value, ast.Call) and dotted(value.func) in stored(loop.target)
-            if isinstance(node, ast.AugAssign) or not (is_layer or isinstance(value, ast.Name)):
-                raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(node)}")
-    for built in (b for b in anatomy.builds(info.name) if b.attribute in map(own_attribute, ast.walk(loop))):
-        found = anatomy.method(built.target or "", "forward") if built.attribute != layers else None
-        if found is not None and _leaves_groups(anatomy, found[0].name, found[1]):
-            raise LeftAlone(f"{built.target} is not known to treat each group of rows by itself")
-    for name in attentions:
-        if (moved := _first_unknown(anatomy, name, anatomy.method(name, "forward")[1])) is not None:
-            raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)}")
-
-
-def _first_unknown(anatomy: Anatomy, owner: str, code: ast.AST, seen: frozenset[str] = frozenset()) -> ast.AST | None:
-    """The first call that may mix rows of different inputs, or arithmetic with their number. Rows turn with the
-    dimensions here, so nothing is known that works along one."""
-    assigned = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
-    sized = {name for node in assigned if _is_size(node.value, set()) for name in stored(node)}
-    for node in ast.walk(code):
-        parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
-        if len({_is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
-            return node
-        if isinstance(node, ast.Call):
-            meaning, own = anatomy.names.resolve(node.func) or "", own_attribute(node.func)
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            function = anatomy.names.functions.get(meaning[1:]) if meaning[1:] not in seen else None
-            is_known = name in MOVES or name in POINTWISE or meaning.startswith(("transformers.", "builtins."))
-            is_known |= anatomy.is_a(anatomy.attribute(owner, own or ""), *CONVOLUTIONS, *SOUND_CONVOLUTIONS)
-            is_known |= own is not None and mixing_member(anatomy, owner, own, fixed=False) is None
-            is_known |= function is not None and _first_unknown(anatomy, "", function, seen | {meaning[1:]}) is None
-            if not is_known:
-                return node
-    return None
-
-
-def _is_size(node: ast.AST, sized: set[str]) -> bool:
-    """Whether an expression is made of a tensor's sizes: `x.shape[0]`, `x.size()`, names of such, arithmetic of them."""
-    match node:
-        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size")) | ast.Call(ast.Name("len")):
-            return True
-        case ast.Name(name):
-            return name in sized
-        case ast.Subscript(value):
-            return _is_size(value, sized)
-        case ast.BinOp(left, _, right):
-            return _is_size(left, sized) or _is_size(right, sized)
-        case ast.Call(function, arguments) if not isinstance(function, ast.Attribute) or dotted(function).startswith(
-            "math."
-        ):
-            return any(_is_size(one, sized) for one in arguments)
-    return False
-
-
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": call for name, call in info.built.items()}
-    convolving = [
-        (place, call)
-        for place, name, call in called
-        if name in built and anatomy.is_a(built[name], *SOUND_CONVOLUTIONS)
-    ]
+    kinds = ("torch.nn.Conv1d", "torch.nn.Conv2d")
+    convolving = [(place, call) for place, name, call in called if name in built and anatomy.is_a(built[name], *kinds)]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
@@ -210,8 +125,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     read = {name for name in read if name in above and not _is_empty_list(name, forward)}
     # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
     chunks = {name for name in read if name.startswith("padded_") and name not in inside}
-    between = ast.Module(forward.body[start:end], [])
-    if not chunks or chunks != read or source not in inside or _first_unknown(anatomy, info.name, between):
+    if not chunks or chunks != read or source not in inside:
         return None
     convolved = _read(convolution)
     return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
