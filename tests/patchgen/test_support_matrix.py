@@ -45,13 +45,13 @@ def test_to_verify_one_model_writes_no_page_about_others(ranks, tmp_path, monkey
     shutil.copytree(support_matrix.docs(), docs)
     monkeypatch.setattr(provenance, "generated_root", lambda: root)
     monkeypatch.setattr(records, "proof_holds", lambda *which: True)
-    before = {path.name: path.read_text(encoding="utf-8") for path in docs.iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in docs.iterdir() if path.is_file()}
 
     def verify(models: list[str], *, every: bool) -> set[str]:
         what = {"every": every, "directory": None, "head": None, "outdated": True, "code": None, "generated": None}
         assert proof.verify(models, proof.Layout(2, sp=2) if ranks else None, **what) == 0
         pages = (path for path in docs.iterdir() if path.is_file())
-        return {path.name for path in pages if path.read_text(encoding="utf-8") != before.get(path.name)}
+        return {path.name for path in pages if path.read_bytes() != before.get(path.name)}
 
     assert verify(["llama"], every=False) == set()
     assert verify([], every=True) == {"models.md", "parallel.md"}, "only one model is committed here"
