@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _WARPS = 1024, 4  # of 24 forms that were timed the fastest, by 2.5 %
+_BLOCK, _WARPS = 1024, 4
 
 
 def adamw_(

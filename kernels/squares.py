@@ -1,7 +1,6 @@
-"""The sum of squares of large tensors at the speed of memory, for the norm of gradients.
+"""The sum of squares of large tensors in one pass over memory, for the norm of gradients.
 
-torch's `_foreach_norm` reads bf16 at 2.2 TB/s and fp32 at 3.3 on an H200, this kernel either at 4.3 to 4.4. Each program adds up
-its own part in fp32; no program adds to another's sum, so the result is the same in every run.
+Each program adds up its own part in fp32; no program adds to another's sum, so the result is the same in every run.
 """
 
 from __future__ import annotations
