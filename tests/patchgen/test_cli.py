@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from typer.testing import CliRunner
+from invoked import invoke
 
 from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
@@ -23,14 +23,6 @@ from patchgen.runtime.verify import source_keys
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
 COMMANDS += ("mutate", "export", "merge", "convert", "fingerprint", "train", "data", "doctor", "init", "report")
 MODEL = "qwen3"
-
-
-def invoke(*arguments: str):
-    """Runs a command in this process; an error for the user is raised."""
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture

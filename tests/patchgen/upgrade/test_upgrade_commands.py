@@ -9,11 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from invoked import invoke
 from planted_releases import Drift, planted
-from typer.testing import CliRunner
 
 from patchgen import pipeline, provenance, upstream
-from patchgen.cli import app
 from patchgen.errors import PatchgenError, UpstreamNotFound
 from patchgen.upgrade import releases
 from patchgen.upgrade.applying import prove_against
@@ -24,14 +23,6 @@ MODEL = "qwen3"
 FILE = f"models/{MODEL}/modeling_{MODEL}.py"
 SLICED = Drift(FILE, "Qwen3Model.forward", "self.layers[: self.config.num_hidden_layers]", "self.layers[self.first :]")
 COMMENT = Drift(FILE, "Qwen3MLP.forward", "return down_proj", "return (down_proj)  # as ever")
-
-
-def invoke(*arguments: str):
-    """Runs a command in this process; an error for the user is raised."""
-    result = CliRunner().invoke(app, list(arguments))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result
 
 
 @pytest.fixture
