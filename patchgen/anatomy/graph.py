@@ -17,6 +17,7 @@ from patchgen.anatomy.classes import (
     auto_builds,
     calls,
     describe,
+    dotted,
     is_setter,
     loaded,
     own_attribute,
@@ -148,9 +149,18 @@ class Anatomy:
     def _stored_outside(self) -> frozenset[str]:
         """The attributes that any code of the file assigns to another object than its own self, or to a class."""
         methods = [method for info in self.classes.values() for method in info.methods.values()]
-        code = [node for node in (*methods, *self.functions.values()) if not is_setter(node)]
-        attributes = (child for node in code for child in ast.walk(node) if isinstance(child, ast.Attribute))
-        stores = {a.attr for a in attributes if isinstance(a.ctx, ast.Store) and not own_attribute(a)}
+        top = [one for found in self.names.statements.values() for one in found if not isinstance(one, ast.ClassDef)]
+        code = [node for node in (*methods, *top) if not (isinstance(node, FunctionNode) and is_setter(node))]
+        parts = [child for node in code for child in ast.walk(node)]
+        stores = {
+            a.attr
+            for a in parts
+            if isinstance(a, ast.Attribute) and isinstance(a.ctx, ast.Store) and not own_attribute(a)
+        }
+        set_by = [
+            c.args[1] for c in parts if isinstance(c, ast.Call) and dotted(c.func) == "setattr" and len(c.args) > 2
+        ]
+        stores |= {name.value for name in set_by if isinstance(name, ast.Constant)}
         bodies = [statement for info in self.classes.values() for statement in info.node.body]
         return frozenset(stores.union(*(bound_names(node) for node in bodies if isinstance(node, ast.Assign))))
 

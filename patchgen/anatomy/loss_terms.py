@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, arguments, loaded, stored, targets
+from patchgen.anatomy.classes import FunctionNode, arguments, loaded, own_attribute, parameter_names, stored, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -197,6 +197,33 @@ class LossTerms:
     def is_result(self, node: ast.AST | None) -> bool:
         """Whether an expression makes a result of transformers'."""
         return isinstance(node, ast.Call) and is_result_class(node.func, self._anatomy, self._scope)
+
+
+def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
+    """Code below a head that moves gradients by what is of one rank's tokens, beside any loss: hooks on tensors, gradients
+    that a backward makes of nothing that came in, and values that a forward changes for the next."""
+    infos = [anatomy.classes[name] for name in sorted(anatomy.reached_from([head]))]
+    for info, method in [(one, method) for one in infos for method in one.methods.values()]:
+        derived = set(parameter_names(method)[1:])
+        for node in ast.walk(method):
+            match node:
+                case ast.Assign() if derived & _values_in(node.value):
+                    derived |= set(stored(node))
+                case ast.Call(ast.Attribute(_, "register_hook")):
+                    yield ast.unparse(node)
+                case ast.Call(ast.Attribute(value, name)) if method.name == "forward" and own_attribute(value):
+                    yield from [ast.unparse(node)] * (name.endswith("_") and not name.endswith("__"))
+                case ast.Return(value) if method.name == "backward":
+                    parts = value.elts if isinstance(value, ast.Tuple) else [value]
+                    own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & _values_in(p))
+                    yield from (f"{info.name}.backward: {ast.unparse(part)}" for part in own)
+
+
+def _values_in(node: ast.AST) -> set[str]:
+    """The names whose values code reads, and does not only ask what they look like."""
+    is_asked = isinstance(node, ast.Attribute) and node.attr in ASKED
+    inside = [] if is_asked else ast.iter_child_nodes(node)
+    return ({node.id} if isinstance(node, ast.Name) else set()).union(*map(_values_in, inside))
 
 
 def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:

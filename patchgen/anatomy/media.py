@@ -112,7 +112,7 @@ def feature_calls(body: Sequence[cst.BaseStatement]) -> list[FeatureCall]:
 def same_features(anatomy: Anatomy, owner: str, image: str, video: str) -> bool:
     """Whether the method for videos computes what the one for images does: it calls it, or has its body."""
     first, second = anatomy.method(owner, image), anatomy.method(owner, video)
-    if first is None or second is None:
+    if first is None or second is None or any(anatomy.names.is_wrapped(one) for _, one in (first, second)):
         return False
     code = f"def video(self, media, grid, **kwargs):\n    return self.{image}(media, grid, **kwargs)"
     calls_it = ast.parse(code).body[0]

@@ -18,14 +18,13 @@ class Names:
         base_of: the package that a relative import of so many dots starts from, in parts (`Upstream.base_of`).
 
     Attributes:
-        functions: those that the file defines, in the branches of an `if` or `try` too.
+        functions: those that the file defines, in the branches of an `if` or `try` too, and nothing else replaces or wraps.
         origins: name -> all that imports bind to it, where several do too.
         statements: name -> all that defines it at the module's level, or changes what it holds.
     """
 
     def __init__(self, nodes: Sequence[ast.stmt], base_of: Callable[[int], list[str]] = lambda level: []) -> None:
         self._known: dict[str, str | None] = {}
-        self.functions = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
         self.origins: dict[str, list[str]] = {}
         self.statements: dict[str, list[ast.stmt]] = {}
         self._base_of = base_of
@@ -35,6 +34,7 @@ class Names:
                 self.statements.setdefault(name, []).append(leaf)
             for name, meaning in self.imports(leaf):
                 self.origins.setdefault(name, []).append(meaning)
+        defined = {node.name: node for node in _leaves(nodes) if isinstance(node, FunctionNode)}
         self._patched: set[str] = set()  # `F.linear = ...`: what stands there is no longer the library's
         for statement in nodes:
             for name, meaning in self._bindings(statement):
@@ -47,6 +47,13 @@ class Names:
                 self._known[name] = None
         attributes = [node for node in everything if isinstance(node, ast.Attribute)]
         self._patched = {self.resolve(node) for node in attributes if not isinstance(node.ctx, ast.Load)} - {None}
+        alone = {n for n in defined if all(isinstance(s, FunctionNode) for s in self.statements[n])}
+        self.functions = {n: f for n, f in defined.items() if n in alone and not self.is_wrapped(f)}
+
+    def is_wrapped(self, function: FunctionNode) -> bool:
+        """Whether a decorator puts other code around it than libraries have."""
+        meanings = [self.resolve(getattr(node, "func", node)) or "" for node in function.decorator_list]
+        return not all(meaning.startswith(("transformers.", "torch.", "builtins.")) for meaning in meanings)
 
     def imported(self) -> dict[str, str]:
         """Name -> what it stands for, of what the file imports."""

@@ -226,8 +226,8 @@ class _Reader:
         seen = self._seen | {(owner, function.name)}
         reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed)
         wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
-        if wrong is not None:
-            self.reason = reader.reason or wrong
+        if wrong is not None or self._anatomy.names.is_wrapped(function):
+            self.reason = reader.reason or wrong or function.decorator_list[0]
             yield call
 
     @staticmethod

@@ -157,11 +157,15 @@ class _FillBack(MarkStatements):
         self._function.pop()
         return updated_node
 
+    def _counts(self, test: str) -> bool:
+        """Whether a check is of placeholders against features; transformers' own method makes no others."""
+        return self._function[-1:] == ["get_placeholder_mask"] or bool(COUNTED.search(test))
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name = original_node.func
         if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] == "forward":
             return self._own(original_node, updated_node)
-        if m.matches(name, m.Name("torch_compilable_check")) and COUNTED.search(code_of(original_node.args[0])):
+        if m.matches(name, m.Name("torch_compilable_check")) and self._counts(code_of(original_node.args[0])):
             self.changed = True
             condition = updated_node.args[0]
             wanted = cst.BooleanOperation(cst.parse_expression("ops.is_sliced()"), cst.Or(), condition.value)
@@ -182,7 +186,7 @@ class _FillBack(MarkStatements):
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If:
         """Counts that raise, and positions that upstream computes from the whole sequence."""
         test = code_of(original_node.test)
-        if m.findall(original_node.body, m.Raise()) and COUNTED.search(test):
+        if m.findall(original_node.body, m.Raise()) and self._counts(test):
             wanted = cst.BooleanOperation(
                 cst.parse_expression("not ops.is_sliced()"), cst.And(), _bracketed(updated_node.test)
             )

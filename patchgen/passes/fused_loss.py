@@ -6,7 +6,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import libcst as cst
 import libcst.matchers as m
@@ -22,7 +22,7 @@ from patchgen.anatomy.classes import (
     parameter_names,
     stored,
 )
-from patchgen.anatomy.loss_terms import LossTerms
+from patchgen.anatomy.loss_terms import LossTerms, unseen_terms
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
@@ -134,14 +134,14 @@ class FusedLoss(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         _check_own_losses(site.block, anatomy)
-        terms: list[str] = []
+        terms = list(unseen_terms(anatomy, site.block))
 
         def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
             region = _find_region(forward, site.block, anatomy)
             _check_own_readers(_as_ast(forward).body[0], {region.labels, _kwargs_of(forward)}, site.block, anatomy)
             _check_moves(forward, region, site.block, anatomy)
             terms.extend(region.local_terms)
-            fused = self._fused(function_body(forward), region)
+            fused = self._fused(function_body(forward), replace(region, local_terms=tuple(terms)))
             second = next((node for node in fused if m.findall(node, LOSS_CALL)), None)
             if second is not None:
                 raise Missed("one call of self.loss_function", code_of(second))

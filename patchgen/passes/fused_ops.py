@@ -193,7 +193,9 @@ def _norm_call(anatomy: Anatomy, name: str) -> str | None:
         attributes = list(forward.attributes)
         if form.helper is not None:
             helper = info.methods.get(attributes[0])
-            if helper is None or normal_form(helper).text != form.helper or len(anatomy.held(name, helper.name)) != 1:
+            if helper is None or normal_form(helper).text != form.helper or helper.decorator_list:
+                continue
+            if len(anatomy.held(name, helper.name)) != 1:
                 continue
             attributes = [*normal_form(helper).attributes, attributes[1]]
         epsilon, weight = attributes[0], attributes[1]
@@ -228,8 +230,8 @@ def _is_like_mlp(anatomy: Anatomy, info: ClassInfo) -> bool:
 def _is_half_rotation(anatomy: Anatomy, function: ast.FunctionDef) -> bool:
     form = normal_form(function).text
     for helper in dict.fromkeys(call.func.id for call in calls(function) if isinstance(call.func, ast.Name)):
-        known = anatomy.functions.get(helper)
-        if known is not None and form == ROTARY_FORM.replace("rotate_half", helper):
+        known = anatomy.names.functions.get(helper)
+        if known is not None and not known.decorator_list and form == ROTARY_FORM.replace("rotate_half", helper):
             return normal_form(known).text == HALF_ROTATION_FORM and _means_torch(anatomy, function, known)
     return False
 

@@ -10,9 +10,9 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     called_names,
-    calls,
     dotted,
     loaded,
+    own_attribute,
     parameter_names,
     reads_name,
     stored,
@@ -106,6 +106,12 @@ class MixerSP(SitePass):
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
             raise Missed(f"a call of {wanted}", info.methods["forward"])
+        own = depthwise_convolutions(anatomy, info)
+        nodes = [(m, node) for m in info.methods.values() for part in m.body for node in ast.walk(part)]
+        named = [node for _, node in nodes if isinstance(node, ast.Name) and node.id in operations]
+        besides = [n for m, n in nodes if isinstance(n, ast.Call) and _convolves(anatomy, n, own, local_names(m))]
+        if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
+            raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
 
 
@@ -136,6 +142,10 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
     return found
 
 
+def _convolves(anatomy: Anatomy, call: ast.Call, own: Sequence[str], local: set[str]) -> bool:
+    return own_attribute(call.func) in own or (anatomy.names.resolve(call.func, local) or "").endswith(".conv1d")
+
+
 def _steps(node: ast.AST) -> bool:
     return isinstance(node, ast.For) and dotted(node.iter) == "range"
 
@@ -154,11 +164,12 @@ def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
 def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     """What of a class attends, and is no call of transformers' attention interface; empty if nothing does."""
     for method in info.methods.values():
-        for function in (method, *(anatomy.functions[name] for name in _functions_below(anatomy, method))):
-            for call in calls(function):
-                meaning = anatomy.names.resolve(call.func, local_names(function)) or dotted(call.func)
-                if meaning.rpartition(".")[2] in TORCH_ATTENTION and not meaning.startswith("."):
-                    return f"line {call.lineno} calls {dotted(call.func)} itself: {NOT_CHOSEN}"
+        tables = [one for name in loaded(method) for one in anatomy.names.statements.get(name, ())]
+        for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
+            for node in ast.walk(code) if isinstance(code, FunctionNode | ast.Assign) else ():
+                package, _, name = (anatomy.names.resolve(node, local_names(code)) or "").rpartition(".")
+                if name in TORCH_ATTENTION and package.startswith("torch"):
+                    return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
     called = called_names(info.node)
     products = called & {"matmul", "bmm", "baddbmm", "einsum"}
     by_hand = "softmax" in called and products and not reads_name(info.node, INTERFACE)

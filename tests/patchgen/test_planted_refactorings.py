@@ -1,0 +1,95 @@
+"""Refactorings of upstream that change what a pass may take for granted: refused, left alone, or told to a run on ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from generation_cases import default_config, edited, load
+
+from patchgen import pipeline
+from patchgen.errors import PassMismatch
+
+DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
+OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
+ROTATE = "def rotate_half(x):"
+APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
+NORM = "class Gemma3RMSNorm(nn.Module):"
+HEAD = "        logits = self.lm_head(hidden_states)\n"
+CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
+INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
+AUXILIARY = """class AddLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, loss):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones((), dtype=grad.dtype)
+
+
+"""
+
+# model, title, edits, what the note says
+LEFT = (
+    ("gemma3", "a wrapped helper of a norm", ((NORM, DOUBLED + NORM), ("    def _norm(self, x):", "    @doubled\n    def _norm(self, x):")), "Gemma3RMSNorm: a norm of another formula"),
+    ("gemma3", "a helper replaced below its class", ((ROTATE, OTHER_NORM + "Gemma3RMSNorm._norm = softer\n\n\n" + ROTATE),), "Gemma3RMSNorm: a norm of another formula"),
+    ("gemma3", "a helper replaced by setattr", ((ROTATE, OTHER_NORM + 'setattr(Gemma3RMSNorm, "_norm", softer)\n\n\n' + ROTATE),), "Gemma3RMSNorm: a norm of another formula"),
+    ("llama", "a wrapped rotation", ((ROTATE, DOUBLED + "@doubled\n" + ROTATE),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
+    ("llama", "a rotation replaced below", ((APPLY, "rotate_half = torch.neg\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
+    ("llama", "a rotation wrapped below", ((APPLY, DOUBLED + "rotate_half = doubled(rotate_half)\n\n\n" + APPLY),), "apply_rotary_pos_emb: a rotary embedding of another formula"),
+    ("llama", "a hook that scales gradients", ((HEAD, "        hidden_states.register_hook(lambda g: g / g.norm())\n" + HEAD),), "hidden_states.register_hook(lambda g: g / g.norm()) is added to the loss"),
+    ("llama", "a loss that a backward adds", (("class LlamaMLP(", AUXILIARY + "class LlamaMLP("), (HEAD, "        hidden_states = AddLoss.apply(hidden_states, hidden_states.mean())\n" + HEAD)), "AddLoss.backward: torch.ones((), dtype=grad.dtype) is added to the loss"),
+    ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
+    ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
+    ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
+)  # fmt: skip
+
+
+@functools.cache
+def upstream(model: str):
+    return load(model)
+
+
+def changed(model: str, edits: tuple[tuple[str, str], ...]):
+    """Upstream's file, as it is where there are no edits."""
+    return edited(upstream(model), *edits) if edits else upstream(model)
+
+
+@pytest.mark.parametrize(("model", "title", "edits", "note"), LEFT, ids=[f"{case[0]}: {case[1]}" for case in LEFT])
+def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edits, note: str):
+    generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
+    notes = [one for step in generated.steps for one in step.outcome.notes]
+    assert any(note in one for one in notes), notes
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        CONVOLVED + "            C = F.conv1d(C, self.conv.weight, padding=1, groups=C.shape[1])\n",
+        CONVOLVED + "            C = self.conv(C)\n",
+        CONVOLVED
+        + "            convolve = causal_conv1d_fn\n            C = convolve(C, self.conv.weight.squeeze(1))\n",
+    ],
+    ids=["torch's", "the module", "another name"],
+)
+def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(edit: str):
+    with pytest.raises(PassMismatch, match="every operation along the sequence in a call of its own name"):
+        pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2"))
+
+
+def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
+    decorated = '    @accepts_precomputed_kwargs(modality="video")\n'
+    model = "@auto_docstring\nclass Qwen3VLModel("
+    plain, wrapped = (
+        pipeline.generate(changed("qwen3_vl", edits), default_config("qwen3_vl")).text
+        for edits in ((), ((model, DOUBLED + model), (decorated, "    @doubled\n" + decorated)))
+    )
+    assert "ops.joint_vision" in plain and "ops.joint_vision" not in wrapped
+
+
+def test_a_count_of_placeholders_is_known_by_where_it_stands():
+    count = "n_image_tokens * inputs_embeds.shape[-1] == image_features.numel(),"
+    other = "special_image_mask.sum() == len(image_features),"
+    generated = pipeline.generate(edited(upstream("qwen3_vl"), (count, other)), default_config("qwen3_vl"))
+    assert f"ops.is_sliced() or {other}" in generated.text
