@@ -8,10 +8,11 @@
 | name                           | runs on | beyond causal, full and packed attention                   |
 | ------------------------------ | ------- | ---------------------------------------------------------- |
 | `patchgen_eager`               | any     | window, soft cap, sinks, dropout, padding, upstream masks, |
-|                                |         | two sequences, sinks of each token                         |
-| `patchgen_sdpa`                | any     | window, dropout, padding, upstream masks, two sequences    |
-| `patchgen_flex_attention`      | any     | window, soft cap, sinks (GPU), padding, upstream masks;    |
-|                                |         | trains on a GPU only                                       |
+|                                |         | two sequences, sinks of each token, float32                |
+| `patchgen_sdpa`                | any     | window, dropout, padding, upstream masks, two sequences,   |
+|                                |         | float32                                                    |
+| `patchgen_flex_attention`      | any     | window, soft cap, sinks (GPU), padding, upstream masks,    |
+|                                |         | float32; trains on a GPU only                              |
 | `patchgen_flash_varlen`        | GPU     | window (torch's own varlen_attn)                           |
 | `patchgen_flash_attention_2`   | GPU     | window, soft cap, dropout                                  |
 | `patchgen_flash_attention_3`   | GPU     | window, soft cap                                           |
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 
 from patchgen.kernels import choices
 from patchgen.runtime import model_calls, parallel
-from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents
+from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents, of_dtype
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
 from patchgen.runtime.parallel import sequence
@@ -251,16 +252,17 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
             _require_whole(request, size, more, where)
         asked = tuple(dict.fromkeys((*request.asks_for, *(("overlays",) if more else ()))))
         used = backend
+        for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
+            recorded.setdefault(module, set()).add(asked)
+        needed = asked + of_dtype(q.dtype)
         if _RECORDINGS:
             used = BACKENDS["patchgen_eager"]
-            for recorded in _RECORDINGS:
-                recorded.setdefault(module, set()).add(asked)
         elif used is None:
-            taken = _for_call(asked, q.device.type, max(q.shape[-1], v.shape[-1]))
+            taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
             used = BACKENDS[taken]
             choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
         else:
-            require_features(name, asked, where, q.device.type)
+            require_features(name, needed, where, q.device.type)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
             form = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not more)

@@ -21,7 +21,7 @@ from patchgen.kernels.packages import lacks_package
 from patchgen.runtime.mask_functions import document_of
 from patchgen.runtime.per_tensor import PerTensor
 
-FEATURES = (
+_OF_CALLS = (
     "sliding window",
     "soft cap",
     "sinks",
@@ -31,6 +31,14 @@ FEATURES = (
     "two sequences",
     "sinks of each token",
 )
+FLOAT32 = "float32"
+FEATURES = (*_OF_CALLS, FLOAT32)
+"""What a backend may lack: what calls ask for, and numbers of more than 16 bits, which a run asks for (`of_dtype`)."""
+
+
+def of_dtype(dtype: torch.dtype | None) -> tuple[str, ...]:
+    """What computing in a dtype asks of a backend; None: it is not known, and asks nothing."""
+    return (FLOAT32,) if dtype is not None and dtype.itemsize > 2 else ()
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Attention:
 
     @property
     def asks_for(self) -> tuple[str, ...]:
-        """The features (of FEATURES) that a backend must have."""
+        """The features (of FEATURES) that a backend must have for it, whatever its dtype."""
         by_token = self.sinks is not None and self.sinks.ndim > 1
         wanted = (
             self.window,
@@ -84,7 +92,7 @@ class Attention:
             self.is_cross or None,
             by_token or None,
         )
-        return tuple(feature for feature, value in zip(FEATURES, wanted, strict=True) if value is not None)
+        return tuple(feature for feature, value in zip(_OF_CALLS, wanted, strict=True) if value is not None)
 
     @property
     def is_plain(self) -> bool:
@@ -423,7 +431,8 @@ def _needs(module: str, package: str) -> Callable[[], str | None]:
     return functools.partial(lacks_package, module, package)
 
 
-# The flash kernels unpad rows only with a host sync per layer: a padded batch is packed instead, before training.
+# The flash kernels, torch's included, compute in 16 bits alone. They unpad rows only with a host sync per layer: a padded
+# batch is packed instead, before training.
 _FLASH = frozenset({"sliding window"})
 FLASH_HEAD = 256
 """Flash kernels, torch's included, are compiled for heads of up to this size."""
@@ -432,13 +441,13 @@ BACKENDS: dict[str, Backend] = {
     "patchgen_eager": Backend(eager, frozenset(FEATURES), lambda: None, has_cpu_backward=True),
     "patchgen_sdpa": Backend(
         sdpa,
-        frozenset({"sliding window", "dropout", "padding", "overlays", "two sequences"}),
+        frozenset({"sliding window", "dropout", "padding", "overlays", "two sequences", FLOAT32}),
         lambda: None,
         has_cpu_backward=True,
     ),
     "patchgen_flex_attention": Backend(
         flex,
-        frozenset({"sliding window", "soft cap", "padding", "overlays"}),
+        frozenset({"sliding window", "soft cap", "padding", "overlays", FLOAT32}),
         lambda: None,
         gpu_features=frozenset({"sinks"}),  # which need the log-sum-exp, and the CPU has none
         takes_blocks=True,

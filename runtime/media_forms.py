@@ -166,14 +166,8 @@ _CHOSEN = WeakIdKeyDictionary()  # model -> {(method, ranks): (number of the can
 def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor] | None:
     """The first candidate that the model's towers take and give finite features for; None if there is none."""
     number = _choice(features, sp, like)[0]
-    return (
-        None
-        if number is None
-        else next(one for i, one in enumerate(candidates(features, sp=sp, like=like)) if i == number)
-    )
-
-
-def _numbered(features: Callable[..., Any], sp: int, like: Tensor, number: int) -> dict[str, Tensor]:
+    if number is None:
+        return None
     return next(itertools.islice(candidates(features, sp=sp, like=like), number, None))
 
 

@@ -104,8 +104,7 @@ class Patient:
     @property
     def dtype(self) -> torch.dtype:
         """What layers compute in, as in the run."""
-        options = models.sharding_options(self.recipe.parallel, self.device)
-        return options.param_dtype or getattr(torch, self.recipe.model.dtype)
+        return models.compute_dtype(self.recipe, self.device.type)
 
     @part("the place of the weights")
     def checkpoint(self) -> Path | str | None:

@@ -99,6 +99,7 @@ RULES: dict[str, FieldRule] = {
     "pixel_attention_mask": ITEMS,
     "image_grid_thw": ITEMS,
     "video_grid_thw": ITEMS,
+    "image_patches": ITEMS,  # what pixel_values of patches were called before
     "image_sizes": ITEMS,
     "spatial_shapes": ITEMS,
     "pixel_mask": ITEMS,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime import attention, attention_kinds
-from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_backends import BACKENDS, FLOAT32, of_dtype
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train.recipe import RecipeError
@@ -41,38 +41,46 @@ def choose(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
     asked: Iterable[Kind] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Names:
     """The wanted attention, or the fastest that has here what each kind of layer asks for and takes its heads.
 
     Args:
         asked: what a small form of the model asks for; None: it is run to find out.
+        dtype: what layers compute in (`model.compute_dtype`).
 
     Raises:
-        RecipeError: the wanted one cannot run here, or not with heads of this size.
+        RecipeError: the wanted one cannot run here, or not with heads of this size, or not in this dtype.
     """
     require_known(wanted)
     if wanted is None:
-        return attention_kinds.choose(kinds_of(head, config, asked), config)
+        return attention_kinds.choose(kinds_of(head, config, asked, dtype), config)
     if any(name != attention.BY_LAYER and BACKENDS[name].max_head for name in attention_kinds.all_names(wanted)):
-        heads = [replace(kind, asked=()) for kind in kinds_of(head, config, asked or ())]
-        if lacking := attention_kinds.lacking(wanted, heads):
-            able = [other for other, backend in BACKENDS.items() if backend.max_head is None]
+        alone = [replace(kind, asked=of_dtype(dtype)) for kind in kinds_of(head, config, asked or ())]
+        if lacking := attention_kinds.lacking(wanted, alone):
+            able = [other for other in BACKENDS if not attention_kinds.lacking(other, alone)]
+            whose = "parallel.param_dtype asks for" if lacking[0] == FLOAT32 else f"{head.__name__} has"
             raise RecipeError(
-                f"model.attention = '{wanted}' cannot do {lacking[0]}, which {head.__name__} has. Those that take any: "
-                f"{', '.join(able)}."
+                f"model.attention = '{wanted}' cannot do {lacking[0]}, which {whose}. Those that can: {', '.join(able)}."
             )
     return wanted
 
 
-def explain(head: type[PreTrainedModel], config: PreTrainedConfig, names: Names) -> str:
+def explain(
+    head: type[PreTrainedModel], config: PreTrainedConfig, names: Names, dtype: torch.dtype | None = None
+) -> str:
     """What each kind of layer gets, and why nothing faster."""
-    return attention_kinds.explain(kinds_of(head, config), names)
+    return attention_kinds.explain(kinds_of(head, config, dtype=dtype), names)
 
 
 def kinds_of(
-    head: type[PreTrainedModel], config: PreTrainedConfig, asked: Iterable[Kind] | None = None
+    head: type[PreTrainedModel],
+    config: PreTrainedConfig,
+    asked: Iterable[Kind] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Kind, ...]:
-    """The kinds of attention layers of a model: what their like in a small form asks for, with their own heads and number.
+    """The kinds of attention layers of a model: what their like in a small form asks for and what a dtype does, with their
+    own heads and number.
 
     A layer that the small form did not run is taken to ask for whatever any other does.
     """
@@ -87,6 +95,7 @@ def kinds_of(
     ]
     unseen = [(layers, place) for layers, place in places.items() if layers not in known and place.attends]
     found += [Kind(layers, place.config, anything, place.head_size, place.count) for layers, place in unseen]
+    found = [replace(kind, asked=(*kind.asked, *of_dtype(dtype))) for kind in found]
     return tuple(sorted(found, key=lambda kind: (kind.config, kind.layers, kind.asked)))
 
 

@@ -184,7 +184,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         head, config = find_head_and_config(config, architecture.register(recipe.model))
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
-    chosen = attention_choice.choose(recipe.model.attention, head, config)
+    chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if (scores := choose.objective_of(recipe.objective).scores) is not None:
         head = _classifier(head, config, scores, recipe.objective.name)
     dtype = getattr(torch, recipe.model.dtype)
@@ -291,11 +291,21 @@ def parallel_config(section: ParallelSection, world: int) -> ParallelConfig:
         raise RecipeError(f"parallel: {error}") from error
 
 
+def compute_dtype(recipe: Recipe, device_type: str | None = None) -> torch.dtype:
+    """What layers compute in on a kind of device; default: a GPU if there is one."""
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    return _param_dtype(recipe.parallel, device_type) or getattr(torch, recipe.model.dtype)
+
+
+def _param_dtype(section: ParallelSection, device_type: str) -> torch.dtype | None:
+    name = section.param_dtype or ("bfloat16" if device_type == "cuda" else None)
+    return getattr(torch, name) if name else None
+
+
 def sharding_options(section: ParallelSection, device: torch.device) -> sharding.ShardingOptions:
     """How parameters are kept and gathered, for `shard_model`."""
-    compute = section.param_dtype or ("bfloat16" if device.type == "cuda" else None)
     return sharding.ShardingOptions(
-        param_dtype=getattr(torch, compute) if compute else None,
+        param_dtype=_param_dtype(section, device.type),
         reduce_dtype=getattr(torch, section.reduce_dtype),
         exchange_gradients=section.exchange_gradients,
         shard_exchange=section.shard_exchange,
@@ -364,7 +374,7 @@ def _kinds_of_attention(recipe: Recipe) -> str:
     if names is None or names in attention.ORDER:
         return ""
     head, config = find_head_and_config(read_config(recipe.model), architecture.register(recipe.model))
-    return attention_choice.explain(head, config, names)
+    return attention_choice.explain(head, config, names, compute_dtype(recipe))
 
 
 def _is_first_rank() -> bool:

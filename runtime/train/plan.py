@@ -96,7 +96,9 @@ def describe(recipe: Recipe, model: PreTrainedModel, world: int) -> str:
         + (f", {step / world / peak / 1e12 / 0.4:.2f} s at 40 % MFU" if peak else ""),
         f"learning     {recipe.optim.name}, lr {rates[0]:.2e} at step 1, {rates[1]:.2e} at step {train.steps}",
         *(f"{name:<12} {chosen.get(name, 'eager')}" for name in report.seam_users(model)),
-        *attention_choice.explain(type(model), model.config, attention_kinds.named_in(model.config)).splitlines(),
+        *attention_choice.explain(
+            type(model), model.config, attention_kinds.named_in(model.config), models.compute_dtype(recipe)
+        ).splitlines(),
         *([f"lora         {lora_targets.find_targets(model, recipe.lora).told}"] if recipe.lora is not None else []),
         f"run          {recipe.directory}",
         "",

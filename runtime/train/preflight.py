@@ -123,12 +123,13 @@ def examine(recipe: Recipe) -> Preflight:
     head, config = _head(recipe)
     named = {name: getattr(recipe.kernels, name) for name in seams.names()}
     media = recipe.data.kind == "multimodal"
-    path = _cache() / f"{_key(head, config, recipe.model.attention, named, media)}.json"
+    dtype = models.compute_dtype(recipe)
+    path = _cache() / f"{_key(head, config, recipe.model.attention, named, media, dtype)}.json"
     if path.is_file():
         return Preflight(**json.loads(path.read_text(encoding="utf-8")))
     found, asked = _decide(head, config, recipe.model.attention, named, media=media)
     if not found.refusal:  # a small form has small heads
-        found = replace(found, attention=attention_choice.choose(recipe.model.attention, head, config, asked))
+        found = replace(found, attention=attention_choice.choose(recipe.model.attention, head, config, asked, dtype))
     if media and not found.refusal:
         found = with_modalities(found, head, config)
     try:
@@ -261,6 +262,7 @@ def _key(
     named_attention: str | None,
     named_seams: Mapping[str, str | None],
     media: bool,
+    dtype: torch.dtype,
 ) -> str:
     folder = Path(sys.modules[head.__module__].__file__).parent  # a configuration of one's own stands beside the model
     parts = {
@@ -272,6 +274,7 @@ def _key(
         "usable": [name for name, backend in BACKENDS.items() if backend.unavailable() is None],
         "seams": dict(named_seams),
         "media": media,
+        "dtype": str(dtype),
         "code": _code(),
         "versions": [torch.__version__, transformers.__version__],
     }

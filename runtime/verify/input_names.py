@@ -33,7 +33,17 @@ def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
         fed: what the cases of its proof hold.
     """
     taken = inspect.signature(head.forward).parameters
-    return sorted(name for name in {*made_for(model_type), *fed} if name in taken and name not in RULES)
+    return sorted(
+        name
+        for name in {*made_for(model_type), *fed}
+        if name in taken and name not in RULES and not _is_switch(taken[name].annotation)
+    )
+
+
+def _is_switch(annotation: object) -> bool:
+    """Whether a parameter is yes or no, of a whole batch: nothing to pack."""
+    words = set(re.findall(r"\w+", inspect.formatannotation(annotation)))
+    return "bool" in words and words <= {"bool", "None", "Optional", "typing"}
 
 
 def made_for(model_type: str) -> frozenset[str]:

@@ -9,7 +9,6 @@ B rows   S tokens per row   n tokens of a document
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -172,11 +171,6 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
             continue
         found[name] = Documents(rows, dict(builder.case(name, samples).batch))
     return found
-
-
-def takes_labels(model_class: type) -> bool:
-    """Whether the forward of a class computes a loss from labels."""
-    return "labels" in inspect.signature(model_class.forward).parameters
 
 
 def same_rows(documents: Sequence[Documents]) -> list[Batch]:

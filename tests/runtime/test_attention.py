@@ -151,9 +151,11 @@ def test_masks_that_are_laid_over_a_causal_one_keep_upstreams_builder():
     assert mask.dense(None)[0, 0, 1, 2]
     call = attention.attention_function("patchgen_flash_varlen", BACKENDS["patchgen_flash_varlen"])
     states = torch.zeros(1, 2, 6, 8)
-    with pytest.raises(
-        attention.UnsupportedError, match="'patchgen_flash_varlen' cannot do overlays, which Module asks"
-    ):
+    told = "'patchgen_flash_varlen' cannot do overlays{}, which Module asks"
+    with pytest.raises(attention.UnsupportedError, match=told.format(" and float32")):
+        call(torch.nn.Module(), states, states, states, mask)
+    states = states.bfloat16()
+    with pytest.raises(attention.UnsupportedError, match=told.format("")):
         call(torch.nn.Module(), states, states, states, mask)
 
 

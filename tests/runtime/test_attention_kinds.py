@@ -15,7 +15,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 from patchgen.kernels import choices
 from patchgen.runtime import attention, attention_kinds
-from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_backends import BACKENDS, FLOAT32
 from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train import attention_choice, model
@@ -63,7 +63,7 @@ def plant(monkeypatch):
         able = replace(
             BACKENDS[FAST],
             function=compute,
-            features=frozenset(features),
+            features=frozenset({*features, FLOAT32}),
             unavailable=lambda: None,
             has_cpu_backward=True,
             max_head=max_head,
@@ -232,7 +232,7 @@ def test_what_the_report_of_a_start_says(plant):
     plant("sinks")
     recipe = from_dict({"model": {"source": "gpt_oss", "attention": attention.BY_LAYER}, "data": {}})
     kinds = model._kinds_of_attention(recipe)
-    assert f"{FAST}    18 layers: model.layers.*.self_attn, full_attention (sinks, heads of 64)" in kinds
+    assert f"{FAST}    18 layers: model.layers.*.self_attn, full_attention (sinks, float32, heads of 64)" in kinds
     one = model.build_on_meta(recipe)
     text = report.describe(one, None, kinds=kinds)
     assert f"attention        {attention.BY_LAYER}" in text and "36 GptOssAttention" in text

@@ -12,7 +12,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import attention_choice, checks, memory, model, plan
+from patchgen.runtime.train import attention_choice, checks, memory, model, plan, preflight
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -178,6 +178,27 @@ def test_large_heads_get_an_attention_that_takes_them(monkeypatch):
     told, *why = attention_choice.explain(head, config, "patchgen_sdpa").splitlines()
     assert told.endswith("patchgen_sdpa    3 layers: model.layers.*.self_attn (heads of 512)")
     assert [line for line in why if flash in line and line.endswith(": cannot do heads of 512")]
+
+
+def test_a_run_in_float32_gets_an_attention_that_computes_in_it(monkeypatch):
+    """Flash kernels compute in 16 bits alone: what layers compute in, not what weights are stored in, decides."""
+    flash = "patchgen_flash_attention_4"
+    monkeypatch.setitem(BACKENDS, flash, replace(BACKENDS[flash], unavailable=lambda: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    told = {}
+    for dtype, expected in ((None, flash), ("float32", "patchgen_sdpa")):
+        recipe = recipe_of(parallel={"param_dtype": dtype}, log={"peak_tflops": 1})
+        built = model.build_on_meta(recipe)
+        assert built.config._attn_implementation == expected
+        assert preflight.examine(recipe).attention == expected
+        told[dtype] = plan.describe(recipe, built, 1)
+    assert [line for line in told["float32"].splitlines() if flash in line and line.endswith(": cannot do float32")]
+    assert flash in told[None] and ": cannot do float32" not in told[None]
+    refused = recipe_of(model={"attention": flash}, parallel={"param_dtype": "float32"})
+    with pytest.raises(RecipeError, match=f"'{flash}' cannot do float32, which parallel.param_dtype asks for.*eager"):
+        model.build_on_meta(refused)
+    assert model.compute_dtype(recipe_of(), "cuda") == torch.bfloat16
+    assert model.compute_dtype(recipe_of(), "cpu") == torch.float32
 
 
 def test_what_a_model_asks_for_is_why_an_attention_was_not_taken():
