@@ -139,7 +139,21 @@ class Judge:
                 return Verdict(REFUSED, _one_line(error), _refusing_pass(str(error)))
             provenance.write(generated, module.folder / "generated", force=True)
             different = self._different(upstream, config, module.folder / "generated", expected)
+            if different and self._reads_what_nobody_wrote(upstream):
+                return Verdict(NOT_RUN, "reads memory that nobody wrote")
         return Verdict(WRONG, different) if different else Verdict(EQUAL, files=generated.files)
+
+    def _reads_what_nobody_wrote(self, upstream: PreTrainedModel) -> bool:
+        """Whether upstream's step has no number once torch fills what it allocates with none."""
+        torch.use_deterministic_algorithms(True, warn_only=True)  # which fills (`torch.utils.deterministic`)
+        try:
+            for case in self._cases:
+                _finite_step(upstream, case)
+        except ValueError:
+            return True
+        finally:
+            torch.use_deterministic_algorithms(False)
+        return False
 
     def _different(
         self, upstream: PreTrainedModel, config: PreTrainedConfig, folder: Path, expected: Mapping[str, Step]
@@ -302,9 +316,10 @@ def _beyond_rounding(
 def _finite_step(model: torch.nn.Module, case: Case) -> Step:
     with all_eager():
         step = train_step(model, case)
-    if not all(tensor.isfinite().all() for tensor in step.outputs.values()):
-        raise ValueError("outputs are not finite")
-    if not any(g is not None and g.any() for g in step.gradients.values()):
+    gradients = [gradient for gradient in step.gradients.values() if gradient is not None]
+    if not all(tensor.isfinite().all() for tensor in (*step.outputs.values(), *gradients)):
+        raise ValueError("outputs or gradients are not finite")
+    if not any(gradient.any() for gradient in gradients):
         raise ValueError("no parameter has a gradient")
     return step
 

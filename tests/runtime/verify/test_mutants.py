@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from patchgen import pipeline, upstream
 from patchgen.mutation.draw import draw
 from patchgen.mutation.edits import Mutant
 from patchgen.mutation.rounds import EQUAL, NOT_RUN, REFUSED, WRONG, try_mutants
 from patchgen.mutation.table import summarise
+from patchgen.runtime.verify.changed_modules import importable
+from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.mutants import Judge
 
 # Dense, experts, shared experts, a convolution for a mixer, sinks, images: files that are read in a moment.
@@ -91,9 +94,25 @@ def test_one_of_two_forms_of_an_attention_over_lengths_is_compared_as_a_run_comp
 
 def test_what_raises_or_has_no_number_upstream_does_not_run():
     judge = Judge(upstream.load("llama"))
-    for new in ("hidden_states = self.norm(missing)", "hidden_states = self.norm(hidden_states) * float('nan')"):
-        verdict = judge.verdict(edited(judge.origin.text, "hidden_states = self.norm(hidden_states)", new))
-        assert verdict.kind == NOT_RUN, verdict
+    old = "hidden_states = self.norm(hidden_states)"
+    steep = f"{old}; hidden_states = hidden_states + (hidden_states.detach() - hidden_states).pow(2).sum().sqrt()"
+    for new in ("hidden_states = self.norm(missing)", f"{old} * float('nan')", steep):
+        verdict = judge.verdict(edited(judge.origin.text, old, new))
+        assert verdict.kind == NOT_RUN, (new, verdict)
+
+
+def test_memory_that_nobody_wrote_is_told_from_a_fault_of_ours():
+    """What it holds differs from run to run, so a difference proves nothing."""
+    judge = Judge(upstream.load("llama"))
+    old = "hidden_states = self.norm(hidden_states)"
+    part = (
+        "x = torch.empty_like(hidden_states); x[..., 1:].copy_(hidden_states[..., 1:]); hidden_states = self.norm(x)"
+    )
+    for text, expected in ((judge.origin.text, False), (edited(judge.origin.text, old, part).text, True)):
+        with importable(judge.origin.module, text, {}) as module:
+            model = build_model(getattr(module.load(), judge.head), judge._small)
+            assert judge._reads_what_nobody_wrote(model) is expected
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_no_run_could_train_upstream_either_is_no_fault_of_ours():
