@@ -31,6 +31,7 @@ Code = Annotated[str | None, Option(help="the architecture, if transformers does
 Reviewed = Annotated[
     list[str] | None, Option(help="a hand edit's target that you compared with the new upstream, as Class.method")
 ]
+Assignments = Annotated[list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")]
 GeneratedIn = Annotated[str | None, Option("--generated", help="with --code: the folder that generate wrote to")]
 
 
@@ -269,9 +270,7 @@ def train(
     processes: Annotated[int, Option("--nproc", help="ranks on this machine")] = 1,
     nodes: Annotated[str, Option("--nnodes", help="machines, or min:max of them")] = "1",
     rdzv_endpoint: Annotated[str, Option(help="host:port where machines meet")] = "",
-    assignments: Annotated[
-        list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")
-    ] = None,
+    assignments: Assignments = None,
     allow_missing: Annotated[
         list[str] | None, Option(help="parameters that weights may lack, such as 'lm_head.*'")
     ] = None,
@@ -295,9 +294,7 @@ def train(
 @app.command()
 def doctor(
     recipe: Annotated[Path, Argument(help="a YAML file, as `train` takes it")],
-    assignments: Annotated[
-        list[str] | None, Option("--set", help="a value of the recipe, such as parallel.ep=2")
-    ] = None,
+    assignments: Assignments = None,
     skip: Annotated[list[str] | None, Option(help="a check that does not run, by its name in the table")] = None,
     as_json: Annotated[bool, Option("--json", help="the table as JSON")] = False,
     memory: Annotated[

@@ -88,6 +88,19 @@ def with_body(function: cst.FunctionDef, body: Sequence[cst.BaseStatement]) -> c
     return function.with_changes(body=function.body.with_changes(body=list(body)))
 
 
+def edit_body(
+    block: Block, name: str, edit: Callable[[list[cst.BaseStatement]], Sequence[cst.BaseStatement]]
+) -> Block:
+    """The block with the statements of one function edited."""
+    return edit_function(block, name, lambda function: with_body(function, edit(function_body(function))))
+
+
+def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
+    """The block with marked code at the top of one function."""
+    new = statements(code, 2 if isinstance(block.node, ast.ClassDef) else 1, mark)
+    return edit_function(block, name, lambda function: insert_at_start(function, new))
+
+
 def insert_at_start(function: cst.FunctionDef, new: Sequence[cst.BaseStatement]) -> cst.FunctionDef:
     """Inserts statements at the top of a function, below its docstring."""
     body = function_body(function)
@@ -103,6 +116,11 @@ def insert_before(
     if any(line.comment is None for line in body[position].leading_lines):
         new[0] = new[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *new[0].leading_lines])
     return [*body[:position], *new, *body[position:]]
+
+
+def insert_at(function: cst.FunctionDef, position: int, code: str, mark: str) -> cst.FunctionDef:
+    """Inserts marked code before a statement of a method."""
+    return with_body(function, insert_before(function_body(function), position, statements(code, 2, mark)))
 
 
 def append_method(block: Block, code: str, comment: str) -> Block:

@@ -11,7 +11,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import ClassInfo, dotted, loaded, plain_assignments
 from patchgen.anatomy.media import FEATURES, takes_media
 from patchgen.passes.base import Example, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import edit_function, function_body, marked, with_body
+from patchgen.rewrite import edit_body, marked
 from patchgen.source import Block
 
 FILTER = "accepts_precomputed_kwargs"
@@ -60,16 +60,13 @@ class AttentionKwargs(SitePass):
                 call = call.with_deep_changes(arg, value=cst.parse_expression(f"ops.tower_kwargs({arg.value.value})"))
             return call
 
-        def edit(forward: cst.FunctionDef) -> cst.FunctionDef:
-            pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*map(m.Name, open_callees))))
-            body = []
-            for node in function_body(forward):
-                before = len(served)
-                changed = m.replace(node, pattern, lambda call, _: withhold(call))
-                body.append(marked(changed, self.mark) if len(served) > before else node)
-            return with_body(forward, body)
+        def edit(node: cst.BaseStatement) -> cst.BaseStatement:
+            before = len(served)
+            changed = m.replace(node, pattern, lambda call, _: withhold(call))
+            return marked(changed, self.mark) if len(served) > before else node
 
-        block = edit_function(block, "forward", edit)
+        pattern = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.OneOf(*map(m.Name, open_callees))))
+        block = edit_body(block, "forward", lambda body: [edit(node) for node in body])
         if not served:
             return Upstream(f"hands no keyword arguments to {', '.join(open_callees)}")
         return Rewritten(block, f"withheld from {', '.join(dict.fromkeys(served))}")

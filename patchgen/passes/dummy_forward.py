@@ -10,15 +10,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, ClassInfo
 from patchgen.anatomy.media import FeatureCall, feature_calls, fused_media, requires, same_features, takes_media
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import (
-    code_of,
-    edit_function,
-    embeddings_above,
-    function_body,
-    insert_before,
-    statements,
-    with_body,
-)
+from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at
 from patchgen.source import Block, Module
 
 ENCODED = "mm_encoder_outputs"
@@ -86,8 +78,8 @@ class DummyForward(SitePass):
                     )
                 else:
                     served.append(call.media)
-                body = insert_before(body, call.position, statements(code, depth=2, comment=self.mark))
-            return with_body(forward, body)
+                forward = insert_at(forward, call.position, code, self.mark)
+            return forward
 
         block = edit_function(block, "forward", insert)
         if above:

@@ -14,7 +14,7 @@ from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, 
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import MarkStatements, code_of, edit_function, insert_at_start, marked, statements, transform
+from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, statements, transform
 from patchgen.source import Block
 
 OWN = "ops.own_features"
@@ -71,16 +71,13 @@ class FillBack(SitePass):
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
-            return Rewritten(edit_function(block, "forward", self._refuse), f"refuses slices: {what}")
+            code = 'ops.require_whole_sequence("the inputs of this model")'
+            return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
         if not rewriter.scattered:
             raise Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
         whole = [name for name, what in told.items() if what == "hold_whole"]
         held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
         return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
-
-    def _refuse(self, forward: cst.FunctionDef) -> cst.FunctionDef:
-        code = 'ops.require_whole_sequence("the inputs of this model")'
-        return insert_at_start(forward, statements(code, depth=2, comment=self.mark))
 
 
 def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
@@ -187,10 +184,9 @@ class _FillBack(MarkStatements):
         """Counts that raise, and positions that upstream computes from the whole sequence."""
         test = code_of(original_node.test)
         if m.findall(original_node.body, m.Raise()) and self._counts(test):
-            wanted = cst.BooleanOperation(
-                cst.parse_expression("not ops.is_sliced()"), cst.And(), _bracketed(updated_node.test)
-            )
-            return marked(updated_node.with_changes(test=wanted), self.mark)
+            old = code_of(updated_node.test)
+            wanted = f"not ops.is_sliced() and {old if updated_node.test.lpar else f'({old})'}"
+            return marked(updated_node.with_changes(test=cst.parse_expression(wanted)), self.mark)
         if self._function[-1:] == ["forward"] and test == f"{POSITIONS} is None":
             guard = statements(f'ops.require_whole_sequence("{POSITIONS}")', depth=3, comment=self.mark)
             body = updated_node.body.with_changes(body=[*guard, *updated_node.body.body])
@@ -211,7 +207,3 @@ class _FillBack(MarkStatements):
 _ATTRIBUTE_SET = m.SimpleStatementLine(
     body=[m.Assign(targets=[m.AssignTarget(target=m.Attribute(value=m.Name("self")))])]
 )
-
-
-def _bracketed(test: cst.BaseExpression) -> cst.BaseExpression:
-    return test if test.lpar else test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])

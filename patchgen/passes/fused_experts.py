@@ -12,7 +12,7 @@ from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
 from patchgen.anatomy.roles import DISPATCHER, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, format_code, insert_at_start, replace, statements
+from patchgen.rewrite import code_of, format_code, insert_first, replace
 from patchgen.source import Block, Module
 
 REGISTER, OUR_REGISTER = "experts_interface", "ops.experts_interface"  # the decorator's argument, and its value
@@ -82,8 +82,7 @@ class FusedExperts(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        seam = statements(fused_call(read_experts(anatomy, site.block)), depth=2, comment=self.mark)
-        block = edit_function(block, "forward", lambda forward: insert_at_start(forward, seam))
+        block = insert_first(block, "forward", fused_call(read_experts(anatomy, site.block)), self.mark)
         return Rewritten(replace(block, _DISPATCHER, _with_our_register), "fused_moe seam")
 
 

@@ -17,7 +17,7 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.anatomy.tokenwise import TABLES, is_number, mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import code_of, edit_function, function_body, insert_at_start, marked, statements, with_body
+from patchgen.rewrite import code_of, edit_body, insert_first, marked
 from patchgen.source import Block, Module
 
 
@@ -129,8 +129,8 @@ class FusedOps(SitePass):
             return self._rotary(block, site, anatomy)
         call = _norm_call(anatomy, site.block) if Role.NORM in anatomy.classes[site.block].roles else None
         if call is not None:
-            seam = statements(f'if ops.serves("rms_norm"):\n    return {call}\n', depth=2, comment=self.mark)
-            return Rewritten(edit_function(block, "forward", lambda f: insert_at_start(f, seam)), "rms_norm seam")
+            code = f'if ops.serves("rms_norm"):\n    return {call}\n'
+            return Rewritten(insert_first(block, "forward", code, self.mark), "rms_norm seam")
         return self._swiglu(block, anatomy)
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -152,21 +152,19 @@ class FusedOps(SitePass):
     def _rotary(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         names = normal_form(anatomy.functions[site.name]).parameters
         code = f'if ops.serves("rotary"):\n    return ops.rotary({", ".join(names)})\n'
-        seam = statements(code, depth=1, comment=self.mark)
-        return Rewritten(edit_function(block, site.name, lambda f: insert_at_start(f, seam)), "rotary seam")
+        return Rewritten(insert_first(block, site.name, code, self.mark), "rotary seam")
 
     def _swiglu(self, block: Block, anatomy: Anatomy) -> Rewritten:
-        def fuse(forward: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(forward)
+        def fuse(body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
             for position, node in enumerate(body):
                 if isinstance(node, cst.SimpleStatementLine) and (found := m.findall(node, _PRODUCT)):
                     fused = node.deep_replace(found[0], self._fused_product(found[0], block.name, anatomy))
                     body[position] = marked(fused, self.mark)
-                    return with_body(forward, body)
+                    return body
             code = ast.unparse(anatomy.classes[block.name].methods["forward"])
             raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
 
-        return Rewritten(edit_function(block, "forward", fuse), "swiglu seam")
+        return Rewritten(edit_body(block, "forward", fuse), "swiglu seam")
 
     def _fused_product(self, product: cst.BinaryOperation, owner: str, anatomy: Anatomy) -> cst.BaseExpression:
         activation = product.left.func

@@ -11,17 +11,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
 from patchgen.anatomy.roles import TOKENS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import (
-    code_of,
-    edit_function,
-    embeddings_above,
-    function_body,
-    insert_before,
-    parameters,
-    statements,
-    uses_name,
-    with_body,
-)
+from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at, parameters, uses_name
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -98,7 +88,7 @@ class LanguageSP(SitePass):
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
                 raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
-            return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
+            return insert_at(forward, anchor, code, self.mark)
 
         return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
 

@@ -11,7 +11,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, parameter_names
 from patchgen.anatomy.roles import PIXELS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, function_body, insert_before, statements, uses_name, with_body
+from patchgen.rewrite import code_of, edit_function, function_body, insert_at, uses_name
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -71,7 +71,7 @@ class PositionIds(SitePass):
                 raise Missed("a forward that takes keyword arguments", code_of(forward.params))
             stacked = f'{forward.params.star_kwarg.name.value}.pop("{STACKED}", None)'
             code = f"{POSITIONS} = ops.mrope_position_ids({POSITIONS}, {BATCH}, {stacked})"
-            return with_body(forward, insert_before(body, anchor, statements(code, depth=2, comment=self.mark)))
+            return insert_at(forward, anchor, code, self.mark)
 
         return Rewritten(edit_function(block, "forward", insert), "(batch, 3, L) becomes (3, batch, L)")
 

@@ -11,7 +11,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import FunctionNode, called_names, calls, parameter_names
 from patchgen.anatomy.router_losses import known_forms, other_uses, require_given, require_known, router_losses
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, edit_function, function_body, insert_before, statements, with_body
+from patchgen.rewrite import WrapCalls, edit_body, edit_function, insert_before, statements
 from patchgen.source import Block, Module
 
 TOKENS = ("input_ids", "inputs_embeds")  # of a head: one of them says how many rows there are
@@ -97,13 +97,10 @@ class RouterLoss(SitePass):
         return self._say_what_counts(block, method, losses)
 
     def _take_means(self, block: Block, known: FunctionNode) -> Rewritten:
-        def globalise(function: cst.FunctionDef) -> cst.FunctionDef:
-            factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
-            means = f"{', '.join(factors)} = ops.router_means({', '.join(factors)})"
-            body = function_body(function)
-            return with_body(function, insert_before(body, len(body) - 2, statements(means, 1, comment=self.mark)))
-
-        return Rewritten(edit_function(block, known.name, globalise), "means over what counts")
+        factors = [node.id for node in ast.walk(known.body[-2].value.args[0]) if isinstance(node, ast.Name)]
+        means = statements(f"{', '.join(factors)} = ops.router_means({', '.join(factors)})", 1, comment=self.mark)
+        block = edit_body(block, known.name, lambda body: insert_before(body, len(body) - 2, means))
+        return Rewritten(block, "means over what counts")
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
         if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:

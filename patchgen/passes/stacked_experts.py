@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import libcst as cst
@@ -10,21 +12,16 @@ import libcst as cst
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import uses
 from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_list, read_experts
-from patchgen.anatomy.initialisation import METHOD, initialising_classes, read_linear_init
+from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
-from patchgen.expert_stacks import initialised, stacked_name, with_torch
 from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
-from patchgen.rewrite import (
-    at_end,
-    edit_function,
-    format_code,
-    function_body,
-    replace_statement,
-    statements,
-    with_body,
-)
+from patchgen.rewrite import append_method, at_end, edit_body, format_code, insert_first, replace_statement, statements
 from patchgen.source import Block, Module
 from patchgen.templates import render
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+BLOCK_ENDING = re.compile(r"(SparseMo[eE]Block|Mo[eE](Block|Layer)?|MOE)$")
 
 
 class StackedExperts(SitePass):
@@ -138,11 +135,11 @@ class StackedExperts(SitePass):
         others = _other_users(anatomy, info, experts.attribute)
         if others:
             raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
-        name = stacked_name(anatomy, info.name)
+        name = _stacked_name(anatomy, info.name)
         told = {"name": name, "block": info.name, "experts": experts, "dtype": _dtype_inside(loop), "mark": self.mark}
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
-        block = edit_function(block, "__init__", lambda init: self._build(init, experts, name))
-        block = edit_function(block, loop.method, lambda method: self._call(method, experts, loop))
+        block = edit_body(block, "__init__", lambda init: self._build(init, experts, name))
+        block = edit_body(block, loop.method, lambda method: self._call(method, experts, loop))
         if uses(block.node, experts.attribute) != 2:  # built once, called once
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
@@ -154,30 +151,29 @@ class StackedExperts(SitePass):
         if not rewritten:
             return outcome
         lists = [read_expert_list(anatomy, info)[0] for info in rewritten]
-        names = tuple(stacked_name(anatomy, info.name) for info in rewritten)
+        names = tuple(_stacked_name(anatomy, info.name) for info in rewritten)
         module, hits = self._with_init(outcome.module, anatomy, names, lists)
         module = self._with_conversion(module, anatomy, lists)
-        return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
+        return replace(outcome, module=_with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
-    def _build(self, init: cst.FunctionDef, experts: ExpertList, name: str) -> cst.FunctionDef:
+    def _build(self, body: list[cst.BaseStatement], experts: ExpertList, name: str) -> list[cst.BaseStatement]:
         code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
-        body = function_body(init)
         new = replace_statement(body[experts.position], statements(code, 2, self.mark))
-        return with_body(init, [*body[: experts.position], *new, *body[experts.position + 1 :]])
+        return [*body[: experts.position], *new, *body[experts.position + 1 :]]
 
-    def _call(self, method: cst.FunctionDef, experts: ExpertList, loop: ExpertLoop) -> cst.FunctionDef:
+    def _call(self, method: list[cst.BaseStatement], experts: ExpertList, loop: ExpertLoop) -> list[cst.BaseStatement]:
         routing = f"{loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}"
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
         code = f"{loop.accumulator} = self.{experts.attribute}({routing}){cast}"
         first, *rest = statements(code, 2, self.mark)
         body: list[cst.BaseStatement] = []
-        for position, statement in enumerate(function_body(method)):
+        for position, statement in enumerate(method):
             if position == loop.position:
                 space = [cst.EmptyLine(indent=False)] if body else []
                 body += [first.with_changes(leading_lines=[*space, *first.leading_lines]), *rest]
             elif position not in loop.superseded:
                 body.append(statement)
-        return with_body(method, body)
+        return body
 
     def _with_init(
         self, module: Module, anatomy: Anatomy, names: Sequence[str], lists: Sequence[ExpertList]
@@ -192,7 +188,7 @@ class StackedExperts(SitePass):
                 site = Site(f"{info.name}.{METHOD}", info.name, info.node.lineno, "initialises the experts")
                 raise PassMismatch(self._miss_message([(site, miss)])) from miss
             block = module.block(info.name)
-            module = module.swap(block, initialised(block, info, rule, has_bias, self.mark))
+            module = module.swap(block, _initialised(block, info, rule, has_bias, self.mark))
             hits.append(Hit(f"{info.name}.{METHOD}", info.node.lineno, "initialises the stacks like linear layers"))
         return module, hits
 
@@ -229,3 +225,48 @@ def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]
     """The subclasses that use the list themselves."""
     users = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
     return [other.name for other in users if info in anatomy.lineage(other.name)]
+
+
+def _stacked_name(anatomy: Anatomy, block: str) -> str:
+    """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
+    lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
+    short = [f"{BLOCK_ENDING.sub('', name)}StackedExperts" for name in lists]
+    wanted = short[lists.index(block)]
+    if wanted in anatomy.classes or short.count(wanted) > 1:
+        wanted = f"{block}StackedExperts"
+    while wanted in anatomy.classes or wanted in anatomy.functions:
+        wanted += "_"
+    return wanted
+
+
+def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapping[str, bool], mark: str) -> Block:
+    """The model class with an `_init_weights` that gives stacks what it gives to linear layers.
+
+    Args:
+        block, info: the model class.
+        rule: what it gives to linear layers.
+        has_bias: class of stacks -> whether it has biases.
+        mark: the comment at the place.
+    """
+    method = info.methods.get(METHOD)
+    argument = method.args.args[1].arg if method is not None else "module"
+    code = ""
+    for with_bias in sorted(set(has_bias.values())):
+        names = [name for name, known in has_bias.items() if known is with_bias]
+        code += f"if isinstance({argument}, {names[0] if len(names) == 1 else '(' + ', '.join(names) + ')'}):\n"
+        code += "".join(f"    nn.init.{rule.writer}({argument}.{weight}, {rule.arguments})\n" for weight in WEIGHTS)
+        code += "".join(f"    nn.init.zeros_({argument}.{bias})\n" for bias in BIASES if with_bias)
+    if method is not None:
+        return insert_first(block, METHOD, code, mark)
+    inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"
+    return append_method(block, inherited + textwrap.indent(code, "    "), mark)
+
+
+def _with_torch(module: Module) -> Module:
+    """The module with `torch` and `nn` among its imports."""
+    bound = {name for block in module for name in block.binds}
+    wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
+    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
+    blocks = list(module.blocks)
+    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
+    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])

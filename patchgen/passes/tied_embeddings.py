@@ -11,7 +11,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
-from patchgen.rewrite import edit_function, function_body, statements, with_body
+from patchgen.rewrite import edit_body, statements
 from patchgen.source import Block, Module, bound_names
 
 
@@ -47,15 +47,14 @@ class TiedEmbeddings(SitePass):
         if "__init__" not in anatomy.classes[site.block].methods:
             raise Missed("an __init__ to correct the config in", "")
 
-        def untie(init: cst.FunctionDef) -> cst.FunctionDef:
-            body = function_body(init)
+        def untie(body: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
             after = next((i for i, node in enumerate(body, start=1) if m.findall(node, _SUPER)), None)
             if after is None:
                 raise Missed("super().__init__(config)", anatomy.classes[site.block].methods["__init__"])
             new = statements("self.config.tie_word_embeddings = False", depth=2, comment=self.mark)
-            return with_body(init, [*body[:after], *new, *body[after:]])
+            return [*body[:after], *new, *body[after:]]
 
-        return Rewritten(edit_function(block, "__init__", untie), "no output embeddings to tie")
+        return Rewritten(edit_body(block, "__init__", untie), "no output embeddings to tie")
 
 
 _SUPER = m.Call(func=m.Attribute(value=m.Call(func=m.Name("super")), attr=m.Name("__init__")))
