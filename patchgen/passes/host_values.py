@@ -32,8 +32,8 @@ from patchgen.rewrite import (
 )
 from patchgen.source import Block, Module
 
-# `t * h * w // merge**2`, the features of an image: what a collator hands in for a grid.
-PLAIN_SIZES = re.compile(r"(?P<grid>\w+)\.prod\((dim=)?-1\) // (?P<merge>\w+|[\w.]+\.(spatial_)?merge_size \*\* 2)")
+# `t * h * w // merge**2`, the features of an image, is what a collator hands in for a grid; without a merger merge is 1.
+PLAIN_SIZES = re.compile(r"(?P<grid>\w+)\.prod\((dim=)?-1\)( // (?P<merge>\w+|[\w.]+\.(spatial_)?merge_size \*\* 2))?")
 SIDES = re.compile(r"([\w.]+)\[0\] \* \1\[1\]")
 PREFIXED = "accepts_precomputed_kwargs"
 
@@ -159,16 +159,12 @@ def _of_another_formula(method: FunctionNode) -> str:
     """Sizes that a method with a parameter of grids `[N, 3]` computes otherwise than a collator does."""
     known, changed = plain_assignments(method.body), stored(method)
     grids = [name for name in parameter_names(method) if name.endswith("grid_thw")]
-    for name in _listed(method) if grids else ():
-        found = PLAIN_SIZES.fullmatch(source := ast.unparse(known[name].func.value))
-        merge = found and known.get(found["merge"])  # a local that holds the product of both sides
-        is_square = found and (found["merge"].endswith("** 2") or (merge and SIDES.fullmatch(ast.unparse(merge))))
-        if (
-            not is_square
-            or found["grid"] not in grids
-            or found["grid"] in changed
-            or changed.count(found["merge"]) > 1
-        ):
+    for statement in filter(_listed_name, method.body if grids else ()):
+        found = PLAIN_SIZES.fullmatch(source := ast.unparse(statement.value.func.value))
+        merge = (found and found["merge"]) or "1 ** 2"
+        sides = known.get(merge)  # of a local that holds the product of both
+        is_square = merge.endswith("** 2") or (sides and SIDES.fullmatch(ast.unparse(sides)))
+        if not found or not is_square or found["grid"] not in {*grids} - {*changed} or changed.count(merge) > 1:
             return source
     return ""
 
