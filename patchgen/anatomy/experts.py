@@ -6,16 +6,27 @@ The options of the fused call (activation, biases, layout) come from the code it
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, own_attribute, parameter_names, reads_name, stored, uses
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    calls,
+    own_attribute,
+    parameter_names,
+    reads_name,
+    stored,
+    uses,
+)
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.initialisation import METHOD
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.roles import LIST, is_gated_mlp, stack_shapes
 from patchgen.anatomy.tokenwise import loaded_names, mixing_member, stored_names
 from patchgen.errors import Missed
 
+WHOLE = ("parameters", "named_parameters", "state_dict")  # methods of a module that give all its stacks
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 
 
@@ -93,6 +104,32 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     if result not in (("sum",), ("cast", ("sum",))):
         raise Missed("the sum over the experts returned as it is, below the loop", forward.body[-1])
     return _formula(anatomy, owner, added, sorted(counts))
+
+
+def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
+    """Code of the classes `among`, or of a function, that reads a stack of the experts beside their forward; empty if none
+    does: there a rank that holds a part of the experts would take it for all of them."""
+    own = {info.name for info in anatomy.lineage(owner)}
+    forward = anatomy.classes[owner].methods["forward"]
+    serving = {METHOD, "__init__", "forward", *(own_attribute(call.func) for call in calls(forward))}
+    code = [("", function) for function in anatomy.functions.values()]
+    for name in sorted(among):
+        methods = anatomy.classes[name].methods.values()
+        code += [(name, m) for m in methods if m.name != METHOD and not (name in own and m.name in serving)]
+    for name, function in code:
+        for node in ast.walk(function):
+            match node:
+                case ast.Attribute(value, read, ast.Load()) | ast.Call(
+                    ast.Name("getattr"), [value, ast.Constant(read), *_]
+                ):
+                    is_own = isinstance(value, ast.Name) and value.id == "self"
+                    built = (
+                        [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
+                    )
+                    is_other = name not in own if is_own else bool(built) and not own & set(built)
+                    if not is_other and (read in stacks or (own & set(built) and read in WHOLE)):
+                        return f"{name or function.name} reads {ast.unparse(node)}"
+    return ""
 
 
 def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:

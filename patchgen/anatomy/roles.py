@@ -20,8 +20,8 @@ from patchgen.anatomy.classes import (
     dotted,
     own_attribute,
     parameter_names,
-    reads_name,
 )
+from patchgen.anatomy.names import local_names
 
 if TYPE_CHECKING:
     from patchgen.anatomy.graph import Anatomy
@@ -78,6 +78,7 @@ def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
     if "forward" in info.methods:
         _assign(info, _OWN_FORWARD_DETECTORS, anatomy, info, info.methods["forward"])
     _assign(info, _DETECTORS, info)
+    _assign(info, {Role.ATTENTION: _attention}, anatomy, info)
 
 
 def _assign(info: ClassInfo, detectors: dict[str, Callable[..., str | None]], *of: object) -> None:
@@ -110,11 +111,12 @@ def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
     return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None
 
 
-def _attention(info: ClassInfo) -> str | None:
-    if any(reads_name(method, INTERFACE) for method in info.methods.values()):
+def _attention(anatomy: Anatomy, info: ClassInfo) -> str | None:
+    if any(reads_interface(anatomy, method) for method in info.methods.values()):
         return "calls transformers' attention interface"
-    names = called_names(info.methods["forward"]) if "forward" in info.methods else set()
-    if own := names & TORCH_ATTENTION:
+    forward = info.methods.get("forward", ast.Module([], []))
+    names = called_names(forward)
+    if own := {dotted(node).rpartition(".")[2] for node in attention_of_torch(anatomy, forward)}:
         return f"calls torch's {min(own)} itself"
     projections = ("q", "k", "v", "Wqkv", "c_attn", "query", "key", "value")
     multiplies = "softmax" in names and names & {"matmul", "bmm", "baddbmm", "einsum"}
@@ -173,7 +175,7 @@ def depthwise_convolutions(anatomy: Anatomy, info: ClassInfo) -> list[str]:
 
 _FORWARD_DETECTORS = {Role.NORM: _norm, Role.ROTARY: _rotary}  # with the forward that runs, an inherited one too
 _OWN_FORWARD_DETECTORS = {Role.MLP: _mlp, Role.EXPERTS: _experts, Role.MIXER: _mixer}
-_DETECTORS = {Role.ATTENTION: _attention, Role.ROUTER: _router}
+_DETECTORS = {Role.ROUTER: _router}
 
 
 def _moe_block(anatomy: Anatomy, info: ClassInfo) -> str | None:
@@ -273,7 +275,7 @@ def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
     if len(stacks) > 1:
         yield f"has the stacked weights {', '.join(stacks)}, and its forward is no loop over them"
     yield from _choices(anatomy, info)
-    if any(dotted(decorator).endswith(DISPATCHER) for decorator in info.node.decorator_list):
+    if any(is_dispatcher(anatomy, getattr(one, "func", one)) for one in info.node.decorator_list):
         yield f"is decorated with {DISPATCHER}"
     for attribute in ("experts", "local_experts"):
         named = any(found & set(_roles_of(anatomy, b)) for b in info.builds if b.attribute == attribute)
@@ -295,6 +297,28 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
             looped = {own_attribute(node) for node in ast.walk(loop)} & lists
             if looped and SUMS & called_names(loop):
                 yield f"adds up what modules of self.{sorted(looped)[0]} make of chosen rows"
+
+
+def is_dispatcher(anatomy: Anatomy, decorator: ast.expr) -> bool:
+    """Whether it is transformers' decorator of experts classes, by whatever name."""
+    meaning = anatomy.names.resolve(decorator) or ""
+    return meaning.startswith("transformers.") and meaning.endswith(f".{DISPATCHER}")
+
+
+def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
+    """The expressions of code that stand for an attention of torch's, by whatever name."""
+    local = local_names(code)
+    for node in (node for node in ast.walk(code) if isinstance(node, ast.Name | ast.Attribute)):
+        package, _, name = (anatomy.names.resolve(node, local) or "").rpartition(".")
+        if name in TORCH_ATTENTION and package.startswith("torch"):
+            yield node
+
+
+def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:
+    """Whether code names transformers' table of attention functions, by whatever name."""
+    nodes = (node for node in ast.walk(code) if isinstance(node, ast.Name | ast.Attribute))
+    meanings = (anatomy.names.resolve(node) or "" for node in nodes)
+    return any(meaning.startswith("transformers.") and meaning.endswith(f".{INTERFACE}") for meaning in meanings)
 
 
 def unread_heads(module: Module, anatomy: Anatomy) -> list[str]:

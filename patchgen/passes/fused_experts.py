@@ -8,9 +8,10 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.roles import DISPATCHER, unread_experts
+from patchgen.anatomy.roles import DISPATCHER, is_dispatcher, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, format_code, insert_first, replace
 from patchgen.source import Block, Module
@@ -82,6 +83,10 @@ class FusedExperts(SitePass):
         return signs
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        for decorator in anatomy.classes[site.block].node.decorator_list:
+            called = getattr(decorator, "func", decorator)
+            if is_dispatcher(anatomy, called) and dotted(called) != DISPATCHER:  # which would run beside us
+                raise Missed(f"transformers' decorator by its name, @{DISPATCHER}", decorator)
         block = insert_first(block, "forward", fused_call(read_experts(anatomy, site.block)), self.mark)
         return Rewritten(replace(block, _DISPATCHER, _with_our_register), "fused_moe seam")
 

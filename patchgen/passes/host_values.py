@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, own_attribute
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    calls,
+    dotted,
+    own_attribute,
+    parameter_names,
+    plain_assignments,
+    stored,
+)
 from patchgen.anatomy.media import FEATURES
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, Upstream, site_of
 from patchgen.rewrite import (
@@ -22,6 +32,9 @@ from patchgen.rewrite import (
 )
 from patchgen.source import Block, Module
 
+# `t * h * w // merge**2`, the features of an image, is what a collator hands in for a grid; without a merger merge is 1.
+PLAIN_SIZES = re.compile(r"(?P<grid>\w+)\.prod\((dim=)?-1\)( // (?P<merge>\w+|[\w.]+\.(spatial_)?merge_size \*\* 2))?")
+SIDES = re.compile(r"([\w.]+)\[0\] \* \1\[1\]")
 PREFIXED = "accepts_precomputed_kwargs"
 
 
@@ -69,6 +82,8 @@ class HostValues(SitePass):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
             )
+        if other := _of_another_formula(method):
+            raise LeftAlone(f"{site.name}: {other} is not the features of each grid, t * h * w // merge**2")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
         keys = {variable: variable if prefix else f"{modality}_{variable}" for variable in listed}
@@ -137,6 +152,20 @@ def _of_several(anatomy: Anatomy, name: str) -> str:
             handed = [k for c in called for k in c.keywords if k.arg is None and dotted(k.value) == kwargs]
             if len(handed) > 1:
                 return f"{info.name}.{method.name}"
+    return ""
+
+
+def _of_another_formula(method: FunctionNode) -> str:
+    """Sizes that a method with a parameter of grids `[N, 3]` computes otherwise than a collator does."""
+    known, changed = plain_assignments(method.body), stored(method)
+    grids = [name for name in parameter_names(method) if name.endswith("grid_thw")]
+    for statement in filter(_listed_name, method.body if grids else ()):
+        found = PLAIN_SIZES.fullmatch(source := ast.unparse(statement.value.func.value))
+        merge = (found and found["merge"]) or "1 ** 2"
+        sides = known.get(merge)  # of a local that holds the product of both
+        is_square = merge.endswith("** 2") or (sides and SIDES.fullmatch(ast.unparse(sides)))
+        if not found or not is_square or found["grid"] not in {*grids} - {*changed} or changed.count(merge) > 1:
+            return source
     return ""
 
 

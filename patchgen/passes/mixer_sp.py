@@ -10,19 +10,20 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     called_names,
+    calls,
     dotted,
     loaded,
     own_attribute,
     parameter_names,
-    reads_name,
     stored,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import HAND_WRITTEN, INTERFACE, TORCH_ATTENTION, depthwise_convolutions
+from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch, depthwise_convolutions, reads_interface
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
+CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
@@ -133,7 +134,9 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
     found = {}
     for name, function in anatomy.functions.items():
         parameters = parameter_names(function)
-        if parameters[1:3] == ["weight", "bias"] and "conv1d" in called_names(function):
+        if parameters[1:3] == ["weight", "bias"] and any(
+            _convolves(anatomy, call, (), local_names(function)) for call in calls(function)
+        ):
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
@@ -143,7 +146,7 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
 
 
 def _convolves(anatomy: Anatomy, call: ast.Call, own: Sequence[str], local: set[str]) -> bool:
-    return own_attribute(call.func) in own or (anatomy.names.resolve(call.func, local) or "").endswith(".conv1d")
+    return own_attribute(call.func) in own or anatomy.names.resolve(call.func, local) in CONV1D
 
 
 def _steps(node: ast.AST) -> bool:
@@ -166,13 +169,11 @@ def _own_attention(info: ClassInfo, anatomy: Anatomy) -> str:
     for method in info.methods.values():
         tables = [one for name in loaded(method) for one in anatomy.names.statements.get(name, ())]
         for code in (method, *map(anatomy.functions.get, _functions_below(anatomy, method)), *tables):
-            for node in ast.walk(code) if isinstance(code, FunctionNode | ast.Assign) else ():
-                package, _, name = (anatomy.names.resolve(node, local_names(code)) or "").rpartition(".")
-                if name in TORCH_ATTENTION and package.startswith("torch"):
-                    return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
+            for node in attention_of_torch(anatomy, code) if isinstance(code, FunctionNode | ast.Assign) else ():
+                return f"line {node.lineno} calls {ast.unparse(node)} itself: {NOT_CHOSEN}"
     called = called_names(info.node)
     products = called & {"matmul", "bmm", "baddbmm", "einsum"}
-    by_hand = "softmax" in called and products and not reads_name(info.node, INTERFACE)
+    by_hand = "softmax" in called and products and not reads_interface(anatomy, info.node)
     return f"{HAND_WRITTEN}, which sees this rank's tokens only: not sequence-parallel" if by_hand else ""
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.experts import read_experts
+from patchgen.anatomy.experts import read_elsewhere, read_experts
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
-from patchgen.source import Block
+from patchgen.source import Block, Module
 
 
 class ParallelPlan(SitePass):
@@ -30,15 +32,28 @@ class ParallelPlan(SitePass):
     )
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        below = anatomy.reached_from([site.block])
-        experts = {}
-        for info in anatomy.with_role(Role.EXPERTS):
-            if info.name not in below:
-                continue
-            formula = read_experts(anatomy, info.name)
-            names = [formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias]
-            experts[info.name] = tuple(name for name in names if name)
+        experts = {name: stacks for name, (stacks, reader) in _experts(anatomy, site.block).items() if not reader}
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
         code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        found = {}
+        for head in anatomy.with_role(Role.HEAD, module):
+            found |= {name: reader for name, (_, reader) in _experts(anatomy, head.name).items() if reader}
+        return [
+            f"{name}: {reader}, of which a rank would hold a part: not expert-parallel"
+            for name, reader in found.items()
+        ]
+
+
+def _experts(anatomy: Anatomy, head: str) -> dict[str, tuple[tuple[str, ...], str]]:
+    """The experts below a head: their stacks, and what reads these beside the experts' forward."""
+    below, found = anatomy.reached_from([head]), {}
+    for info in (one for one in anatomy.with_role(Role.EXPERTS) if one.name in below):
+        formula = read_experts(anatomy, info.name)
+        names = (formula.up_weight, formula.up_bias, formula.down_weight, formula.down_bias)
+        stacks = tuple(name for name in names if name)
+        found[info.name] = stacks, read_elsewhere(anatomy, info.name, stacks, below)
+    return found

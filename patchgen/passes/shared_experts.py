@@ -110,7 +110,8 @@ class SharedExperts(SitePass):
         before = shared < routed
         given = (arg.with_changes(comma=cst.MaybeSentinel.DEFAULT) for arg in call.args)
         arguments = [code_of(call.func), *map(code_of, given)]
-        if not before and not all(m.matches(arg.value, m.Name()) for arg in call.args):
+        by_position = all(m.matches(arg, m.Arg(keyword=None, star="")) for arg in call.args)
+        if not by_position or (not before and not all(m.matches(arg.value, m.Name()) for arg in call.args)):
             # What the arguments compute stays where it was, and with it the order of sums in the backward.
             arguments = [f"lambda: {code_of(call)}"]
         arguments += ["at_once=True"] if before else []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-from generation_cases import default_config, edited, load
+from generation_cases import anatomy_of, default_config, edited, load
 
 from patchgen import pipeline
+from patchgen.anatomy import Role
 from patchgen.errors import PassMismatch
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
@@ -18,6 +19,8 @@ NORM = "class Gemma3RMSNorm(nn.Module):"
 HEAD = "        logits = self.lm_head(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
+ROUTED = "        final_hidden_states = self.experts("
+SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
 AUXILIARY = """class AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss):
@@ -43,6 +46,12 @@ LEFT = (
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
+    ("qwen3_moe", "a penalty of stacks", ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),), "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a penalty by another name", ((ROUTED, "        stacks = self.experts\n        penalty = stacks.down_proj.norm()\n" + ROUTED),), "reads stacks.down_proj, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a penalty of all parameters", ((ROUTED, "        penalty = sum(p.norm() for p in self.experts.parameters())\n" + ROUTED),), "reads self.experts.parameters, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
+    ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
+    ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
 )  # fmt: skip
 
 
@@ -93,3 +102,44 @@ def test_a_count_of_placeholders_is_known_by_where_it_stands():
     other = "special_image_mask.sum() == len(image_features),"
     generated = pipeline.generate(edited(upstream("qwen3_vl"), (count, other)), default_config("qwen3_vl"))
     assert f"ops.is_sliced() or {other}" in generated.text
+
+
+def test_experts_that_others_read_are_not_divided():
+    generated = pipeline.generate(changed("qwen3_moe", LEFT[-6][2]), default_config("qwen3_moe"))
+    assert "ops.parallel_plan(self, experts={})" in generated.text
+
+
+def test_a_dispatcher_by_another_name_is_refused():
+    name = "use_experts_implementation"
+    edits = ((f"import {name}", f"import {name} as dispatched"), (f"@{name}", "@dispatched"))
+    with pytest.raises(PassMismatch, match=f"decorator by its name, @{name}"):
+        pipeline.generate(changed("qwen3_moe", edits), default_config("qwen3_moe"))
+
+
+ATTENTION = """
+class ExampleAttention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.q_proj = nn.Linear(4, 4)
+
+    def scaled_dot_product_attention(self, x):
+        return x
+
+    def forward(self, x):
+        return {call}
+"""
+
+
+@pytest.mark.parametrize(
+    ("top", "call", "reason"),
+    [
+        ("", "self.scaled_dot_product_attention(x)", None),
+        ("import torch.nn.functional as G", "G.scaled_dot_product_attention(x, x, x)", "calls torch's"),
+        ("from torch.nn.functional import scaled_dot_product_attention as attend", "attend(x, x, x)", "calls torch's"),
+        ("from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as TABLE", 'TABLE["sdpa"](x)', "interface"),
+        ("ALL_ATTENTION_FUNCTIONS = {}", 'ALL_ATTENTION_FUNCTIONS["sdpa"](x)', None),
+    ],
+)
+def test_attention_is_what_a_name_stands_for(top: str, call: str, reason: str | None):
+    roles = anatomy_of(top + ATTENTION.format(call=call)).classes["ExampleAttention"].roles
+    assert (reason or "") in roles.get(Role.ATTENTION, "") and (Role.ATTENTION in roles) == (reason is not None)
