@@ -108,9 +108,7 @@ class MixerSP(SitePass):
         besides = [n for m, n in nodes if isinstance(n, ast.Call) and _convolves(anatomy, n, own, local_names(m))]
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
-            raise Missed(
-                f"a call of {wanted}", besides[0] if CONVOLUTION in missing and besides else info.methods["forward"]
-            )
+            raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
         named = [node for _, node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
