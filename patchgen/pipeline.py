@@ -187,6 +187,7 @@ def _check_config(config: ModelConfig, original: Module, final: Module) -> None:
         for node in block.node.body
         if isinstance(node, ast.FunctionDef)
     } | {block.name for block in final if isinstance(block.node, ast.FunctionDef)}
+    methods |= {name.rpartition(".")[2] for name in methods}
     unknown = [name for name in config.allow_sync if name not in methods]
     if unknown:
         nearest = [near for name in unknown for near in difflib.get_close_matches(name, methods, n=2, cutoff=0.4)]

@@ -12,7 +12,7 @@ The kernels behind the seams are chosen in `runtime/seams.py`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import expert_adapters, parallel, seams
@@ -244,6 +244,20 @@ def causal_lm_loss(
         read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+
+def step_labels(given: Mapping[str, object]) -> dict[str, object]:
+    """What a caller says of the labels of a step, for the loss of a head to which upstream hands none of it.
+
+    Args:
+        given: the further arguments of the head's forward.
+
+    Returns:
+        `shift_labels` and `num_items_in_batch` of them while a parallel state is live. Without one nothing: alone the
+        loss is upstream's.
+    """
+    names = ("shift_labels", "num_items_in_batch") if parallel.current() is not None else ()
+    return {name: given[name] for name in names if name in given}
 
 
 def rms_norm(

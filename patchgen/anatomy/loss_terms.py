@@ -187,8 +187,8 @@ class LossTerms:
                 return all(map(self._is_same, [*parts, *([node.left] if isinstance(node, ast.Compare) else [])]))
             case ast.UnaryOp(_, operand):
                 return self._is_same(operand)
-            case ast.Name(name):
-                return name in self._flags
+            case ast.Name() | ast.Call():
+                return ast.unparse(node) in self._flags
         return ast.unparse(node) == "self.training" or self._is_number(node)
 
     def _is_number(self, node: ast.AST) -> bool:
@@ -257,12 +257,28 @@ def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bo
 
 
 def _flags(forward: FunctionNode) -> set[str]:
-    """The parameters that may be bools, and that stay what callers handed in, or the config's."""
+    """What may be a bool, and stays what callers handed in, or the config's: parameters, and `kwargs.get("wanted", False)`."""
     given = (*forward.args.args, *forward.args.kwonlyargs)
     flags = {arg.arg for arg in given if arg.annotation is None or "bool" in ast.unparse(arg.annotation)}
     kept = [n for n in ast.walk(forward) if isinstance(n, ast.Assign) and DEFAULT.fullmatch(ast.unparse(n))]
     bound = stored(forward)
-    return {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
+    flags = {name for name in flags if bound.count(name) == sum(name in stored(node) for node in kept)}
+    return flags | _asked_flags(forward)
+
+
+def _asked_flags(forward: FunctionNode) -> set[str]:
+    """What a forward asks its further arguments for with a bool for a default, where all else that it does is to hand them on."""
+    kwargs = forward.args.kwarg.arg if forward.args.kwarg else ""
+    asked = [n for n in ast.walk(forward) if isinstance(n, ast.Call) and ast.unparse(n.func) == f"{kwargs}.get"]
+    named = [n for n in ast.walk(forward) if isinstance(n, ast.keyword) and n.arg is None]
+    handed_on = [n for n in named if isinstance(n.value, ast.Name) and n.value.id == kwargs]
+    if [*loaded(forward), *stored(forward)].count(kwargs) != len(asked) + len(handed_on):
+        return set()
+    return {
+        ast.unparse(call)
+        for call in asked
+        if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, bool)
+    }
 
 
 def _is_given(value: ast.AST) -> bool:

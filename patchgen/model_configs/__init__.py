@@ -33,7 +33,8 @@ class ModelConfig:
         expect: hits per pass. A number pins what was reviewed; `Expect(0, reason)` states that a pass has
             nothing to do: it still runs, its misses are tolerated, and a hit is an error.
         edits: hand edits, each with its reason.
-        allow_sync: `Class.forward`, which the generated file has, -> reason, for host syncs that stay.
+        allow_sync: `Class.forward`, which the generated file has, -> reason, for host syncs that stay. `forward` alone is
+            that method of every class: releases move methods from class to class.
         strict_sync: whether a host sync that is not allowed is an error.
     """
 

@@ -117,6 +117,7 @@ class FusedLoss(SitePass):
       +             loss_function=self.loss_function,
       +             training=self.training,
       +             vocab_size=self.vocab_size,
+      +             **ops.step_labels(kwargs),
       +         )
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
         """),
@@ -206,7 +207,11 @@ def _find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> _Reg
     found = ((i, line) for i, block in blocks for line in block if m.matches(line, LOSS_ASSIGNMENT))
     end, loss_line = next(found, (None, None))
     if end is None:
-        closest = next((code_of(node) for node in body if "loss" in code_of(node)), "")
+        assignment = m.SimpleStatementLine(body=[m.Assign(value=~m.Name("None"))])
+        lines = [code_of(line) for line in m.findall(forward, assignment)]
+        closest = next(
+            (line for line in reversed(lines) if re.match(r"\w*loss\b.*=", line.strip())), code_of(body[-1])
+        )
         raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
     condition = body[end]
     logits, labels, rest = _loss_arguments(loss_line.body[0].value, forward)
@@ -311,6 +316,8 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
         is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
         if is_own or read & ({logits, labels} if name == "vocab_size" else read):
             raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
+    if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
+        rest = [f"**ops.step_labels({kwargs})"]  # upstream's own loss hears nothing of a step: packed rows would leak
     return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
 
 

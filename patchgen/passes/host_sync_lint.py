@@ -35,7 +35,7 @@ class HostSyncLint(Pass):
 
     def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
         found = [
-            (where, f"`{what}`", why or self.allow.get(where, ""))
+            (where, f"`{what}`", why or self.allow.get(where) or self.allow.get(where.rpartition(".")[2], ""))
             for where, function, excuse in training_functions(module)
             for what, why in _syncs(function, excuse)
         ]

@@ -104,13 +104,13 @@ class MixerSP(SitePass):
         rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
-        if missing or not rewriter.kinds:
-            wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
-            raise Missed(f"a call of {wanted}", info.methods["forward"])
         own = depthwise_convolutions(anatomy, info)
         nodes = [(m, node) for m in info.methods.values() for part in m.body for node in ast.walk(part)]
-        named = [node for _, node in nodes if isinstance(node, ast.Name) and node.id in operations]
         besides = [n for m, n in nodes if isinstance(n, ast.Call) and _convolves(anatomy, n, own, local_names(m))]
+        if missing or not rewriter.kinds:
+            wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
+            raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
+        named = [node for _, node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))

@@ -244,3 +244,20 @@ def test_a_host_sync_that_is_allowed_must_exist():
     config = ModelConfig("llama", allow_sync={"LlamaModel.forwards": "a test"})
     with pytest.raises(ConfigError, match=r"names LlamaModel.forwards[\s\S]*Nearest: LlamaModel.forward"):
         pipeline.generate(load("llama"), config)
+
+
+def test_a_host_sync_is_allowed_in_the_method_of_whatever_class_has_it():
+    """Releases move methods between classes; another method's sync stays an error."""
+    source = edited(
+        load("llama"),
+        (
+            "        outputs: BaseModelOutputWithPast",
+            "        input_ids.tolist()\n        outputs: BaseModelOutputWithPast",
+        ),
+    )
+    text = pipeline.generate(source, ModelConfig("llama", allow_sync={"forward": "a test"}, strict_sync=True)).text
+    assert "input_ids.tolist()" in text
+    with pytest.raises(PassMismatch, match=r"LlamaForCausalLM.forward: `input_ids.tolist\(\)`"):
+        pipeline.generate(source, ModelConfig("llama", allow_sync={"extra_repr": "a test"}, strict_sync=True))
+    with pytest.raises(ConfigError, match="names forwards"):
+        pipeline.generate(source, ModelConfig("llama", allow_sync={"forwards": "a test"}, strict_sync=False))

@@ -43,7 +43,8 @@ class Head(nn.Module):
     def spread(self):
         return self.last.std()
 
-    def forward(self, hidden, labels=None, pixels: torch.Tensor | None = None, wanted: bool | None = None):
+    def forward(self, hidden, labels=None, pixels: torch.Tensor | None = None, wanted: bool | None = None, **kwargs):
+        outputs = self.model(hidden, **kwargs)
         wanted = wanted if wanted is not None else self.config.wanted
         self.moving = hidden.std()
         setattr(self, "count", hidden.shape[1])
@@ -66,6 +67,7 @@ def terms_of(code: str, result: str = RESULT) -> LossTerms:
         BALANCED + "loss += self.coefficient * aux.to(loss.device)",
         BALANCED + "loss = loss + aux * 0.01",
         BALANCED + "total = self.weight * loss + (1 - self.weight) * aux\nloss = total",
+        BALANCED.replace("wanted", 'kwargs.get("wanted", False)') + "loss += self.coefficient * aux",
         "loss = loss + self.coefficient * ops.router_loss(balance, logits)",
         "loss = loss * 2.0 / self.config.scale",
         "loss = loss.float() if loss is not None else None",
@@ -117,6 +119,15 @@ def test_sums_and_multiples_of_shares_are_shares(code):
             )
         ),
         (BALANCED + "loss += self.moving * aux", ["self.moving * aux"]),
+        *(
+            (before + BALANCED.replace("wanted", asked) + "loss = loss + aux", ["aux"])
+            for before, asked in (
+                ("", 'kwargs.get("mask")'),
+                ("", 'outputs.get("wanted", False)'),
+                ("kwargs['wanted'] = z.any()\n", 'kwargs.get("wanted", False)'),
+                ("grow(kwargs)\n", 'kwargs.get("wanted", False)'),
+            )
+        ),
         (BALANCED + "aux.mul_(z)\n        loss = loss + aux", ["aux"]),
         (BALANCED + "aux[...] = z\n        loss = loss + aux", ["aux"]),
         (BALANCED + "grow(aux, z)\n        loss = loss + aux", ["aux"]),
