@@ -54,6 +54,7 @@ IMPORTS = {
     "ACT2FN": "from transformers.activations import ACT2FN",
     "AutoModel": "from transformers import AutoModel",
     "is_flash_attention_requested": "from transformers.modeling_flash_attention_utils import is_flash_attention_requested",
+    "ALL_ATTENTION_FUNCTIONS": "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS",
     "GenerationMixin": "from transformers import GenerationMixin",
 }
 
