@@ -187,7 +187,7 @@ def _first_unknown(
     chosen = [n for n in ast.walk(code) if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call)]
     chosen = [n for n in chosen if (anatomy.names.resolve(n.value.func) or "").endswith(INTERFACE)]
     attends = {name for node in chosen for name in stored(node)}
-    sized = {name for node in assigned if _is_size(node.value, set()) for name in stored(node)}
+    sized = {name for node in assigned if _is_size(node.value, set()) for name in {*stored(node)} - {*loaded(node)}}
     for node in (n for one in code.body for n in ast.walk(one)):
         parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
         if len({_is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
@@ -211,6 +211,8 @@ def _first_unknown(
             if name == "cat":  # of pieces listed by hand: of the last dimension
                 last = any(k.arg == "dim" and ast.unparse(k.value) == "-1" for k in node.keywords)
                 is_known = last or not isinstance(node.args[0], ast.List | ast.Tuple | ast.Subscript | ast.Call)
+            elif name in ("view", "reshape") and node.args and ast.unparse(node.args[0]) == "-1":
+                is_known = False
             elif name in ("view", "reshape"):  # of rows that were turned: of other rows
                 is_known &= not any(dotted(c.func).endswith((".transpose", ".mT")) for c in calls(node.func))
             if not is_known:
