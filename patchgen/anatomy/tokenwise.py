@@ -9,7 +9,7 @@ look like.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from patchgen.anatomy.classes import FunctionNode, base_name, dotted, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
@@ -58,7 +58,9 @@ def loaded_names(node: ast.AST) -> set[str]:
     return set(loaded(node))
 
 
-def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Anatomy) -> ast.AST | None:
+def mixing(
+    body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Anatomy, known: Collection[str] = ()
+) -> ast.AST | None:
     """The first piece of `body` (code of a method of `owner`) that is not known to treat the tokens one by one.
 
     Args:
@@ -66,8 +68,9 @@ def mixing(body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Ana
         tensors: the names that hold values per token where the body begins.
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
+        known: classes and operations that may be called besides.
     """
-    reader = _Reader(anatomy, owner, {"self"} | local_names(ast.Module(list(body), [])) | tensors)
+    reader = _Reader(anatomy, owner, {"self"} | local_names(ast.Module(list(body), [])) | tensors, known=known)
     return next(reader.statements(body, tensors), None)
 
 
@@ -88,8 +91,16 @@ def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) 
 
 class _Reader:
     def __init__(
-        self, anatomy: Anatomy, owner: str, local: set[str], seen: frozenset = frozenset(), *, fixed: bool = False
+        self,
+        anatomy: Anatomy,
+        owner: str,
+        local: set[str],
+        seen: frozenset = frozenset(),
+        *,
+        fixed: bool = False,
+        known: Collection[str] = (),
     ) -> None:
+        self._known = known
         self._anatomy, self._owner, self._local, self._seen, self._fixed = anatomy, owner, local, seen, fixed
         self.reason: ast.AST | str = ""  # the innermost code that was in the way
 
@@ -132,7 +143,7 @@ class _Reader:
             match child:
                 case ast.Call() if self._mentions(child, tensors):
                     yield from self._called(child, tensors)
-                case ast.Subscript(value) if self._mentions(value, tensors) and not _keeps_tokens(child):
+                case ast.Subscript(value) if self._mentions(value, tensors) and not keeps_tokens(child):
                     yield child
                 case ast.BinOp(_, ast.MatMult(), right) if self._mentions(right, tensors):
                     yield child
@@ -180,7 +191,7 @@ class _Reader:
         elif name == "layer_norm":
             is_known = not _has_sizes(args[1:2], named)
         else:
-            is_known = name in POINTWISE
+            is_known = name in POINTWISE or name in self._known
         if not is_known:
             yield call
 
@@ -214,7 +225,11 @@ class _Reader:
                 sizes = _has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
                 return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed and not sizes)
             found = self._anatomy.method(name, "forward") if not library else None
-            return resolved in GETTERS or (found is not None and not list(self._body(name, found[1], call)))
+            return (
+                resolved in GETTERS
+                or name in self._known
+                or (found is not None and not list(self._body(name, found[1], call)))
+            )
         if not library and name in self._anatomy.names.functions:
             return not list(self._body("", self._anatomy.names.functions[name], call))
         return library in LIBRARIES and name in POINTWISE
@@ -224,7 +239,7 @@ class _Reader:
         if (owner, function.name) in self._seen:
             return
         seen = self._seen | {(owner, function.name)}
-        reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed)
+        reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed, known=self._known)
         wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
         if wrong is not None or self._anatomy.names.is_wrapped(function):
             self.reason = reader.reason or wrong or function.decorator_list[0]
@@ -296,7 +311,7 @@ def _is_inference(test: ast.expr) -> bool:
     return any(ast.unparse(part) == "not self.training" for part in parts)
 
 
-def _keeps_tokens(node: ast.Subscript) -> bool:
+def keeps_tokens(node: ast.Subscript) -> bool:
     """`x[..., a:b]`, `x[:, :, a:b]`, or a dimension of the shape; only the last dimension is touched."""
     if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
         return _is_last(node.slice)

@@ -13,16 +13,32 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, calls, dotted, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    base_name,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import ACTIVATIONS, TABLES, mixing_member
+from patchgen.anatomy.tokenwise import ACTIVATIONS, POINTWISE, TABLES, keeps_tokens, mixing, mixing_member
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
 PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
 CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
+SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
+# What turns, cuts and joins dimensions, and the call of the attention that was chosen.
+MOVES = {"view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "unbind", "split", "cat"}
+MOVES |= {"size", "tolist", "append"}
+TURNS = (".transpose", ".permute", ".unbind", ".split", ".flatten", ".cat", ".view")
 KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
+INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
 LENGTHS_TEST = "is_flash_attention_requested"
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
@@ -101,18 +117,148 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
             raise LeftAlone(f"its layers read {name}, which has no known meaning on a slice of the rows")
     if not bounds:
         raise LeftAlone("its layers are handed no cumulative lengths")
+    _require_rows(anatomy, info, layers, loop, attentions)
     group = _group(anatomy, info)
     must_gather = functools.partial(_is_mixed if group == "1" else _leaves_groups, anatomy, info.name)
     gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
+def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For, attentions: tuple[str, ...]) -> None:
+    """Raises LeftAlone where something but attention may mix the rows: a rank would mix those of its slice."""
+    known = {*attentions, *(one.name for one in anatomy.with_role(Role.MOE_BLOCK)), "squeeze", "finfo"}
+    for build in (build for build in anatomy.builds(info.name) if build.attribute == layers):
+        method = anatomy.method(build.target or "", "forward")
+        if method is None or anatomy.names.is_wrapped(method[1]):
+            raise LeftAlone(f"self.{layers} holds layers without a plain forward in this file")
+        mixed = mixing(method[1].body, set(parameter_names(method[1])), build.target or "", anatomy, known)
+        if mixed is not None:
+            raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
+    if (other := _other_use(anatomy, loop)) is not None:
+        raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
+    for built in (b for b in anatomy.builds(info.name) if b.attribute in map(own_attribute, ast.walk(loop))):
+        found = anatomy.method(built.target or "", "forward") if built.attribute != layers else None
+        if found is not None and _leaves_groups(anatomy, found[0].name, found[1]):
+            raise LeftAlone(f"{built.target} is not known to treat each group of rows by itself")
+    for name in attentions:
+        _, forward = anatomy.method(name, "forward")
+        moved = forward if anatomy.names.is_wrapped(forward) else _first_unknown(anatomy, name, forward)
+        after = [n for n, one in enumerate(forward.body) if LENGTHS_TEST in loaded(one)][-1:]
+        turned = (
+            (c for s in forward.body[after[0] + 1 :] for c in calls(s) if dotted(c.func).endswith(TURNS))
+            if after
+            else ()
+        )
+        if (moved := moved or next(iter(turned), None)) is not None:
+            raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)[:200]}")
+
+
+def _other_use(anatomy: Anatomy, loop: ast.For) -> ast.AST | None:
+    """Where the loop does more with the rows than to hand them to layers, to modules of its own and to lists."""
+    parents = {id(child): node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
+    steps, rows = stored(loop.target), {_carried(loop)}
+    for node in (node for _ in range(2) for node in ast.walk(loop) if isinstance(node, ast.Assign)):
+        if rows & set(loaded(node.value)):
+            rows |= set(stored(node)) - set(steps)
+    for node in ast.walk(loop):
+        if not isinstance(node, ast.Name) or node.id not in rows:
+            continue
+        parent = parents[id(node)]
+        parent = parents[id(parent)] if isinstance(parent, ast.keyword | ast.Tuple) else parent
+        if isinstance(parent, ast.Call):
+            name = dotted(parent.func)
+            is_known = name in steps or own_attribute(getattr(parent.func, "value", parent.func)) is not None
+            is_known |= isinstance(parents[id(parent)], ast.Expr) and name.endswith(".append")
+        else:
+            is_first = isinstance(parent, ast.Subscript) and ast.unparse(parent.slice) == "0"
+            is_known = isinstance(parent, ast.Assign) or (is_first and isinstance(node.ctx, ast.Load))
+            is_known &= not is_first or (node.id != _carried(loop) and isinstance(parent.ctx, ast.Load))
+        if not is_known:
+            return parent
+    return None
+
+
+def _first_unknown(
+    anatomy: Anatomy, owner: str, code: ast.Module | FunctionNode, seen: frozenset[str] = frozenset()
+) -> ast.AST | None:
+    """The first piece that may mix rows of different inputs, or arithmetic with their number. Rows turn with the
+    dimensions here, so nothing is known that works along one."""
+    assigned = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
+    chosen = [n for n in ast.walk(code) if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call)]
+    chosen = [n for n in chosen if (anatomy.names.resolve(n.value.func) or "").endswith(INTERFACE)]
+    attends = {name for node in chosen for name in stored(node)}
+    sized = {name for node in assigned if _is_size(node.value, set()) for name in {*stored(node)} - {*loaded(node)}}
+    for node in (n for one in code.body for n in ast.walk(one)):
+        parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
+        if len({_is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
+            return node
+        if isinstance(getattr(node, "op", None), ast.MatMult) or getattr(node, "attr", "") in ("T", "mT", "H", "mH"):
+            return node
+        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Subscript) and not _is_plain_part(node, attends)):
+            return node
+        if isinstance(node, ast.Call):
+            meaning, own = anatomy.names.resolve(node.func) or "", own_attribute(node.func)
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            function = anatomy.names.functions.get(meaning[1:]) if meaning[1:] not in seen else None
+            is_known = (
+                name in MOVES | POINTWISE | attends
+                or set(loaded(node)) <= BOUNDS
+                or meaning.startswith(("transformers.", "builtins."))
+            )
+            is_known |= anatomy.is_a(anatomy.attribute(owner, own or ""), *CONVOLUTIONS, *SOUND_CONVOLUTIONS)
+            is_known |= own is not None and mixing_member(anatomy, owner, own, fixed=False) is None
+            is_known |= function is not None and _first_unknown(anatomy, "", function, seen | {meaning[1:]}) is None
+            if name == "cat":  # of pieces listed by hand: of the last dimension
+                last = any(k.arg == "dim" and ast.unparse(k.value) == "-1" for k in node.keywords)
+                is_known = last or not isinstance(node.args[0], ast.List | ast.Tuple | ast.Subscript | ast.Call)
+            elif name in ("view", "reshape") and node.args and ast.unparse(node.args[0]) == "-1":
+                is_known = False
+            elif name in ("view", "reshape"):  # of rows that were turned: of other rows
+                is_known &= not any(dotted(c.func).endswith((".transpose", ".mT")) for c in calls(node.func))
+            if not is_known:
+                return node
+    return None
+
+
+def _is_plain_part(node: ast.Subscript, attends: set[str]) -> bool:
+    """A size, the attention's result, bounds from place to place, a learned table, or a part of the last dimension."""
+    base, index = node.value, ast.unparse(node.slice)
+    if isinstance(base, ast.Call) and index == "0":
+        return getattr(base.func, "id", "") in attends
+    is_bound = isinstance(base, ast.Name) and base.id in BOUNDS and index in ("1:", ":-1")
+    is_bound |= index.strip("()") == ":, None, :"  # a new dimension
+    return (
+        getattr(base, "attr", "") == "shape" or is_bound or base_name(base) in ("self", "torch") or keeps_tokens(node)
+    )
+
+
+def _is_size(node: ast.AST, sized: set[str]) -> bool:
+    """Whether an expression is made of a tensor's sizes: `x.shape[0]`, `x.size()`, names of such, arithmetic of them."""
+    match node:
+        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size")) | ast.Call(ast.Name("len")):
+            return True
+        case ast.Name(name):
+            return name in sized
+        case ast.Subscript(value):
+            return _is_size(value, sized)
+        case ast.BinOp(left, _, right):
+            return _is_size(left, sized) or _is_size(right, sized)
+        case ast.Call(function, arguments) if not isinstance(function, ast.Attribute) or dotted(function).startswith(
+            "math."
+        ):
+            return any(_is_size(one, sized) for one in arguments)
+    return False
+
+
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
     """The convolutions of an audio tower over padded chunks, up to the `index_select` of what is no padding."""
     called = [(place, dotted(call.func), call) for place, s in enumerate(forward.body) for call in calls(s)]
     built = {f"self.{name}": call for name, call in info.built.items()}
-    kinds = ("torch.nn.Conv1d", "torch.nn.Conv2d")
-    convolving = [(place, call) for place, name, call in called if name in built and anatomy.is_a(built[name], *kinds)]
+    convolving = [
+        (place, call)
+        for place, name, call in called
+        if name in built and anatomy.is_a(built[name], *SOUND_CONVOLUTIONS)
+    ]
     assigned = [(place, name, call) for place, name, call in called if isinstance(forward.body[place], ast.Assign)]
     selecting = [(place, call) for place, name, call in assigned if name == "torch.index_select"]
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
@@ -125,7 +271,8 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     read = {name for name in read if name in above and not _is_empty_list(name, forward)}
     # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
     chunks = {name for name in read if name.startswith("padded_") and name not in inside}
-    if not chunks or chunks != read or source not in inside:
+    between = ast.Module(forward.body[start:end], [])
+    if not chunks or chunks != read or source not in inside or _first_unknown(anatomy, info.name, between):
         return None
     convolved = _read(convolution)
     return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)

@@ -23,13 +23,18 @@ class AudioSP(TowerSlices):
       +         # patchgen: audio_sp
       +         if ops.attends_by_lengths(self.config):
                     return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens, max_length_q=max_seqlen)
-                return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
+                else:
+                    parts = [attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())]
+                    return torch.cat(parts)
 
 
         class ExampleLayer(nn.Module):
             def __init__(self, config):
                 super().__init__()
                 self.self_attn = ExampleAttention(config)
+
+            def forward(self, hidden_states, cu_seqlens, max_seqlen):
+                return hidden_states + self.self_attn(hidden_states, cu_seqlens, max_seqlen)
 
 
         class ExampleAudio(PreTrainedModel):

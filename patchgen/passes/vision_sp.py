@@ -23,13 +23,18 @@ class VisionSP(TowerSlices):
       +         # patchgen: vision_sp
       +         if ops.attends_by_lengths(self.config):
                     return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens)
-                return torch.cat([attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())])
+                else:
+                    parts = [attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())]
+                    return torch.cat(parts)
 
 
         class ExampleBlock(nn.Module):
             def __init__(self, config):
                 super().__init__()
                 self.attn = ExampleAttention(config)
+
+            def forward(self, hidden_states, cu_seqlens, position_embeddings):
+                return hidden_states + self.attn(hidden_states, cu_seqlens)
 
 
         class ExampleMerger(nn.Module):

@@ -109,6 +109,13 @@ def test_experts_that_others_read_are_not_divided():
     assert "ops.parallel_plan(self, experts={})" in generated.text
 
 
+def test_shared_experts_that_are_called_by_keyword_are_called_so_beside():
+    call = "self.shared_experts({})"
+    edits = ((call.format("residuals"), call.format("x=residuals")),)
+    generated = pipeline.generate(changed("deepseek_v3", edits), default_config("deepseek_v3"))
+    assert "ops.beside_experts(lambda: self.shared_experts(x=residuals))" in generated.text
+
+
 def test_a_dispatcher_by_another_name_is_refused():
     name = "use_experts_implementation"
     edits = ((f"import {name}", f"import {name} as dispatched"), (f"@{name}", "@dispatched"))
