@@ -134,9 +134,8 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
     found = {}
     for name, function in anatomy.functions.items():
         parameters = parameter_names(function)
-        if parameters[1:3] == ["weight", "bias"] and any(
-            _convolves(anatomy, call, (), local_names(function)) for call in calls(function)
-        ):
+        local = local_names(function)
+        if parameters[1:3] == ["weight", "bias"] and any(_convolves(anatomy, c, (), local) for c in calls(function)):
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
