@@ -10,6 +10,7 @@ from generation_cases import anatomy_of, default_config, edited, load
 from patchgen import pipeline
 from patchgen.anatomy import Role
 from patchgen.errors import PassMismatch
+from patchgen.model_configs import config_for
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
@@ -18,6 +19,12 @@ APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
 HEAD = "        logits = self.lm_head(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
+BLOCK = "        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))\n"
+PROJECTED = "        attn_output = self.proj(attn_output)\n"
+IN_LOOP = "            if layer_num in self.deepstack_visual_indexes:\n"
+MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        return x\n"
+CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
+MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
 SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
@@ -52,6 +59,20 @@ LEFT = (
     ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
+    ("qwen3_vl", "a block that mixes patches", ((BLOCK, BLOCK + "        " + MEAN),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "an MLP that mixes patches", (("        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))", "        hidden_state = hidden_state / hidden_state.abs().amax(0)\n        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))"),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "an attention that mixes patches", ((PROJECTED, "        attn_output = attn_output + attn_output.flip(0)\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "an attention that counts patches", ((PROJECTED, "        attn_output = attn_output / seq_length\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "a loop that mixes patches", ((IN_LOOP, "            " + MEAN + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "a merger in the loop that mixes groups", ((MERGED, MERGED.replace("return x", "return x - x.mean(0)")),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen2_5_vl", "an attention that reads one patch", ((PROJECTED, "        attn_output = attn_output - attn_output[:1]\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that rolls patches", ((PROJECTED, "        attn_output = torch.cat([attn_output[1:], attn_output[:1]])\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that multiplies patches", ((PROJECTED, "        attn_output = attn_output @ (attn_output.T @ attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that turns patches", ((PROJECTED, "        attn_output = attn_output.transpose(0, 1).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that divides by its length", ((PROJECTED, "        attn_output = attn_output / len(attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that reads rows in another form", ((PROJECTED, "        attn_output = attn_output.reshape(-1, seq_length).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen3_vl", "a loop that changes rows in place", ((IN_LOOP, "            hidden_states.sub_(hidden_states.mean(0))\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "a loop that mixes rows under another name", ((IN_LOOP, "            other = hidden_states.roll(1, 0)\n            hidden_states = other\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
 )  # fmt: skip
 
 
@@ -85,6 +106,16 @@ def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edi
 def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(edit: str):
     with pytest.raises(PassMismatch, match="every operation along the sequence in a call of its own name"):
         pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2"))
+
+
+@pytest.mark.parametrize("mixed", ["padded_embed.mean(0)", "padded_embed.roll(1, 0)", "len(padded_embed)"])
+def test_chunks_of_sound_that_are_mixed_are_convolved_whole(mixed: str):
+    def text(*edits) -> str:
+        return pipeline.generate(changed("qwen2_5_omni", edits), config_for("qwen2_5_omni")).text
+
+    assert "ops.chunk_rows" in text() and "ops.chunk_rows" not in text(
+        (CHUNKS, CHUNKS + f"        padded_embed = padded_embed - {mixed}\n")
+    )
 
 
 def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
