@@ -27,6 +27,7 @@ CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).tr
 MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
+PENALTY = ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),)
 SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
 AUXILIARY = """class AddLoss(torch.autograd.Function):
     @staticmethod
@@ -53,7 +54,7 @@ LEFT = (
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
-    ("qwen3_moe", "a penalty of stacks", ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),), "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty by another name", ((ROUTED, "        stacks = self.experts\n        penalty = stacks.down_proj.norm()\n" + ROUTED),), "reads stacks.down_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty of all parameters", ((ROUTED, "        penalty = sum(p.norm() for p in self.experts.parameters())\n" + ROUTED),), "reads self.experts.parameters, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
@@ -136,7 +137,7 @@ def test_a_count_of_placeholders_is_known_by_where_it_stands():
 
 
 def test_experts_that_others_read_are_not_divided():
-    generated = pipeline.generate(changed("qwen3_moe", LEFT[-6][2]), default_config("qwen3_moe"))
+    generated = pipeline.generate(changed("qwen3_moe", PENALTY), default_config("qwen3_moe"))
     assert "ops.parallel_plan(self, experts={})" in generated.text
 
 
