@@ -15,7 +15,8 @@ STYLES = {SAME: "green", REVIEW: "yellow", PERSON: "red"}
 
 
 def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
-    """A model: its verdict, and each site with what changed; of imported helpers their names alone, unless `verbose`."""
+    """A model: its verdict, and each site with what changed. Of imported helpers their names alone, and of those that training
+    does not run their number, unless `verbose`."""
     console.print(
         f"{found.model}: {found.old} -> {found.new}: {WORDS[found.verdict]}", style=STYLES[found.verdict], markup=False
     )
@@ -24,12 +25,17 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
         if site not in helpers or verbose:
             _show_site(site, console)
     if helpers and not verbose:
-        files = len({site.file for site in helpers})
+        run = [site for site in helpers if site.is_run]
+        files = len({site.file for site in run})
         console.print(
-            f"  helpers: {len(helpers)} symbols in {files} imported files (their sources: --verbose)", markup=False
+            f"  helpers: {len(run)} symbols in {files} imported files (their sources: --verbose)", markup=False
         )
-        listed = ", ".join(f"{site.symbol} ({site.kind})" for site in helpers)
+        listed = ", ".join(f"{site.symbol} ({site.kind})" for site in run)
         console.print(textwrap.indent(textwrap.fill(listed, 110), "    "), style="dim", markup=False, soft_wrap=True)
+        if len(helpers) > len(run):
+            console.print(
+                f"  and {len(helpers) - len(run)} that training does not run (--verbose lists them)", markup=False
+            )
     if not found.sites:
         console.print("  no class, function or field that the model uses changed; comments and formatting may have")
 
@@ -41,7 +47,8 @@ def _show_site(site: Site, console: Console) -> None:
     console.print(
         f"  {site.kind} {site.symbol or site.file}{passes}  {where}", style=style, markup=False, soft_wrap=True
     )
-    console.print(textwrap.indent(site.reason, "    "), style="dim", markup=False, soft_wrap=True)
+    reason = site.reason if site.is_run else f"training does not run it: {site.reason}"
+    console.print(textwrap.indent(reason, "    "), style="dim", markup=False, soft_wrap=True)
     labels = ("upstream's, old", "upstream's, new")
     _show_change(site.old_upstream, site.new_upstream, labels, console)
     if site.edit:
@@ -116,8 +123,12 @@ def _item(text: str) -> str:
 
 
 def _beside(models: Iterable[ModelUpgrade]) -> str:
-    helpers = {(site.file, site.symbol) for model in models for site in model.sites if site.place == "helper"}
+    helpers = {
+        (site.file, site.symbol) for model in models for site in model.sites if site.place == "helper" and site.is_run
+    }
     if not helpers:
         return ""
     files = sorted({file.removeprefix("transformers/") for file, _ in helpers})
-    return textwrap.fill(f"Of what they import, {len(helpers)} symbols changed, in {', '.join(files)}.", 72)
+    return textwrap.fill(
+        f"Of what they import and training runs, {len(helpers)} symbols changed, in {', '.join(files)}.", 72
+    )
