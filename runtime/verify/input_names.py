@@ -30,20 +30,10 @@ def without_rule(head: type, model_type: str, fed: Iterable[str]) -> list[str]:
 
     Args:
         head: a generated class, loaded (`registry.GeneratedModel.load`): the rules of its inputs hold.
-        fed: what the cases of its proof hold.
+        fed: the tensors that the cases of its proof hold; what is yes or no of a whole batch is nothing to pack.
     """
     taken = inspect.signature(head.forward).parameters
-    return sorted(
-        name
-        for name in {*made_for(model_type), *fed}
-        if name in taken and name not in RULES and not _is_switch(taken[name].annotation)
-    )
-
-
-def _is_switch(annotation: object) -> bool:
-    """Whether a parameter is yes or no, of a whole batch: nothing to pack."""
-    words = set(re.findall(r"\w+", inspect.formatannotation(annotation)))
-    return "bool" in words and words <= {"bool", "None", "Optional", "typing"}
+    return sorted(name for name in {*made_for(model_type), *fed} if name in taken and name not in RULES)
 
 
 def made_for(model_type: str) -> frozenset[str]:

@@ -82,7 +82,7 @@ class Proof:
     """Modalities that the head takes and that were in no case, with the reason: what is said of the others holds not for
     them."""
     inputs: tuple[str, ...] = ()
-    """The names of all that its cases held."""
+    """The names of all tensors that its cases held."""
     upstream_version: str | None = ""
     """Of transformers; None: it was made from a file."""
     file_sha256: str = ""

@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from patchgen.runtime import registry
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import train_step
@@ -90,7 +92,7 @@ def verify_model(
         if takes_media(upstream_class):
             media = media_cases(build_model(upstream_class, small.config))
         cases = (*cases, *media.cases)
-        fed.update(name for case in cases for name in case.batch)
+        fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
         proof = prove(
             upstream_class,
             generated_class,

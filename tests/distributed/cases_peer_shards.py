@@ -191,6 +191,18 @@ def a_sum_lives_until_it_was_waited_for() -> int:
     return checked.count
 
 
+def room_for_what_others_send() -> tuple[int, int]:
+    """Bytes of a place for gradients, and of the largest shard."""
+    peer_units.SMALL, before = 150, peer_units.SMALL
+    try:
+        model = sharded("peer_memory", tied=False)
+        model(batch(0)).backward()
+        groups = [group for module in (*model.layers, model) for group in undivided.param_groups(module)]
+        return groups[0].shards._most, max(slot.numel * group.itemsize for group in groups for slot in group.slots)
+    finally:
+        peer_units.SMALL = before
+
+
 def a_change_is_seen_by_all() -> None:
     """A parameter changed on all ranks between steps is cast and read again; what the optimizer wrote is not cast."""
     model = sharded("peer_memory")

@@ -10,6 +10,7 @@ from generation_cases import anatomy_of, default_config, edited, load
 from patchgen import pipeline
 from patchgen.anatomy import Role
 from patchgen.errors import PassMismatch
+from patchgen.model_configs import config_for
 
 DOUBLED = "def doubled(function):\n    return lambda *args: 2 * function(*args)\n\n\n"
 OTHER_NORM = "def softer(self, x):\n    return x\n\n\n"
@@ -18,8 +19,15 @@ APPLY = '@use_kernel_forward_from_hub("rotary_pos_emb")\ndef apply_rotary'
 NORM = "class Gemma3RMSNorm(nn.Module):"
 HEAD = "        logits = self.lm_head(hidden_states)\n"
 CONVOLVED = "            hidden_states = causal_conv1d_fn(hidden_states, self.conv.weight.squeeze(1), self.conv.bias, **kwargs)\n"
+BLOCK = "        hidden_states = hidden_states + self.mlp(self.norm2(hidden_states))\n"
+PROJECTED = "        attn_output = self.proj(attn_output)\n"
+IN_LOOP = "            if layer_num in self.deepstack_visual_indexes:\n"
+MERGED = "        x = self.linear_fc2(self.act_fn(self.linear_fc1(x)))\n        return x\n"
+CHUNKS = "        padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)\n"
+MEAN = "hidden_states = hidden_states - hidden_states.mean(0, keepdim=True)\n"
 INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface("
 ROUTED = "        final_hidden_states = self.experts("
+PENALTY = ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),)
 SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
 AUXILIARY = """class AddLoss(torch.autograd.Function):
     @staticmethod
@@ -46,12 +54,29 @@ LEFT = (
     ("llama", "a running mean", ((HEAD, "        self.seen.copy_(hidden_states.mean())\n" + HEAD),), "self.seen.copy_(hidden_states.mean()) is added to the loss"),
     ("llama", "torch's attention by a local name", ((INTERFACE, "        attend = nn.functional.scaled_dot_product_attention\n        value_states = attend(query_states, key_states, value_states)\n" + INTERFACE),), "calls nn.functional.scaled_dot_product_attention itself"),
     ("llama", "torch's attention from a table", (("def repeat_kv(", 'ATTEND = {"sdpa": torch.nn.functional.scaled_dot_product_attention}\n\n\ndef repeat_kv('), (INTERFACE, '        value_states = ATTEND["sdpa"](query_states, key_states, value_states)\n' + INTERFACE)), "calls torch.nn.functional.scaled_dot_product_attention itself"),
-    ("qwen3_moe", "a penalty of stacks", ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),), "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty by another name", ((ROUTED, "        stacks = self.experts\n        penalty = stacks.down_proj.norm()\n" + ROUTED),), "reads stacks.down_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty of all parameters", ((ROUTED, "        penalty = sum(p.norm() for p in self.experts.parameters())\n" + ROUTED),), "reads self.experts.parameters, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
+    ("qwen3_vl", "a block that mixes patches", ((BLOCK, BLOCK + "        " + MEAN),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "an attention that mixes patches", ((PROJECTED, "        attn_output = attn_output + attn_output.flip(0)\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "a loop that mixes patches", ((IN_LOOP, "            " + MEAN + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "a merger in the loop that mixes groups", ((MERGED, MERGED.replace("return x", "return x - x.mean(0)")),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen2_5_vl", "an attention that divides by its length", ((PROJECTED, "        attn_output = attn_output / len(attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen3_vl", "a loop that changes rows in place", ((IN_LOOP, "            hidden_states.sub_(hidden_states.mean(0))\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
+)  # fmt: skip
+# Of the same rules; each reads a large file anew.
+MORE = (
+    ("qwen3_vl", "an MLP that mixes patches", (("        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))", "        hidden_state = hidden_state / hidden_state.abs().amax(0)\n        return self.linear_fc2(self.act_fn(self.linear_fc1(hidden_state)))"),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen3_vl", "an attention that counts patches", ((PROJECTED, "        attn_output = attn_output / seq_length\n" + PROJECTED),), "Qwen3VLVisionModel is computed whole"),
+    ("qwen2_5_vl", "an attention that reads one patch", ((PROJECTED, "        attn_output = attn_output - attn_output[:1]\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that rolls patches", ((PROJECTED, "        attn_output = torch.cat([attn_output[1:], attn_output[:1]])\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that multiplies patches", ((PROJECTED, "        attn_output = attn_output @ (attn_output.T @ attn_output)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that turns patches", ((PROJECTED, "        attn_output = attn_output.transpose(0, 1).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen2_5_vl", "an attention that reads rows in another form", ((PROJECTED, "        attn_output = attn_output.reshape(-1, seq_length).reshape(seq_length, -1)\n" + PROJECTED),), "Qwen2_5_VisionTransformerPretrainedModel is computed whole"),
+    ("qwen3_vl", "a loop that mixes rows under another name", ((IN_LOOP, "            other = hidden_states.roll(1, 0)\n            hidden_states = other\n" + IN_LOOP),), "Qwen3VLVisionModel is computed whole"),
 )  # fmt: skip
 
 
@@ -65,7 +90,14 @@ def changed(model: str, edits: tuple[tuple[str, str], ...]):
     return edited(upstream(model), *edits) if edits else upstream(model)
 
 
-@pytest.mark.parametrize(("model", "title", "edits", "note"), LEFT, ids=[f"{case[0]}: {case[1]}" for case in LEFT])
+@pytest.mark.parametrize(
+    ("model", "title", "edits", "note"),
+    [
+        pytest.param(*case, id=f"{case[0]}: {case[1]}", marks=marks)
+        for cases, marks in ((LEFT, ()), (MORE, pytest.mark.slow))
+        for case in cases
+    ],
+)
 def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edits, note: str):
     generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
     notes = [one for step in generated.steps for one in step.outcome.notes]
@@ -87,6 +119,16 @@ def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(ed
         pipeline.generate(edited(upstream("lfm2"), (CONVOLVED, edit)), default_config("lfm2"))
 
 
+@pytest.mark.parametrize("mixed", ["padded_embed.mean(0)", "padded_embed.roll(1, 0)", "len(padded_embed)"])
+def test_chunks_of_sound_that_are_mixed_are_convolved_whole(mixed: str):
+    def text(*edits) -> str:
+        return pipeline.generate(changed("qwen2_5_omni", edits), config_for("qwen2_5_omni")).text
+
+    assert "ops.chunk_rows" in text() and "ops.chunk_rows" not in text(
+        (CHUNKS, CHUNKS + f"        padded_embed = padded_embed - {mixed}\n")
+    )
+
+
 def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
     decorated = '    @accepts_precomputed_kwargs(modality="video")\n'
     model = "@auto_docstring\nclass Qwen3VLModel("
@@ -105,7 +147,7 @@ def test_a_count_of_placeholders_is_known_by_where_it_stands():
 
 
 def test_experts_that_others_read_are_not_divided():
-    generated = pipeline.generate(changed("qwen3_moe", LEFT[-6][2]), default_config("qwen3_moe"))
+    generated = pipeline.generate(changed("qwen3_moe", PENALTY), default_config("qwen3_moe"))
     assert "ops.parallel_plan(self, experts={})" in generated.text
 
 

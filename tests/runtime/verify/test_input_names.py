@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 import transformers
 
 from patchgen.commands import sweeping
@@ -95,12 +94,3 @@ def test_no_proven_type_of_the_record_has_one():
     rows = records.read(records.path_in(None)).values()
     found = {row["model_type"]: row["inputs_without_rule"] for row in rows if row["status"] == "proven"}
     assert len(found) > 100 and not {kind: without for kind, without in found.items() if without}
-
-
-def test_what_is_yes_or_no_of_a_whole_batch_needs_no_rule():
-    def forward(self, use_audio_in_video: bool | None = None, is_odd: bool = False, odd_sizes: torch.Tensor = None):
-        pass
-
-    head = type("Head", (), {"forward": forward})
-    fed = ("use_audio_in_video", "is_odd", "odd_sizes")
-    assert input_names.without_rule(head, "llama", fed) == ["odd_sizes"]
