@@ -21,9 +21,10 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
         f"{found.model}: {found.old} -> {found.new}: {WORDS[found.verdict]}", style=STYLES[found.verdict], markup=False
     )
     helpers = [site for site in found.sites if site.place == "helper" and site.verdict < PERSON]
+    shown: set[tuple[str, ...]] = set()
     for site in found.sites:
         if site not in helpers or verbose:
-            _show_site(site, console)
+            _show_site(site, console, shown)
     if helpers and not verbose:
         run = [site for site in helpers if site.is_run]
         files = len({site.file for site in run})
@@ -40,7 +41,8 @@ def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
         console.print("  no class, function or field that the model uses changed; comments and formatting may have")
 
 
-def _show_site(site: Site, console: Console) -> None:
+def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> None:
+    """A site; its change by reference where it was shown with another one, as that of a pass whose hits moved there."""
     where = f"{site.file}:{site.new_line or site.old_line}" if site.new_line or site.old_line else site.file
     passes = f" [{', '.join(site.passes)}]" if site.passes else ""
     style = STYLES[site.verdict] if site.verdict == PERSON else "bold"
@@ -49,6 +51,12 @@ def _show_site(site: Site, console: Console) -> None:
     )
     reason = site.reason if site.is_run else f"training does not run it: {site.reason}"
     console.print(textwrap.indent(reason, "    "), style="dim", markup=False, soft_wrap=True)
+    sides = (site.old_upstream, site.new_upstream, site.generated_now, site.generated_then, site.edit)
+    change = (site.file, site.symbol, *sides)
+    if any(sides) and change in shown:
+        console.print("    its code: above", style="dim", markup=False)
+        return
+    shown.add(change)
     labels = ("upstream's, old", "upstream's, new")
     _show_change(site.old_upstream, site.new_upstream, labels, console)
     if site.edit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from planted_releases import Drift, planted
@@ -10,7 +11,7 @@ from rich.console import Console
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.upgrade import compare_model
-from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Upgrade
+from patchgen.upgrade.findings import REVIEW, ModelUpgrade, Site, Upgrade
 from patchgen.upgrade.words import commit_message, show_model
 
 MODEL = "llama"
@@ -70,3 +71,18 @@ def test_a_review_lists_what_training_runs_and_counts_the_rest(found: ModelUpgra
 def test_the_message_of_the_commit_counts_what_training_runs(found: ModelUpgrade):
     message = " ".join(commit_message(Upgrade("1", "2", (found,)), [MODEL], [], {}).split())
     assert f"training runs, {len(RUN)} symbols changed" in message and "eager_paged" not in message
+
+
+def test_a_change_is_shown_once_where_several_sites_have_it(found: ModelUpgrade):
+    site = Site("model", "changed", "file.py", "A.forward", ("one",), REVIEW, "why", "old = 1\n", "new = 1\n")
+    again = replace(site, kind="hits", passes=("two",), reason="two at A.forward: nothing -> something")
+    other = replace(again, new_upstream="newer = 1\n")
+    console = Console(file=io.StringIO(), width=200)
+    show_model(replace(found, sites=(site, again, other)), console, verbose=False)
+    shown = console.file.getvalue()
+    assert [shown.count(words) for words in ("+new = 1", "+newer = 1", "two at A.forward", "its code: above")] == [
+        1,
+        1,
+        2,
+        1,
+    ]
