@@ -25,6 +25,7 @@ class Site:
         old_upstream, new_upstream, generated_now, generated_then: the source of the symbol; empty where there is none.
         edit: for a hand edit its code, the third side.
         old_line, new_line: in upstream's files, 1-based; 0 where there is none.
+        is_run: of a helper, whether training can run what changed, and no other site tells of it.
     """
 
     place: str
@@ -41,6 +42,7 @@ class Site:
     edit: str = ""
     old_line: int = 0
     new_line: int = 0
+    is_run: bool = True
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 
 from patchgen.upgrade.findings import PERSON, REVIEW, Site
 from patchgen.upgrade.reach import File, Library, Place, exported, is_config, read_file
 from patchgen.upgrade.symbols import Symbol
+from patchgen.upgrade.training import runs
 from patchgen.upstream import Upstream
 
 
@@ -17,28 +19,38 @@ def drift_of_helpers(
     """Symbols of configurations and imported files that the kept code leads to and that are not what they were; and names
     that imports bind to something else.
 
+    Those that training does not run are told too, and say so.
+
     Args:
         kept: the classes and functions of the modeling file that count, in the old file and in the new one.
     """
-    reached = [
-        library.helpers_of(_inside(upstream), upstream.text, names)
-        for library, upstream, names in zip((before, after), (old, new), kept, strict=True)
-    ]
+    reached, run = (
+        [
+            library.helpers_of(_inside(upstream), upstream.text, names, follows)
+            for library, upstream, names in zip((before, after), (old, new), kept, strict=True)
+        ]
+        for follows in (None, runs)
+    )
     sides = [_symbols(library, found) for library, found in zip((before, after), reached, strict=True)]
     moved = _moved(*sides)
     found = []
+
+    def is_same(place: Place) -> bool:
+        a, b = (_symbol(library, place) for library in (before, after))
+        return place in moved or (a is not None and b is not None and a.same_as(b))
+
     for place in dict.fromkeys((*reached[0], *reached[1])):
         a, b = (_symbol(library, place) for library in (before, after))
-        if (
-            place in moved
-            or (a is not None and b is not None and a.same_as(b))
-            or _is_told_by_its_class(place, a, b, before, after)
-        ):
+        if is_same(place) or _is_told_by_its_class(place, a, b, before, after):
             continue
         if a is None and not is_config(place[0]) and "." not in place[1]:
             continue  # new code is led to by code that changed
-        found.append(_site(place, a, b, before, after, _way(place, reached)))
-    found += _rebound_names(before, after, old, new, reached, kept)
+        is_run = place in run[0] or place in run[1]
+        via = run[0].get(place) if b is None else None  # what is gone went with code that changed, which is told
+        is_run &= (via is None or is_same(via)) and not _is_annotated_otherwise(place, a, b)
+        site = _site(place, a, b, before, after, _way(place, run if is_run else reached))
+        found.append(replace(site, is_run=is_run or site.place == "config"))
+    found += _rebound_names(before, after, old, new, reached, run, kept)
     order = ("model", "config", "helper")
     return sorted(found, key=lambda site: (order.index(site.place), site.reason.count("->"), site.file, site.symbol))
 
@@ -80,6 +92,12 @@ def _is_told_by_its_class(place: Place, a: Symbol | None, b: Symbol | None, befo
     return _symbol(before, (place[0], owner)) is None or _symbol(after, (place[0], owner)) is None
 
 
+def _is_annotated_otherwise(place: Place, a: Symbol | None, b: Symbol | None) -> bool:
+    """Whether a field has another annotation alone, and one that nothing is checked against, as configurations are."""
+    is_checked = place[0].rpartition("/")[2].startswith("configuration_")
+    return not is_checked and a is not None and b is not None and a.form == b.form
+
+
 def _way(place: Place, reached: list[dict[Place, Place | None]]) -> str:
     """How the model's file leads to a symbol: `create_causal_mask -> sdpa_mask`."""
     found = reached[0] if place in reached[0] else reached[1]
@@ -116,6 +134,7 @@ def _rebound_names(
     old: Upstream,
     new: Upstream,
     reached: list[dict[Place, Place | None]],
+    run: list[dict[Place, Place | None]],
     kept: tuple[set[str], set[str]],
 ) -> Iterator[Site]:
     """Names that code reads and that an import now binds to something else, in the modeling file and where it leads to."""
@@ -132,7 +151,10 @@ def _rebound_names(
             if ways:
                 way = min(ways, key=lambda one: one.count("->"))
                 reason = f"{words}; the file leads to it: {way} -> {name}"
-                yield Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
+                site = Site(place, "changed", f"transformers/{path}", name, (), REVIEW, reason, *texts)
+                yield replace(
+                    site, is_run=place == "config" or any(one in run[0] and one in run[1] for one in readers)
+                )
 
 
 def _rebound(a: File, b: File, before: Library, after: Library) -> Iterator[tuple[str, list[str]]]:

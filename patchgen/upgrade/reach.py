@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import FunctionNode
@@ -25,6 +25,7 @@ AUTO = "models/auto/"
 CLASS_NAMES = ("self.__class__.__name__", "type(self).__name__")
 Place = tuple[str, str]
 """A file of the package and a symbol in it: ("masking_utils.py", "create_causal_mask")."""
+Follows = Callable[[Place, Place], bool]
 
 
 def is_config(path: str) -> bool:
@@ -81,19 +82,24 @@ class Library:
 
     # ---------------------------------------------------------------------------------------------- closure
 
-    def reached_from(self, roots: Iterable[Place], classes: Iterable[str] = ()) -> dict[Place, Place | None]:
+    def reached_from(
+        self, roots: Iterable[Place], classes: Iterable[str] = (), follows: Follows | None = None
+    ) -> dict[Place, Place | None]:
         """Every symbol that roots lead to, themselves included, with the one that led there first.
 
         Args:
             classes: names of the model's own; tables by class lead to their entries for these.
+            follows: whether the way from one symbol to another counts; by default each does.
         """
         roots, classes = list(roots), list(classes)
-        found = self._closure(roots, {})
+        found = self._closure(roots, {}, follows)
         entries = {table: self._entries(table, classes) for table in self._by_class & found.keys()}
         entries = {table: own for table, own in entries.items() if own}
-        return self._closure(roots, entries) if entries else found
+        return self._closure(roots, entries, follows) if entries else found
 
-    def _closure(self, roots: Iterable[Place], entries: Mapping[Place, list[Place]]) -> dict[Place, Place | None]:
+    def _closure(
+        self, roots: Iterable[Place], entries: Mapping[Place, list[Place]], follows: Follows | None
+    ) -> dict[Place, Place | None]:
         found: dict[Place, Place | None] = dict.fromkeys(roots)
         pending = list(found)
         while pending:
@@ -101,7 +107,7 @@ class Library:
             if place not in self._reached:
                 self._reached[place] = tuple(self._leads_to(place))
             for other in entries.get(place, self._reached[place]):
-                if other not in found:
+                if other not in found and (follows is None or follows(place, other)):
                     found[other] = place
                     pending.append(other)
         return found
@@ -195,13 +201,16 @@ class Library:
 
     # ------------------------------------------------------------------------------------------------ roots
 
-    def helpers_of(self, path: str, text: str, kept: Iterable[str]) -> dict[Place, Place | None]:
+    def helpers_of(
+        self, path: str, text: str, kept: Iterable[str], follows: Follows | None = None
+    ) -> dict[Place, Place | None]:
         """The symbols of other files that code of a modeling file leads to.
 
         Args:
             path: the file's place in the package.
             text: its source.
             kept: its classes and functions that count.
+            follows: as `reached_from` takes it.
         """
         file, kept = read_file(path, text), set(kept)
         roots: dict[Place, None] = {}
@@ -217,7 +226,7 @@ class Library:
                         roots[place] = None
                 for attribute in _own_attributes(node) if "." in name else ():
                     roots.update(dict.fromkeys(self._inherited(file, owner, attribute)))
-        found = self.reached_from((place for place in roots if place[0] != path), kept)
+        found = self.reached_from((place for place in roots if place[0] != path), kept, follows)
         return {place: via for place, via in found.items() if place[0] != path}
 
     def _inherited(self, file: File, owner: str, attribute: str) -> Iterator[Place]:

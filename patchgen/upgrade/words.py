@@ -15,33 +15,48 @@ STYLES = {SAME: "green", REVIEW: "yellow", PERSON: "red"}
 
 
 def show_model(found: ModelUpgrade, console: Console, *, verbose: bool) -> None:
-    """A model: its verdict, and each site with what changed; of imported helpers their names alone, unless `verbose`."""
+    """A model: its verdict, and each site with what changed. Of imported helpers their names alone, and of those that training
+    does not run their number, unless `verbose`."""
     console.print(
         f"{found.model}: {found.old} -> {found.new}: {WORDS[found.verdict]}", style=STYLES[found.verdict], markup=False
     )
     helpers = [site for site in found.sites if site.place == "helper" and site.verdict < PERSON]
+    shown: set[tuple[str, ...]] = set()
     for site in found.sites:
         if site not in helpers or verbose:
-            _show_site(site, console)
+            _show_site(site, console, shown)
     if helpers and not verbose:
-        files = len({site.file for site in helpers})
+        run = [site for site in helpers if site.is_run]
+        files = len({site.file for site in run})
         console.print(
-            f"  helpers: {len(helpers)} symbols in {files} imported files (their sources: --verbose)", markup=False
+            f"  helpers: {len(run)} symbols in {files} imported files (their sources: --verbose)", markup=False
         )
-        listed = ", ".join(f"{site.symbol} ({site.kind})" for site in helpers)
+        listed = ", ".join(f"{site.symbol} ({site.kind})" for site in run)
         console.print(textwrap.indent(textwrap.fill(listed, 110), "    "), style="dim", markup=False, soft_wrap=True)
+        if len(helpers) > len(run):
+            console.print(
+                f"  and {len(helpers) - len(run)} that training does not run (--verbose lists them)", markup=False
+            )
     if not found.sites:
         console.print("  no class, function or field that the model uses changed; comments and formatting may have")
 
 
-def _show_site(site: Site, console: Console) -> None:
+def _show_site(site: Site, console: Console, shown: set[tuple[str, ...]]) -> None:
+    """A site; its change by reference where it was shown with another one, as that of a pass whose hits moved there."""
     where = f"{site.file}:{site.new_line or site.old_line}" if site.new_line or site.old_line else site.file
     passes = f" [{', '.join(site.passes)}]" if site.passes else ""
     style = STYLES[site.verdict] if site.verdict == PERSON else "bold"
     console.print(
         f"  {site.kind} {site.symbol or site.file}{passes}  {where}", style=style, markup=False, soft_wrap=True
     )
-    console.print(textwrap.indent(site.reason, "    "), style="dim", markup=False, soft_wrap=True)
+    reason = site.reason if site.is_run else f"training does not run it: {site.reason}"
+    console.print(textwrap.indent(reason, "    "), style="dim", markup=False, soft_wrap=True)
+    sides = (site.old_upstream, site.new_upstream, site.generated_now, site.generated_then, site.edit)
+    change = (site.file, site.symbol, *sides)
+    if any(sides) and change in shown:
+        console.print("    its code: above", style="dim", markup=False)
+        return
+    shown.add(change)
     labels = ("upstream's, old", "upstream's, new")
     _show_change(site.old_upstream, site.new_upstream, labels, console)
     if site.edit:
@@ -116,8 +131,12 @@ def _item(text: str) -> str:
 
 
 def _beside(models: Iterable[ModelUpgrade]) -> str:
-    helpers = {(site.file, site.symbol) for model in models for site in model.sites if site.place == "helper"}
+    helpers = {
+        (site.file, site.symbol) for model in models for site in model.sites if site.place == "helper" and site.is_run
+    }
     if not helpers:
         return ""
     files = sorted({file.removeprefix("transformers/") for file, _ in helpers})
-    return textwrap.fill(f"Of what they import, {len(helpers)} symbols changed, in {', '.join(files)}.", 72)
+    return textwrap.fill(
+        f"Of what they import and training runs, {len(helpers)} symbols changed, in {', '.join(files)}.", 72
+    )
