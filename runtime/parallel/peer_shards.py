@@ -24,6 +24,7 @@ in training until the parameter is changed otherwise; in evaluation every forwar
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from patchgen.runtime.parallel.peer_units import PeerGroup
 
 _READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
+_UNDER_WAY = 2
+"""Reductions whose gradients are kept for them: with one, a layer's second product would wait for the sum of its first."""
 
 
 @dataclass
@@ -95,7 +98,7 @@ class PeerShards:
         self._memory: peer_memory.Memory | None = None
         self.is_written = False  # since the last barrier before a gather
         self._turn = 0
-        self._reduction: tuple[torch.cuda.Event | None, list[Tensor]] | None = None
+        self._reductions_under_way: deque[tuple[torch.cuda.Event | None, list[Tensor]]] = deque()
         on_gpu = device.type == "cuda"
         self._gathers = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._reductions = torch.cuda.Stream(device, priority=-1) if on_gpu else None
@@ -111,8 +114,9 @@ class PeerShards:
         for group in groups:
             starts[id(group)] = size
             region = aligned(group.region * group.itemsize)
-            size, most = size + region, max(most, region)
+            size += region
             small = max(small, aligned(group.small_region * group.itemsize))
+            most = max(most, small, *(aligned(slot.numel * group.itemsize) for slot in group.slots))
         # Of each turn: what the others sent, their words, and this rank's own small parts.
         others = self.num_ranks - 1
         words = aligned(others * torch.int64.itemsize)
@@ -180,49 +184,51 @@ class PeerShards:
     # ---------------------------------------------------------------------------------------------- gradients
 
     def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.cuda.Event | None:
-        """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum."""
-        if self._reduction is not None:
-            self.wait(self._reduction[0])  # its memory may be freed then
+        """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum.
+
+        Args:
+            gradients: of one large parameter, or of small ones. One after the other, so that a layer's experts leave while it
+                still computes, and what the others send needs room for the largest only.
+        """
+        # Small ones end a unit's backward: what its large ones hold is free before the next computes gradients.
+        most = 0 if gradients[0][0].is_small else _UNDER_WAY - 1
+        while len(self._reductions_under_way) > most:
+            self.wait(self._reductions_under_way.popleft()[0])  # its memory may be freed then
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
         word = sum(1 << group.slots.index(slot) for slot, _ in flat) % (2**61 - 1)
-        options = {"dtype": group.stored_dtype, "device": self.device}
-        num_small = group.small_region if any(slot.is_small for slot, _ in flat) else 0
-        small = torch.empty(num_small, **options)  # summed as one; of each other one apart, which may be sent apart
-        sums = [
-            small[slot.start : slot.start + slot.numel] if slot.is_small else torch.empty(slot.numel, **options)
-            for slot, _ in flat
-        ]
+        first, _ = flat[0]
+        start, numel = (0, group.small_region) if first.is_small else (first.start, first.numel)
+        summed = torch.empty(numel, dtype=group.stored_dtype, device=self.device)
         self._turn = 1 - self._turn
-        received, words, own_small = self._turns[self._turn]
         with self._on(self._reductions):
-            self._send(group, flat, word, received, words, own_small)
+            own = self._send(group, flat, word, start, numel)
             self._memory.barrier(_REDUCE)
-            self._sum(group, flat, word, (received, words, own_small), small, sums)
-            for (slot, _), one in zip(flat, sums, strict=True):
-                _take(slot, one)
+            self._sum(group, own, word, summed)
+            for slot, _ in flat:
+                _take(slot, summed[slot.start - start : slot.start - start + slot.numel])
         event = self._event(self._reductions)
         # Until it was waited for: memory that this stream frees may be given out again while the other one still writes it.
         # The sum, too: where it is added to a gradient that is there, nothing else keeps it.
-        self._reduction = event, [*sums, *(gradient for _, gradient in flat)]
+        self._reductions_under_way.append((event, [summed, *(gradient for _, gradient in flat)]))
         return event
 
-    def _send(
-        self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, received: int, words: int, own_small: int
-    ) -> None:
+    def _send(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, start: int, numel: int) -> Tensor:
+        """Returns this rank's own part, flat."""
+        received, words, own_small = self._turns[self._turn]
         small_targets, small_sources = [], []
         for rank in range(self.num_ranks):
             if rank == self.rank:
                 region = self._view(rank, own_small, group.small_region, group.dtype)
             else:
                 place = (self.rank - rank - 1) % self.num_ranks
-                region = self._view(rank, received + place * self._most, group.region, group.dtype)
+                region = self._view(rank, received + place * self._most, numel, group.dtype)
                 there = words + place * torch.int64.itemsize
                 self._view(rank, there, 1, torch.int64).copy_(group.word_tensor(word))
             for slot, gradient in flat:
-                numel = slot.numel_of(rank)
-                if numel and (slot.is_small or rank != self.rank):
-                    target = region[slot.start : slot.start + numel]
-                    source = gradient[rank * slot.numel : rank * slot.numel + numel]
+                length = slot.numel_of(rank)
+                if length and (slot.is_small or rank != self.rank):
+                    target = region[slot.start - start : slot.start - start + length]
+                    source = gradient[rank * slot.numel : rank * slot.numel + length]
                     if slot.is_small:
                         small_targets.append(target)
                         small_sources.append(source)
@@ -230,35 +236,22 @@ class PeerShards:
                         target.copy_(source)
         if small_targets:
             torch._foreach_copy_(small_targets, small_sources)
+        slot, gradient = flat[0]
+        if slot.is_small:
+            return self._view(self.rank, own_small, numel, group.dtype)
+        return gradient[self.rank * slot.numel :][: slot.numel_of(self.rank)]
 
-    def _sum(
-        self,
-        group: PeerGroup,
-        flat: list[tuple[Slot, Tensor]],
-        word: int,
-        turn: tuple[int, int, int],
-        small: Tensor,
-        sums: list[Tensor],
-    ) -> None:
-        received, words, own_small = turn
-        others, item = self.num_ranks - 1, group.itemsize
-        parts = self._view(self.rank, received, others * self._most // item, group.dtype).view(others, -1)
+    def _sum(self, group: PeerGroup, own: Tensor, word: int, out: Tensor) -> None:
+        received, words, _ = self._turns[self._turn]
+        others, length = self.num_ranks - 1, len(own)
+        parts = self._view(self.rank, received, others * self._most // group.itemsize, group.dtype).view(others, -1)
         their_words = self._view(self.rank, words, others, torch.int64)
-
-        def add_up(own: Tensor, start: int, out: Tensor) -> None:
-            sum_parts(own, parts[:, start : start + len(own)], their_words, out, rank=self.rank, word=word)
-
-        add_up(self._view(self.rank, own_small, len(small), group.dtype), 0, small)
-        for (slot, gradient), one in zip(flat, sums, strict=True):
-            if not slot.is_small:
-                first, numel = self.rank * slot.numel, slot.numel_of(self.rank)
-                add_up(gradient[first : first + numel], slot.start, one[:numel])
+        sum_parts(own, parts[:, :length], their_words, out[:length], rank=self.rank, word=word)
 
     def finish(self) -> None:
         """What is launched from now on comes after the reductions."""
-        if self._reduction is not None:
-            self.wait(self._reduction[0])
-            self._reduction = None
+        while self._reductions_under_way:
+            self.wait(self._reductions_under_way.popleft()[0])
 
 
 def _take(slot: Slot, out: Tensor) -> None:

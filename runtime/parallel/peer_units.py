@@ -29,7 +29,6 @@ class PeerGroup(FSDPParamGroup):
     """The parameters of one unit, whose shards other ranks read."""
 
     shards: PeerShards
-    ends_last: bool = False
     _arriving: tuple[torch.cuda.Event | None] | None = None
 
     def lay_out(self) -> None:
@@ -134,10 +133,9 @@ class PeerGroup(FSDPParamGroup):
             for place, slot in enumerate(self.slots):
                 is_new = not hasattr(slot.param, "_unsharded_param")
                 slot.param.init_unsharded_param()
-                if is_new and self.ends_last and not slot.is_small:
-                    hook = partial(
-                        _reduce_early, weakref.ref(self), place
-                    )  # Python frees no cycle through a tensor's hooks
+                if is_new and not slot.is_small:
+                    # Weak, for Python frees no cycle through a tensor's hooks.
+                    hook = partial(_reduce_early, weakref.ref(self), place)
                     slot.param._unsharded_param.register_post_accumulate_grad_hook(hook)
             self._to_unsharded()
 
@@ -150,9 +148,12 @@ class PeerGroup(FSDPParamGroup):
         gradients = self._take_gradients()
         if self.reshard_after_backward:
             self.reshard()
-        if gradients:
-            with torch.no_grad():
-                self.shards.reduce(self, gradients)
+        large = [[pair] for pair in gradients if not pair[0].is_small]
+        small = [pair for pair in gradients if pair[0].is_small]
+        with torch.no_grad():
+            for together in (*large, small):
+                if together:
+                    self.shards.reduce(self, together)
 
     def _take_gradients(self) -> list[tuple[Slot, Tensor]]:
         found = []
@@ -176,14 +177,16 @@ class PeerGroup(FSDPParamGroup):
 
 @torch.no_grad()
 def _reduce_early(reference: weakref.ref[PeerGroup], place: int, computed: Tensor) -> None:
-    """The root's backward ends with the model's, and nothing would hide what it sends: its head is done long before."""
+    """A large gradient leaves when it is whole, and its parameter is freed: a layer's experts are done before its attention,
+    and the root's head before all layers, whose backward hides what they send.
+    """
     group = reference()
     param = group.slots[place].param
     if group.reduce_grads and param.unsharded_accumulated_grad is None:
         gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
-        group.shards.reduce(group, [(group.slots[place], gradient)])
         if group.reshard_after_backward:
-            param.free_unsharded_param()  # it was used before its gradient was whole
+            param.free_unsharded_param()  # it was used before its gradient was whole; the sum takes its place
+        group.shards.reduce(group, [(group.slots[place], gradient)])
 
 
 def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
@@ -220,7 +223,6 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         for group in groups:
             group.__class__ = PeerGroup
             group.shards = shards
-            group.ends_last = model in group.modules
             members.append(group)
         count += len(members)
     return count

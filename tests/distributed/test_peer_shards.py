@@ -10,6 +10,8 @@ import cases_peer_shards as cases
 import pytest
 import torch
 
+from patchgen.runtime.parallel import peer_memory
+
 pytest.importorskip("triton")
 
 
@@ -31,6 +33,18 @@ def test_a_head_that_is_not_tied_is_summed_first_to_the_same_bits(keep_whole, tw
     for first, *others in two_ranks.run(cases.order_of_reductions):
         assert first == ["head.weight"], first
         assert ["embedding.weight"] in others[2:], others
+        for layer in ("layers.1", "layers.0"):  # large ones as soon as they are whole, each by itself
+            place = others.index([f"{layer}.down.weight"])
+            assert others[place + 1 : place + 3] == [[f"{layer}.up.weight"], [f"{layer}.up.bias"]], others
+
+
+def test_what_others_send_has_room_for_one_parameter(two_ranks):
+    for room, largest in two_ranks.run(cases.room_for_what_others_send):
+        assert largest <= room < largest + peer_memory.ALIGNMENT
+
+
+def test_what_is_computed_again_reads_no_parameter_that_is_freed(two_ranks):
+    two_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0, recomputes=True)
 
 
 def test_a_model_is_freed(two_ranks):
