@@ -8,6 +8,7 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from patchgen.runtime.parallel import ParallelConfig, gradients, peer_shards, peer_units, sharding, undivided
 from patchgen.runtime.parallel.peer_shards import PeerShards
@@ -24,22 +25,31 @@ def state_of() -> ParallelState:
 class Layer(nn.Module):
     """Rows that ranks do not divide evenly, and a matrix that is not small."""
 
+    recomputes = False
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width + 1), nn.Linear(2 * width + 1, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        if self.recomputes:
+            return x + checkpoint(self.inner, x, use_reentrant=False)
+        return x + self.inner(x)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
     """Tied ends or not, two layers, the second called twice, and a layer that not every step uses."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, recomputes: bool = False) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(19, 10), nn.Linear(10, 19, bias=False)
         self.layers = nn.ModuleList(Layer(10) for _ in range(2))
         self.sometimes = Layer(10)
+        for layer in (*self.layers, self.sometimes):
+            layer.recomputes = recomputes
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -50,9 +60,11 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(self.head(x).float().view(-1, 19), ids.view(-1))
 
 
-def sharded(exchange: str, freeze: str | None = None, *, tied: bool = True, **options) -> nn.Module:
+def sharded(
+    exchange: str, freeze: str | None = None, *, tied: bool = True, recomputes: bool = False, **options
+) -> nn.Module:
     torch.manual_seed(0)
-    model = Model(tied)
+    model = Model(tied, recomputes)
     if freeze is not None:
         model.get_parameter(freeze).requires_grad_(False)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

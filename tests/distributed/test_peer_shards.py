@@ -43,6 +43,10 @@ def test_what_others_send_has_room_for_one_parameter(two_ranks):
         assert largest <= room < largest + peer_memory.ALIGNMENT
 
 
+def test_what_is_computed_again_reads_no_parameter_that_is_freed(two_ranks):
+    two_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0, recomputes=True)
+
+
 def test_a_model_is_freed(two_ranks):
     assert all(all(found) for found in two_ranks.run(cases.a_model_is_freed))
 
