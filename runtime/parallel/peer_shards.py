@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from patchgen.runtime.parallel.peer_units import PeerGroup
 
 _READ, _WRITE, _REDUCE = range(3)  # barriers of one memory that may run beside each other
+NOTHING = 0
+"""The word of a rank that has no gradient to send; each sum has a word of its own (`PeerGroup.word_of`)."""
 _UNDER_WAY = 2
 """Reductions whose gradients are kept for them: with one, a layer's second product would wait for the sum of its first."""
 
@@ -195,14 +197,16 @@ class PeerShards:
         while len(self._reductions_under_way) > most:
             self.wait(self._reductions_under_way.popleft()[0])  # its memory may be freed then
         flat = [(slot, gradient.contiguous().view(-1)) for slot, gradient in gradients]
-        word = sum(1 << group.slots.index(slot) for slot, _ in flat) % (2**61 - 1)
-        first, _ = flat[0]
+        word = group.word_of(slot for slot, _ in flat)
+        first, gradient = flat[0]
         start, numel = (0, group.small_region) if first.is_small else (first.start, first.numel)
         summed = torch.empty(numel, dtype=group.stored_dtype, device=self.device)
-        self._turn = 1 - self._turn
         with self._on(self._reductions):
-            own = self._send(group, flat, word, start, numel)
-            self._memory.barrier(_REDUCE)
+            self._meet(group, flat, word, start, numel)
+            if first.is_small:
+                own = self._view(self.rank, self._turns[self._turn][2], numel, group.dtype)
+            else:
+                own = gradient[self.rank * first.numel :][: first.numel_of(self.rank)]
             self._sum(group, own, word, summed)
             for slot, _ in flat:
                 _take(slot, summed[slot.start - start : slot.start - start + slot.numel])
@@ -212,8 +216,15 @@ class PeerShards:
         self._reductions_under_way.append((event, [summed, *(gradient for _, gradient in flat)]))
         return event
 
-    def _send(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, start: int, numel: int) -> Tensor:
-        """Returns this rank's own part, flat."""
+    def reduce_nothing(self, group: PeerGroup) -> None:
+        """Takes part in a reduction for which this rank has no gradient: ranks that have one get NaN, and none waits."""
+        with self._on(self._reductions):
+            self._meet(group, [], NOTHING, 0, 0)
+        self._reductions_under_way.append((self._event(self._reductions), []))
+
+    def _meet(self, group: PeerGroup, flat: list[tuple[Slot, Tensor]], word: int, start: int, numel: int) -> None:
+        """Sends gradients and what they are of, and waits for the others'; small ones of this rank are put together."""
+        self._turn = 1 - self._turn
         received, words, own_small = self._turns[self._turn]
         small_targets, small_sources = [], []
         for rank in range(self.num_ranks):
@@ -236,10 +247,7 @@ class PeerShards:
                         target.copy_(source)
         if small_targets:
             torch._foreach_copy_(small_targets, small_sources)
-        slot, gradient = flat[0]
-        if slot.is_small:
-            return self._view(self.rank, own_small, numel, group.dtype)
-        return gradient[self.rank * slot.numel :][: slot.numel_of(self.rank)]
+        self._memory.barrier(_REDUCE)
 
     def _sum(self, group: PeerGroup, own: Tensor, word: int, out: Tensor) -> None:
         received, words, _ = self._turns[self._turn]

@@ -7,13 +7,14 @@ lies in host memory; and in a backward that ends gradients accumulated without r
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from patchgen.runtime.parallel import peer_memory, undivided
@@ -29,6 +30,8 @@ class PeerGroup(FSDPParamGroup):
     """The parameters of one unit, whose shards other ranks read."""
 
     shards: PeerShards
+    number: int
+    """Among the units of `shards`."""
     _arriving: tuple[torch.cuda.Event | None] | None = None
 
     def lay_out(self) -> None:
@@ -53,6 +56,8 @@ class PeerGroup(FSDPParamGroup):
                 self.small_region = end
         self.region = end
         self._words: dict[int, Tensor] = {}
+        self._left_early: set[int] = set()  # places of large gradients, in this backward
+        self._holders: dict[int, int] = {}
 
     def bind(self, regions: Sequence[Tensor]) -> None:
         """Makes the copies of this rank and the lists of what is copied in a gather.
@@ -83,6 +88,11 @@ class PeerGroup(FSDPParamGroup):
                     else:
                         self.large_copies.append((target, source))
             param.free_unsharded_param()
+
+    def word_of(self, slots: Iterable[Slot]) -> int:
+        """What gradients are of: ranks that sum others' say another word."""
+        places = sum(1 << self.slots.index(slot) for slot in slots)
+        return 1 + (self.number * 1_000_003 + places) % (2**61 - 2)
 
     def word_tensor(self, word: int) -> Tensor:
         """`[1]`, kept: a number on its way to the device would be waited for."""
@@ -137,6 +147,7 @@ class PeerGroup(FSDPParamGroup):
                     # Weak, for Python frees no cycle through a tensor's hooks.
                     hook = partial(_reduce_early, weakref.ref(self), place)
                     slot.param._unsharded_param.register_post_accumulate_grad_hook(hook)
+                    self._holders[place] = _num_holders(slot.param)  # nothing has computed with it yet
             self._to_unsharded()
 
     def post_backward(self, *unused: object) -> None:
@@ -148,12 +159,16 @@ class PeerGroup(FSDPParamGroup):
         gradients = self._take_gradients()
         if self.reshard_after_backward:
             self.reshard()
-        large = [[pair] for pair in gradients if not pair[0].is_small]
-        small = [pair for pair in gradients if pair[0].is_small]
+        # On every rank as often: each waits for the others.
+        waiting = [[slot] for place, slot in enumerate(self.slots) if not (slot.is_small or place in self._left_early)]
+        waiting += [small] if (small := [slot for slot in self.slots if slot.is_small]) else []
+        self._left_early.clear()
         with torch.no_grad():
-            for together in (*large, small):
-                if together:
-                    self.shards.reduce(self, together)
+            for slots in waiting:
+                if pairs := [pair for pair in gradients if pair[0] in slots]:
+                    self.shards.reduce(self, pairs)
+                else:
+                    self.shards.reduce_nothing(self)
 
     def _take_gradients(self) -> list[tuple[Slot, Tensor]]:
         found = []
@@ -177,16 +192,22 @@ class PeerGroup(FSDPParamGroup):
 
 @torch.no_grad()
 def _reduce_early(reference: weakref.ref[PeerGroup], place: int, computed: Tensor) -> None:
-    """A large gradient leaves when it is whole, and its parameter is freed: a layer's experts are done before its attention,
-    and the root's head before all layers, whose backward hides what they send.
+    """A large gradient leaves when it is whole, and its parameter is freed unless something will still compute with it: a
+    layer's experts are done before its attention, and the root's head before all layers, whose backward hides what they send.
     """
     group = reference()
     param = group.slots[place].param
     if group.reduce_grads and param.unsharded_accumulated_grad is None:
         gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
-        if group.reshard_after_backward:
-            param.free_unsharded_param()  # it was used before its gradient was whole; the sum takes its place
+        if group.reshard_after_backward and _num_holders(param) == group._holders[place]:
+            param.free_unsharded_param()  # the sum takes its place
+        group._left_early.add(place)
         group.shards.reduce(group, [(group.slots[place], gradient)])
+
+
+def _num_holders(param: FSDPParam) -> int:
+    """How many tensors share the memory of a gathered parameter: those that a backward will read, too."""
+    return torch._C._storage_Use_Count(param.all_gather_outputs[0].untyped_storage()._cdata)
 
 
 def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
@@ -222,7 +243,7 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         shards = PeerShards(mesh_info.shard_process_group, groups[0].device, members)
         for group in groups:
             group.__class__ = PeerGroup
-            group.shards = shards
+            group.shards, group.number = shards, len(members)
             members.append(group)
         count += len(members)
     return count

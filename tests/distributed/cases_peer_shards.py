@@ -25,7 +25,7 @@ def state_of() -> ParallelState:
 class Layer(nn.Module):
     """Rows that ranks do not divide evenly, and a matrix that is not small."""
 
-    recomputes = False
+    recomputes = peeks = False
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -37,19 +37,21 @@ class Layer(nn.Module):
         return x + self.inner(x)
 
     def inner(self, x: Tensor) -> Tensor:
+        if self.peeks:  # what is computed with a constant copy is read in the backward after the gradient is whole
+            x = x + torch.tanh(x @ self.up.weight.detach().T) @ self.up.weight.detach()
         return self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
     """Tied ends or not, two layers, the second called twice, and a layer that not every step uses."""
 
-    def __init__(self, tied: bool = True, recomputes: bool = False) -> None:
+    def __init__(self, tied: bool = True, **options: bool) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(19, 10), nn.Linear(10, 19, bias=False)
         self.layers = nn.ModuleList(Layer(10) for _ in range(2))
         self.sometimes = Layer(10)
         for layer in (*self.layers, self.sometimes):
-            layer.recomputes = recomputes
+            vars(layer).update(options)
         if tied:
             self.head.weight = self.embedding.weight
 
@@ -61,10 +63,16 @@ class Model(nn.Module):
 
 
 def sharded(
-    exchange: str, freeze: str | None = None, *, tied: bool = True, recomputes: bool = False, **options
+    exchange: str,
+    freeze: str | None = None,
+    *,
+    tied: bool = True,
+    recomputes: bool = False,
+    peeks: bool = False,
+    **options,
 ) -> nn.Module:
     torch.manual_seed(0)
-    model = Model(tied, recomputes)
+    model = Model(tied, recomputes=recomputes, peeks=peeks)
     if freeze is not None:
         model.get_parameter(freeze).requires_grad_(False)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -173,6 +181,52 @@ def ranks_that_sum_different_gradients_get_nan() -> list[bool]:
     model(batch(1)).backward()
     own = [undivided.local(p.grad) for p in model.layers[0].parameters() if p.grad is not None]
     return [bool(gradient.isnan().all()) for gradient in own]
+
+
+def a_rank_without_a_large_gradient_keeps_nobody_waiting() -> tuple[bool, bool]:
+    """On rank 1 a layer computes with a constant for one step: NaN where a gradient is there; and then all is as before."""
+    peer_units.SMALL, before = 150, peer_units.SMALL
+    try:
+        model = sharded("peer_memory", tied=False)
+        layer = model.layers[0]
+        if dist.get_rank() == 1:
+            layer.inner = lambda x: torch.tanh(layer.up(x)) @ layer.down.weight.detach().T
+        model(batch(0)).backward()
+        found = (
+            undivided.local(layer.down.weight.grad).isnan().all() if dist.get_rank() == 0 else layer.down.weight.grad
+        )
+        vars(layer).pop("inner", None)
+        model.zero_grad()
+        model(batch(1)).backward()
+        finite = all(undivided.local(p.grad).isfinite().all() for p in model.parameters())
+        return found is None or bool(found), finite
+    finally:
+        peer_units.SMALL = before
+
+
+def parameters_that_are_freed_before_a_layer_ends() -> list[int]:
+    """Bytes of the first layer's products when its backward ends, of one that nobody reads any more and one that is read."""
+    found = []
+    peer_units.SMALL, before = 150, peer_units.SMALL
+    try:
+        for peeks in (False, True):
+            model = sharded("peer_memory", tied=False, peeks=peeks)
+            (group,) = undivided.param_groups(model.layers[0])
+            post_backward = group.post_backward
+
+            def noted(*unused, group=group, post_backward=post_backward):
+                found.append(
+                    sum(
+                        s.param.all_gather_outputs[0].untyped_storage().nbytes() for s in group.slots if not s.is_small
+                    )
+                )
+                return post_backward(*unused)
+
+            group.post_backward = noted
+            model(batch(0)).backward()
+    finally:
+        peer_units.SMALL = before
+    return found
 
 
 def a_sum_lives_until_it_was_waited_for() -> int:

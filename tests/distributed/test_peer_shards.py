@@ -43,8 +43,18 @@ def test_what_others_send_has_room_for_one_parameter(two_ranks):
         assert largest <= room < largest + peer_memory.ALIGNMENT
 
 
-def test_what_is_computed_again_reads_no_parameter_that_is_freed(two_ranks):
-    two_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0, recomputes=True)
+@pytest.mark.parametrize("option", ["recomputes", "peeks"])
+def test_what_a_backward_still_reads_is_not_freed(option, two_ranks):
+    two_ranks.run(cases.equals_fsdp, False, writes=True, freeze=None, small=0, **{option: True})
+
+
+def test_a_large_parameter_is_freed_as_soon_as_nobody_reads_it(two_ranks):
+    for unread, read in two_ranks.run(cases.parameters_that_are_freed_before_a_layer_ends):
+        assert unread == 0 < read
+
+
+def test_a_rank_without_a_large_gradient_keeps_nobody_waiting(two_ranks):
+    assert all(all(found) for found in two_ranks.run(cases.a_rank_without_a_large_gradient_keeps_nobody_waiting))
 
 
 def test_a_model_is_freed(two_ranks):
