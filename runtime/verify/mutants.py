@@ -145,14 +145,15 @@ class Judge:
 
     def _reads_what_nobody_wrote(self, upstream: PreTrainedModel) -> bool:
         """Whether upstream's step has no number once torch fills what it allocates with none."""
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)  # which fills (`torch.utils.deterministic`)
         try:
             for case in self._cases:
                 _finite_step(upstream, case)
-        except ValueError:
+        except _NoNumber:
             return True
         finally:
-            torch.use_deterministic_algorithms(False)
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         return False
 
     def _different(
@@ -313,12 +314,16 @@ def _beyond_rounding(
     return {name: one for name, one in beyond.items() if not is_rounding(name, actual, expected, shaken)}
 
 
+class _NoNumber(ValueError):
+    """A step that gives no finite number."""
+
+
 def _finite_step(model: torch.nn.Module, case: Case) -> Step:
     with all_eager():
         step = train_step(model, case)
     gradients = [gradient for gradient in step.gradients.values() if gradient is not None]
     if not all(tensor.isfinite().all() for tensor in (*step.outputs.values(), *gradients)):
-        raise ValueError("outputs or gradients are not finite")
+        raise _NoNumber("outputs or gradients are not finite")
     if not any(gradient.any() for gradient in gradients):
         raise ValueError("no parameter has a gradient")
     return step
