@@ -11,7 +11,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, base_name, dotted, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    base_name,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -34,6 +43,8 @@ ACTIVATIONS = frozenset({
 })
 # fmt: on
 NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max"))
+ASSIGNED = ast.Assign | ast.AnnAssign | ast.NamedExpr
+TURNED = {"transpose", "permute"}  # rows may no longer be the first dimension
 # torch's modules that act on the last dimension, row by row.
 ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
 TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
@@ -186,12 +197,8 @@ class _Reader:
             is_known = _is_last(named.get("dim", named.get("axis", given.get(place))))
             kept = named.get("keepdim", given.get(place + 1) if name not in ("var", "std") else None)
             is_known &= name in ALONG or (isinstance(kept, ast.Constant) and kept.value is True)
-        elif name == "where":
-            is_known = len(args) + len(named) == 3  # of a condition alone: the places where it holds
-        elif name == "layer_norm":
-            is_known = not _has_sizes(args[1:2], named)
         else:
-            is_known = name in POINTWISE or name in self._known
+            is_known = is_pointwise(name, args, named) or name in self._known
         if not is_known:
             yield call
 
@@ -291,6 +298,13 @@ def _is_of_config(value: ast.AST) -> bool:
     return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
 
 
+def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
+    """Whether an operation with these arguments, the tensor first, treats each row by itself wherever its rows are."""
+    if name == "where":
+        return len(args) + len(named) == 3  # of a condition alone: the places where it holds
+    return name in POINTWISE and not (name == "layer_norm" and _has_sizes(args[1:2], named))
+
+
 def _has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
     """Whether a norm is over several dimensions."""
     shapes = [*args, named.get("normalized_shape")]
@@ -322,3 +336,66 @@ def keeps_tokens(node: ast.Subscript) -> bool:
         return len(parts) == 2
     whole = [isinstance(p, ast.Slice) and p.lower is p.upper is p.step is None for p in parts]
     return len(parts) == 3 and all(whole[:2])
+
+
+def is_size(node: ast.AST, sized: set[str]) -> bool:
+    """Whether an expression is made of a tensor's sizes: `x.shape[0]`, names of such, arithmetic of them."""
+    match node:
+        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size" | "numel")) | ast.Call(ast.Name("len")):
+            return True
+        case ast.Name(name):
+            return name in sized
+        case ast.Subscript(value) | ast.Starred(value) | ast.UnaryOp(_, value):
+            return is_size(value, sized)
+        case ast.BinOp(left, _, right) | ast.IfExp(_, left, right):
+            return is_size(left, sized) or is_size(right, sized)
+        case ast.Tuple(parts) | ast.List(parts):
+            return any(is_size(one, sized) for one in parts)
+        case ast.Call(ast.Attribute(value)) if is_size(value, sized):
+            return True
+        case ast.Call(function, arguments) if not isinstance(function, ast.Attribute) or dotted(function).startswith(
+            "math."
+        ):
+            return any(is_size(one, sized) for one in arguments)
+    return False
+
+
+def sized_names(code: ast.AST, sized: set[str]) -> set[str]:
+    """The names that hold sizes, `sized` and what code assigns; of `a, b = x, len(x)` the second."""
+    assigned = [n for n in ast.walk(code) if isinstance(n, ASSIGNED) and n.value]
+    pairs = [(target, n.value) for n in assigned for target in getattr(n, "targets", None) or [n.target]]
+    for target, value in list(pairs):
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs.remove((target, value))
+            pairs += zip(target.elts, value.elts, strict=False)
+    for target, value in pairs * 3:  # sizes of sizes
+        sized = sized | (set(stored(target)) - set(loaded(value)) if is_size(value, sized) else set())
+    return sized
+
+
+def turned_before(code: ast.AST, attends: set[str]) -> set[ast.AST]:
+    """What is called on, or made of, rows that a statement before has turned; the attention turns them back."""
+    names, coming, found = set(), set(), set()
+    for node in _in_order(code):
+        if isinstance(node, ast.stmt):
+            names |= coming
+            coming = set()
+        made = getattr(node, "func", getattr(node, "value", None) if isinstance(node, ASSIGNED) else None)
+        inner = [c for c in calls(made) if dotted(c.func) in attends] if made is not None else []
+        if made is None or (inner and not isinstance(node, ASSIGNED)):
+            continue
+        is_turned = not inner and bool(names & set(loaded(made)))
+        if isinstance(node, ast.Call):
+            found |= {node} if is_turned else set()
+            continue
+        turns = [c for c in calls(made) if getattr(c.func, "attr", "") in TURNED]
+        if is_turned or any(not inner or any(one in inner for one in calls(c.func)) for c in turns):
+            coming = set(stored(node))
+    return found
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes in the order of the source."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        yield from _in_order(child)

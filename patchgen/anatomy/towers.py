@@ -26,7 +26,18 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import ACTIVATIONS, POINTWISE, TABLES, keeps_tokens, mixing, mixing_member
+from patchgen.anatomy.tokenwise import (
+    ACTIVATIONS,
+    POINTWISE,
+    TABLES,
+    is_pointwise,
+    is_size,
+    keeps_tokens,
+    mixing,
+    mixing_member,
+    sized_names,
+    turned_before,
+)
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
@@ -40,8 +51,13 @@ TURNS = (".transpose", ".permute", ".unbind", ".split", ".flatten", ".cat", ".vi
 KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
 INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
 LENGTHS_TEST = "is_flash_attention_requested"
+# What an attention may call besides, of transformers by the last name; what counts, or makes, numbers takes sizes too.
+UPSTREAM = {"get_interface", LENGTHS_TEST, "get_max_seqlen"}
+NUMBERS = {f"builtins.{name}" for name in ("len", "int", "float", "isinstance", "getattr", "range", "enumerate")}
+PLAIN = NUMBERS | {f"builtins.{name}" for name in ("zip", "list", "tuple")}
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
+HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
 
 
@@ -134,12 +150,11 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
         mixed = mixing(method[1].body, set(parameter_names(method[1])), build.target or "", anatomy, known)
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    if (other := _other_use(anatomy, loop)) is not None:
+    if (other := _other_use(anatomy, info.name, layers, loop)) is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
-    for built in (b for b in anatomy.builds(info.name) if b.attribute in map(own_attribute, ast.walk(loop))):
-        found = anatomy.method(built.target or "", "forward") if built.attribute != layers else None
-        if found is not None and _leaves_groups(anatomy, found[0].name, found[1]):
-            raise LeftAlone(f"{built.target} is not known to treat each group of rows by itself")
+    for built in (own_attribute(node) for node in ast.walk(loop.iter)):
+        if built not in (None, layers) and not _treats_groups(anatomy, info.name, built):
+            raise LeftAlone(f"self.{built} is not known to treat each group of rows by itself")
     for name in attentions:
         _, forward = anatomy.method(name, "forward")
         moved = forward if anatomy.names.is_wrapped(forward) else _first_unknown(anatomy, name, forward)
@@ -153,7 +168,16 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
             raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)[:200]}")
 
 
-def _other_use(anatomy: Anatomy, loop: ast.For) -> ast.AST | None:
+def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+    """Whether all that `self.<attribute>` holds, or a list there, treats each row or each group of rows by itself."""
+    builds = [build.target or "" for build in anatomy.builds(owner) if build.attribute == attribute]
+    found = [anatomy.method(target, "forward") for target in builds]
+    if not found or None in found:  # nothing of this file
+        return mixing_member(anatomy, owner, attribute, fixed=False) is None
+    return not any(anatomy.names.is_wrapped(f) or _leaves_groups(anatomy, one.name, f) for one, f in found)
+
+
+def _other_use(anatomy: Anatomy, owner: str, layers: str, loop: ast.For) -> ast.AST | None:
     """Where the loop does more with the rows than to hand them to layers, to modules of its own and to lists."""
     parents = {id(child): node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
     steps, rows = stored(loop.target), {_carried(loop)}
@@ -167,7 +191,8 @@ def _other_use(anatomy: Anatomy, loop: ast.For) -> ast.AST | None:
         parent = parents[id(parent)] if isinstance(parent, ast.keyword | ast.Tuple) else parent
         if isinstance(parent, ast.Call):
             name = dotted(parent.func)
-            is_known = name in steps or own_attribute(getattr(parent.func, "value", parent.func)) is not None
+            own = own_attribute(parent.func.value if isinstance(parent.func, ast.Subscript) else parent.func)
+            is_known = name in steps or own == layers or (own is not None and _treats_groups(anatomy, owner, own))
             is_known |= isinstance(parents[id(parent)], ast.Expr) and name.endswith(".append")
         else:
             is_first = isinstance(parent, ast.Subscript) and ast.unparse(parent.slice) == "0"
@@ -183,14 +208,14 @@ def _first_unknown(
 ) -> ast.AST | None:
     """The first piece that may mix rows of different inputs, or arithmetic with their number. Rows turn with the
     dimensions here, so nothing is known that works along one."""
-    assigned = [node for node in ast.walk(code) if isinstance(node, ast.Assign)]
     chosen = [n for n in ast.walk(code) if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call)]
     chosen = [n for n in chosen if (anatomy.names.resolve(n.value.func) or "").endswith(INTERFACE)]
     attends = {name for node in chosen for name in stored(node)}
-    sized = {name for node in assigned if _is_size(node.value, set()) for name in {*stored(node)} - {*loaded(node)}}
+    sized, turned = sized_names(code, BOUNDS | LONGEST), turned_before(code, attends)
     for node in (n for one in code.body for n in ast.walk(one)):
         parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
-        if len({_is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
+        parts = (node.left, *node.comparators) if isinstance(node, ast.Compare) else parts
+        if len({is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
             return node
         if isinstance(getattr(node, "op", None), ast.MatMult) or getattr(node, "attr", "") in ("T", "mT", "H", "mH"):
             return node
@@ -198,26 +223,35 @@ def _first_unknown(
             return node
         if isinstance(node, ast.Call):
             meaning, own = anatomy.names.resolve(node.func) or "", own_attribute(node.func)
+            library, _, last = meaning.rpartition(".")
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             function = anatomy.names.functions.get(meaning[1:]) if meaning[1:] not in seen else None
-            is_known = (
-                name in MOVES | POINTWISE | attends
-                or set(loaded(node)) <= BOUNDS
-                or meaning.startswith(("transformers.", "builtins."))
-            )
+            is_upstream = library.startswith("transformers.") and last in UPSTREAM
+            given = [*node.args, *(k.value for k in node.keywords if name not in attends or k.arg not in HANDED)]
+            takes_sizes = is_upstream or meaning in NUMBERS or name in MOVES
+            is_known = is_upstream or meaning in PLAIN or name in MOVES | attends or set(loaded(node)) <= BOUNDS
+            if name in POINTWISE:
+                tensor = [] if library.startswith("torch") else [node.func]
+                is_known |= is_pointwise(name, [*tensor, *node.args], {k.arg: k.value for k in node.keywords})
             is_known |= anatomy.is_a(anatomy.attribute(owner, own or ""), *CONVOLUTIONS, *SOUND_CONVOLUTIONS)
             is_known |= own is not None and mixing_member(anatomy, owner, own, fixed=False) is None
             is_known |= function is not None and _first_unknown(anatomy, "", function, seen | {meaning[1:]}) is None
             if name == "cat":  # of pieces listed by hand: of the last dimension
                 last = any(k.arg == "dim" and ast.unparse(k.value) == "-1" for k in node.keywords)
                 is_known = last or not isinstance(node.args[0], ast.List | ast.Tuple | ast.Subscript | ast.Call)
-            elif name in ("view", "reshape") and node.args and ast.unparse(node.args[0]) == "-1":
+            elif name in ("view", "reshape") and (library or not node.args or _first_size(node) == "-1"):
                 is_known = False
             elif name in ("view", "reshape"):  # of rows that were turned: of other rows
                 is_known &= not any(dotted(c.func).endswith((".transpose", ".mT")) for c in calls(node.func))
-            if not is_known:
+                is_known &= node not in turned
+            if not is_known or (not takes_sizes and any(is_size(one, sized) for one in given)):
                 return node
     return None
+
+
+def _first_size(call: ast.Call) -> str:
+    """Of `x.view(a, b)` or `x.view((a, b))`."""
+    return ast.unparse(getattr(call.args[0], "elts", call.args)[0])
 
 
 def _is_plain_part(node: ast.Subscript, attends: set[str]) -> bool:
@@ -230,24 +264,6 @@ def _is_plain_part(node: ast.Subscript, attends: set[str]) -> bool:
     return (
         getattr(base, "attr", "") == "shape" or is_bound or base_name(base) in ("self", "torch") or keeps_tokens(node)
     )
-
-
-def _is_size(node: ast.AST, sized: set[str]) -> bool:
-    """Whether an expression is made of a tensor's sizes: `x.shape[0]`, `x.size()`, names of such, arithmetic of them."""
-    match node:
-        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size")) | ast.Call(ast.Name("len")):
-            return True
-        case ast.Name(name):
-            return name in sized
-        case ast.Subscript(value):
-            return _is_size(value, sized)
-        case ast.BinOp(left, _, right):
-            return _is_size(left, sized) or _is_size(right, sized)
-        case ast.Call(function, arguments) if not isinstance(function, ast.Attribute) or dotted(function).startswith(
-            "math."
-        ):
-            return any(_is_size(one, sized) for one in arguments)
-    return False
 
 
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:

@@ -7,8 +7,9 @@ import functools
 import pytest
 from generation_cases import anatomy_of, default_config, edited, load
 
-from patchgen import pipeline
-from patchgen.anatomy import Role
+from patchgen import pipeline, source
+from patchgen.anatomy import Role, study
+from patchgen.anatomy.towers import is_divided
 from patchgen.errors import PassMismatch
 from patchgen.model_configs import config_for
 
@@ -102,6 +103,30 @@ def test_what_is_not_known_is_left_alone_with_a_note(model: str, title: str, edi
     generated = pipeline.generate(edited(upstream(model), *edits), default_config(model))
     notes = [one for step in generated.steps for one in step.outcome.notes]
     assert any(note in one for one in notes), notes
+
+
+QUERIES = "        query_states = query_states.transpose(0, 1).unsqueeze(0)\n"
+MERGERS = "                Qwen3VLVisionPatchMerger(\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "divided"),
+    [
+        ((PROJECTED, "        attn_output = attn_output.mul(2)\n" + PROJECTED), True),
+        ((PROJECTED, "        attn_output = attn_output.div(seq_length)\n" + PROJECTED), False),
+        ((PROJECTED, "        attn_output = attn_output / cu_seqlens.numel()\n" + PROJECTED), False),
+        ((PROJECTED, "        attn_output = attn_output - sum(attn_output)\n" + PROJECTED), False),
+        ((PROJECTED, "        attn_output = nn.functional.layer_norm(attn_output, attn_output.shape)\n" + PROJECTED), False),
+        ((PROJECTED, "        attn_output = attn_output.where(attn_output)\n" + PROJECTED), False),
+        ((QUERIES, "        query_states = query_states.transpose(0, 1)\n        query_states = query_states.reshape(seq_length, self.num_heads, -1)\n" + QUERIES), False),
+        ((MERGERS, MERGERS.replace("Qwen3VLVisionPatchMerger", "nn.BatchNorm1d")), False),
+    ],
+    ids=["a call with a number", "a call with the size", "a count of lengths", "a builtin", "a norm over rows", "places", "turned before", "another library's module"],
+)  # fmt: skip
+def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: tuple[str, str], divided: bool):
+    one = edited(upstream("qwen3_vl"), edit)
+    anatomy = study(source.parse(one.text, one.path), one)
+    assert is_divided(anatomy, anatomy.classes["Qwen3VLVisionModel"]) is divided
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,68 @@ def test_a_value_that_a_layer_writes_before_it_reads_it_is_its_own():
         )
 
 
+TEST = "        if is_flash_attention_requested"
+APART = "hidden_states = self.norm(hidden_states)\n            "
+
+
+def attending(code: str) -> tuple[str, str]:
+    """An attention that does more before it attends."""
+    return TEST, f"        n = x.shape[0]\n        {code}\n{TEST}"
+
+
+@pytest.mark.parametrize("code", ["x = x.mul(2)", "x = x.reshape(n, -1)", "m = n / 2", "x = nn.functional.layer_norm(x, (8,))", "x = x.where(x > 0, 0)", "y = list(zip(x, x))", "y = x.transpose(0, 1)"])  # fmt: skip
+def test_attentions_may_do_what_keeps_rows_apart(code: str):
+    assert read(attending(code)) == LOOP
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # Arithmetic with the number of rows.
+        "x = x.div(n)",
+        "x = torch.mul(x, n)",
+        "x = x.clamp(max=n)",
+        "m = n\n        x = x.pow(m)",
+        "y, m = x, n\n        x = y.mul(m)",
+        "x = x / cu_seqlens.numel()",
+        "x = x.where(x > n, 0)",
+        "x = attend(self, x, x, x, scaling=1 / n)[0]",
+        # What goes through the rows, or makes one of several.
+        "x = x - sum(x)",
+        "x = list(reversed(x))",
+        "x = nn.functional.layer_norm(x, x.shape)",
+        "x = nn.functional.layer_norm(x, (4, 8))",
+        "x = torch.where(x)",
+        # Rows that are read in another form.
+        "y = x.transpose(0, 1)\n        x = y.reshape(n, -1)",
+        "y = x.transpose(0, 1)\n        z = y + 1\n        x = z.view(n, -1)",
+        "x = x.reshape((-1, n))",
+        "x = torch.reshape(x, (-1, n))",
+    ],
+)
+def test_attentions_that_may_mix_rows_are_left_alone(code: str):
+    with pytest.raises(LeftAlone, match="does more than to attend"):
+        read(attending(code))
+
+
+def test_modules_in_the_loop_are_known_to_keep_rows_apart():
+    assert read((CALL, APART + CALL)) == LOOP
+    for norm in ("nn.BatchNorm1d(8)", "elsewhere.Norm(8)"):
+        with pytest.raises(LeftAlone, match="its loop does more"):
+            read((CALL, APART + CALL), ("self.norm = nn.LayerNorm(8)", f"self.norm = {norm}"))
+    with pytest.raises(LeftAlone, match="its loop does more"):  # by what it is called on as well
+        read(
+            (CALL, APART.replace("norm(", "extra[0](") + CALL),
+            ("        self.norm =", "        self.extra = nn.ModuleList([nn.BatchNorm1d(8)])\n        self.norm ="),
+        )
+    with pytest.raises(LeftAlone, match="self.extra is not known"):
+        read(
+            ("for number, blk in enumerate(self.blocks)", "for blk, extra in zip(self.blocks, self.extra)"),
+            (CALL, "hidden_states = extra(hidden_states)\n            " + CALL),
+            ("        self.norm =", "        self.extra = nn.ModuleList([nn.BatchNorm1d(8)])\n        self.norm ="),
+        )
+
+
 def test_a_tower_by_role_is_divided_where_its_loop_is_read():
     for text, divided in (
         (TOWER, True),
