@@ -26,7 +26,9 @@ from patchgen.anatomy.roles import LIST, is_gated_mlp, stack_shapes
 from patchgen.anatomy.tokenwise import loaded_names, mixing_member, stored_names
 from patchgen.errors import Missed
 
-WHOLE = ("parameters", "named_parameters", "state_dict")  # methods of a module that give all its stacks
+# What gives a module's stacks, or those of the modules below it, by no name of theirs.
+WHOLE = {"parameters", "named_parameters", "get_parameter", "_parameters", "state_dict", "get_submodule"}
+WHOLE |= {"modules", "named_modules", "children", "named_children", "_modules"}
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
 
 
@@ -116,7 +118,11 @@ def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: I
     for name in sorted(among):
         methods = anatomy.classes[name].methods.values()
         code += [(name, m) for m in methods if m.name != METHOD and not (name in own and m.name in serving)]
+    nodes = [node for info in anatomy.classes.values() for node in ast.walk(info.node)]
+    named = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
+        runs = function.name != "__init__" and (not name or function.name in named)
+        of_one = {id(_of_first(node)) for node in ast.walk(function)}
         for node in ast.walk(function):
             match node:
                 case ast.Attribute(value, read, ast.Load()) | ast.Call(
@@ -127,9 +133,43 @@ def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: I
                         [b.target for b in anatomy.builds(name) if b.attribute == own_attribute(value)] if name else []
                     )
                     is_other = name not in own if is_own else bool(built) and not own & set(built)
-                    if not is_other and (read in stacks or (own & set(built) and read in WHOLE)):
+                    is_whole = read in WHOLE and runs and id(node) not in of_one
+                    if (read in stacks and not is_other) or (is_whole and _may_hold(anatomy, name, value, own)):
                         return f"{name or function.name} reads {ast.unparse(node)}"
     return ""
+
+
+def _of_first(node: ast.AST) -> ast.expr | None:
+    """What gives the parameter of `next(<module>.parameters()).dtype`: all that a module's parameters have in common."""
+    match node:
+        case ast.Attribute(ast.Call(ast.Name("next"), [ast.Call(read)]), "dtype" | "device"):
+            return read
+    return None
+
+
+def _may_hold(anatomy: Anatomy, name: str, module: ast.expr, own: set[str]) -> bool:
+    """Whether a module that a method of the class `name` reads is the experts, or is above them, as far as is known."""
+    classes = _classes_of(anatomy, name, module)
+    bases = {one for one in anatomy.classes if anatomy.is_model(one) and not anatomy.method(one, "forward")}
+    return classes is None or bool(own & anatomy.reached_from(classes, without=bases))
+
+
+def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | None:
+    """The classes of this file that a module may be an instance of; None where the source does not tell."""
+    match module:
+        case ast.Name("self") if name:
+            return {one for one in anatomy.classes if name in [info.name for info in anatomy.lineage(one)]}
+        case ast.Subscript(inner):
+            return _classes_of(anatomy, name, inner)
+        case ast.Attribute(inner, attribute):
+            owners = _classes_of(anatomy, name, inner)
+            lineage = [info for owner in owners or () for info in anatomy.lineage(owner)]
+            found = {b.target for i in lineage for b in i.builds if b.attribute == attribute}
+            found |= {anatomy.target_of(b) for i in lineage for b in i.auto_builds if b.attribute == attribute}
+            held = [value for owner in owners or () for value in anatomy.held(owner, attribute)]
+            is_known = owners is not None and (found or (held and all(isinstance(one, ast.Call) for one in held)))
+            return found - {None} if is_known else None
+    return None
 
 
 def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:

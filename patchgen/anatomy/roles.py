@@ -57,6 +57,7 @@ HAND_WRITTEN = "hand-written softmax(q k) v"  # attention that no setting of the
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers'
 TORCH_ATTENTION = {"scaled_dot_product_attention", "multi_head_attention_forward"}
 TORCH_ATTENTION |= {"flex_attention", "MultiheadAttention"}
+CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 DISPATCHER = "use_experts_implementation"  # upstream's decorator of experts classes
 
 
@@ -312,6 +313,17 @@ def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
         package, _, name = (anatomy.names.resolve(node, local) or "").rpartition(".")
         if name in TORCH_ATTENTION and package.startswith("torch"):
             yield node
+
+
+def convolutions(anatomy: Anatomy, method: FunctionNode, own: Sequence[str] = ()) -> Iterator[ast.AST]:
+    """The expressions of a function's body that stand for a convolution, or their calls; `own` are attributes that do."""
+    local, nodes = local_names(method), [node for part in method.body for node in ast.walk(part)]
+    called = {id(node.func): node for node in nodes if isinstance(node, ast.Call)}
+    read = [node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr in ("weight", "bias")]
+    for node in (node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and node not in read):
+        is_own = own_attribute(node) in own and isinstance(node.ctx, ast.Load)
+        if is_own or anatomy.names.resolve(node, local) in CONV1D:
+            yield called.get(id(node), node)
 
 
 def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:

@@ -12,6 +12,7 @@ from patchgen.anatomy import Anatomy
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    arguments,
     calls,
     dotted,
     own_attribute,
@@ -34,7 +35,7 @@ from patchgen.source import Block, Module
 
 # `t * h * w // merge**2`, the features of an image, is what a collator hands in for a grid; without a merger merge is 1.
 PLAIN_SIZES = re.compile(r"(?P<grid>\w+)\.prod\((dim=)?-1\)( // (?P<merge>\w+|[\w.]+\.(spatial_)?merge_size \*\* 2))?")
-SIDES = re.compile(r"([\w.]+)\[0\] \* \1\[1\]")
+SIDES = re.compile(r"([\w.]*\bmerge_(kernel_)?size)\[0\] \* \1\[1\]")
 PREFIXED = "accepts_precomputed_kwargs"
 
 
@@ -82,7 +83,7 @@ class HostValues(SitePass):
             raise LeftAlone(
                 f"{site.name}: upstream's decorator hands it what belongs to {prefix}; it reads sizes itself"
             )
-        if other := _of_another_formula(method):
+        if other := _of_another_formula(anatomy, method):
             raise LeftAlone(f"{site.name}: {other} is not the features of each grid, t * h * w // merge**2")
         if user := _of_several(anatomy, name):
             raise LeftAlone(f"{site.name}: {user} calls it for several media; it reads the sizes of each itself")
@@ -155,16 +156,28 @@ def _of_several(anatomy: Anatomy, name: str) -> str:
     return ""
 
 
-def _of_another_formula(method: FunctionNode) -> str:
-    """Sizes that a method with a parameter of grids `[N, 3]` computes otherwise than a collator does."""
+def _grids(anatomy: Anatomy, method: FunctionNode) -> set[str]:
+    """The parameters of a method that hold grids `[N, 3]`: by name, or by what callers hand in."""
+    found = {name for name in parameter_names(method) if name.endswith("grid_thw")}
+    for caller in (one for info in anatomy.classes.values() for one in info.methods.values()):
+        for call in (c for c in calls(caller) if dotted(c.func).rpartition(".")[2] == method.name):
+            given = arguments(call, parameter_names(method)).items()
+            found |= {name for name, value in given if name and ast.unparse(value).endswith("grid_thw")}
+    return found
+
+
+def _of_another_formula(anatomy: Anatomy, method: FunctionNode) -> str:
+    """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
     known, changed = plain_assignments(method.body), stored(method)
-    grids = [name for name in parameter_names(method) if name.endswith("grid_thw")]
-    for statement in filter(_listed_name, method.body if grids else ()):
+    grids, taken = _grids(anatomy, method), f"{FEATURES.match(method.name)[1]}_grid_thw"
+    methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
+    is_handed = grids or any(taken in parameter_names(one) for one in methods)
+    for statement in filter(_listed_name, method.body if is_handed else ()):
         found = PLAIN_SIZES.fullmatch(source := ast.unparse(statement.value.func.value))
         merge = (found and found["merge"]) or "1 ** 2"
         sides = known.get(merge)  # of a local that holds the product of both
         is_square = merge.endswith("** 2") or (sides and SIDES.fullmatch(ast.unparse(sides)))
-        if not found or not is_square or found["grid"] not in {*grids} - {*changed} or changed.count(merge) > 1:
+        if not found or not is_square or found["grid"] not in grids - {*changed} or changed.count(merge) > 1:
             return source
     return ""
 

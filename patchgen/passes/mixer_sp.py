@@ -10,20 +10,23 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     called_names,
-    calls,
     dotted,
     loaded,
-    own_attribute,
     parameter_names,
     stored,
 )
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import HAND_WRITTEN, attention_of_torch, depthwise_convolutions, reads_interface
+from patchgen.anatomy.roles import (
+    HAND_WRITTEN,
+    attention_of_torch,
+    convolutions,
+    depthwise_convolutions,
+    reads_interface,
+)
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, transform
 from patchgen.source import Block, Module
 
-CONV1D = ("torch.nn.functional.conv1d", "torch.conv1d")
 CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
@@ -105,12 +108,12 @@ class MixerSP(SitePass):
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         own = depthwise_convolutions(anatomy, info)
-        nodes = [(m, node) for m in info.methods.values() for part in m.body for node in ast.walk(part)]
-        besides = [n for m, n in nodes if isinstance(n, ast.Call) and _convolves(anatomy, n, own, local_names(m))]
+        nodes = [node for m in info.methods.values() for part in m.body for node in ast.walk(part)]
+        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
         if missing or not rewriter.kinds:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
-        named = [node for _, node in nodes if isinstance(node, ast.Name) and node.id in operations]
+        named = [node for node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
@@ -134,18 +137,13 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
     found = {}
     for name, function in anatomy.functions.items():
         parameters = parameter_names(function)
-        local = local_names(function)
-        if parameters[1:3] == ["weight", "bias"] and any(_convolves(anatomy, c, (), local) for c in calls(function)):
+        if parameters[1:3] == ["weight", "bias"] and any(convolutions(anatomy, function)):
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
         elif {"A", "B", "C"} <= set(parameters):
             found[name] = SCAN
     return found
-
-
-def _convolves(anatomy: Anatomy, call: ast.Call, own: Sequence[str], local: set[str]) -> bool:
-    return own_attribute(call.func) in own or anatomy.names.resolve(call.func, local) in CONV1D
 
 
 def _steps(node: ast.AST) -> bool:

@@ -30,6 +30,12 @@ INTERFACE = "        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get
 ROUTED = "        final_hidden_states = self.experts("
 PENALTY = ((ROUTED, "        penalty = self.experts.gate_up_proj.norm()\n" + ROUTED),)
 SIZES = "(image_grid_thw.prod(-1) // self.visual.spatial_merge_size**2).tolist()"
+ENCODED = """        image_grid_thw: torch.LongTensor | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple | BaseModelOutputWithDeepstackFeatures:
+        pixel_values = pixel_values.type(self.visual.dtype)
+        vision_output: BaseModelOutputWithDeepstackFeatures = self.visual(
+            pixel_values, grid_thw=image_grid_thw,"""
 AUXILIARY = """class AddLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, loss):
@@ -58,6 +64,10 @@ LEFT = (
     ("qwen3_moe", "a penalty of stacks", PENALTY, "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty by another name", ((ROUTED, "        stacks = self.experts\n        penalty = stacks.down_proj.norm()\n" + ROUTED),), "reads stacks.down_proj, of which a rank would hold a part: not expert-parallel"),
     ("qwen3_moe", "a penalty of all parameters", ((ROUTED, "        penalty = sum(p.norm() for p in self.experts.parameters())\n" + ROUTED),), "reads self.experts.parameters, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a penalty of a layer", (("        hidden_states = self.mlp(hidden_states)\n", "        penalty = sum(p.norm() for p in self.mlp.parameters())\n        hidden_states = self.mlp(hidden_states)\n"),), "Qwen3MoeDecoderLayer reads self.mlp.parameters, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_moe", "a stack by its path", ((ROUTED, '        penalty = self.get_parameter("experts.gate_up_proj").norm()\n' + ROUTED),), "Qwen3MoeSparseMoeBlock reads self.get_parameter, of which a rank would hold a part: not expert-parallel"),
+    ("qwen3_vl", "sizes of grids by another name", ((ENCODED, ENCODED.replace("image_grid_thw", "grids")), (SIZES, SIZES.replace("image_grid_thw", "grids").replace("2)", "2 + 2)"))), "grids.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
+    ("qwen3_vl", "sizes that merge by the sides of a patch", (("split_sizes = " + SIZES, "merge = self.visual.patch_size[0] * self.visual.patch_size[1]\n        split_sizes = (image_grid_thw.prod(-1) // merge).tolist()"),), "image_grid_thw.prod(-1) // merge is not the features of each grid"),
     ("qwen3_vl", "sizes with another part", ((SIZES, SIZES.replace("2)", "2 + 2)")),), "image_grid_thw.prod(-1) // self.visual.spatial_merge_size ** 2 + 2 is not the features of each grid"),
     ("qwen3_vl", "sizes that merge frames", ((SIZES, SIZES.replace("spatial", "temporal")),), "image_grid_thw.prod(-1) // self.visual.temporal_merge_size ** 2 is not the features of each grid"),
     ("qwen3_vl", "sizes of frames", ((SIZES, SIZES.replace("thw.prod", "thw[:, 1:].prod")),), "image_grid_thw[:, 1:].prod(-1) // self.visual.spatial_merge_size ** 2 is not the features of each grid"),
@@ -134,10 +144,12 @@ def test_a_tower_is_divided_only_where_all_that_it_does_keeps_rows_apart(edit: t
     [
         CONVOLVED + "            C = F.conv1d(C, self.conv.weight, padding=1, groups=C.shape[1])\n",
         CONVOLVED + "            C = self.conv(C)\n",
+        CONVOLVED + "            convolve = F.conv1d\n            C = convolve(C, self.conv.weight, padding=1)\n",
+        CONVOLVED + "            convolve = self.conv\n            C = convolve(C)\n",
         CONVOLVED
         + "            convolve = causal_conv1d_fn\n            C = convolve(C, self.conv.weight.squeeze(1))\n",
     ],
-    ids=["torch's", "the module", "another name"],
+    ids=["torch's", "the module", "torch's by another name", "the module by another name", "another name"],
 )
 def test_a_second_convolution_that_no_rank_would_see_the_whole_for_is_refused(edit: str):
     with pytest.raises(PassMismatch, match="every operation along the sequence in a call of its own name"):
