@@ -112,6 +112,8 @@ class _Stream:
         self._local = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         self._holders = {name: holders_of(tensor, self._world) for name, tensor in tensors.items()}
         self.device = device_of(tensors.values(), otherwise=next(iter(self._local.values())).device)
+        # One for all exchanges: gloo's thread may hold what it sent for an instant after the wait for it.
+        self._buffer = torch.empty(limit, dtype=torch.uint8, device=self.device)
 
     def arrivals(self, outputs: Iterable[Output]) -> Iterator[tuple[_Piece, Tensor]]:
         """The pieces of all tensors, in order, and their elements, which are flat and on the device."""
@@ -139,15 +141,22 @@ class _Stream:
                     yield _Piece(output, read, holders[read % len(holders)], leaf.name, held, part)
 
     def _exchange(self, pieces: Sequence[_Piece]) -> Iterator[tuple[_Piece, Tensor]]:
-        """Sends pieces from the ranks that hold them to all others; every rank calls it."""
+        """Sends pieces from the ranks that hold them to all others; every rank calls it.
+
+        What has arrived lies in the buffer, and must be copied before the next exchange.
+        """
         segments: dict[tuple[torch.dtype, int], list[_Piece]] = {}
         for piece in pieces:
             segments.setdefault((piece.output.dtype, piece.sender), []).append(piece)
         parts: dict[_Piece, Tensor] = {}
         requests = []
-        for (dtype, sender), sent in segments.items():
+        start = 0
+        # Wide numbers first: each segment starts at a multiple of its own.
+        for (dtype, sender), sent in sorted(segments.items(), key=lambda entry: -entry[0][0].itemsize):
             sizes = [piece.size for piece in sent]
-            segment = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            stop = start + sum(sizes) * dtype.itemsize
+            segment = self._buffer[start:stop].view(dtype)
+            start = stop
             parts |= zip(sent, segment.split(sizes), strict=True)
             if sender == self._rank:
                 for piece in sent:
