@@ -12,10 +12,30 @@ import ast
 import functools
 from collections.abc import Collection, Sequence
 
+from patchgen.anatomy.axes import (
+    Mixed,
+    Pieces,
+    Result,
+    Size,
+    Unread,
+    Value,
+    axis_of,
+    either,
+    has_rows,
+    indexed,
+    integer,
+    joined,
+    put_together,
+    reshaped,
+    size_of,
+    sizes_of,
+)
 from patchgen.anatomy.classes import (
     FunctionNode,
     arguments,
     base_name,
+    calls,
+    dotted,
     loaded,
     own_attribute,
     parameter_names,
@@ -70,7 +90,7 @@ def loaded_names(node: ast.AST) -> set[str]:
 
 def mixing(
     body: Sequence[ast.stmt],
-    tensors: Collection[str] | dict[str, _Value],
+    tensors: Collection[str] | dict[str, Value],
     owner: str,
     anatomy: Anatomy,
     known: Collection[str] = (),
@@ -80,7 +100,7 @@ def mixing(
     Args:
         body: statements.
         tensors: the names that hold values per token where the body begins, of any number of dimensions and a last one;
-            or what they hold (`_Value`).
+            or what they hold (`Value`).
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
         known: classes and operations that may be called besides.
@@ -89,7 +109,7 @@ def mixing(
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
         _Reader(anatomy, owner, local, values, known=known).run(body)
-    except _Mixed as mixed:
+    except Mixed as mixed:
         return mixed.node
     return None
 
@@ -106,45 +126,9 @@ def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) 
     call = ast.parse(f"self.{attribute}(rows)", mode="eval").body
     try:
         _Reader(anatomy, owner, {"self", "rows"}, {"rows": "*."}, fixed=fixed).own(attribute, call)
-    except _Mixed as mixed:
+    except Mixed as mixed:
         return mixed.reason
     return None
-
-
-class _Unread(Exception):
-    """What an attribute holds is nothing known."""
-
-
-class _Mixed(Exception):
-    """A piece of code that is not known to treat each row by itself, and the innermost reason."""
-
-    def __init__(self, node: ast.AST, reason: ast.AST | str = "") -> None:
-        self.node, self.reason = node, reason or node
-
-
-class _Size(str):
-    """`r`, the number of rows; `1`; `~`, what is made of the number of rows or of their lengths."""
-
-
-LENGTHS = _Size("~")
-
-
-class _Result(str):
-    """The axes of what a known module returns, alone or in a tuple."""
-
-
-class _Pieces(list):
-    """The axes of each piece of some of the rows, in order: to go through and to put together again, not to choose from."""
-
-
-# What code holds: None for what has nothing to do with rows; the axes of a tensor, a letter each; a `_Size`; a tuple of such;
-# a list with what all parts of a sequence are. The letters: `r` rows, `.` another axis, `1` one of size 1, `*` any number
-# of axes of rows, `&` any number of others.
-_Value = None | str | tuple | list
-
-
-def _has(value: _Value) -> bool:
-    return any(map(_has, value)) if isinstance(value, tuple | list) else value is not None
 
 
 class _Reader:
@@ -155,7 +139,7 @@ class _Reader:
         anatomy: Anatomy,
         owner: str,
         local: set[str],
-        values: dict[str, _Value],
+        values: dict[str, Value],
         seen: frozenset = frozenset(),
         *,
         fixed: bool = False,
@@ -163,8 +147,9 @@ class _Reader:
     ) -> None:
         self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
         self._fixed, self._known = fixed, known
-        self.values, self._attends = dict(values), set()
-        self.returned: _Value = None
+        self.values, self._attends, self._memo = dict(values), set(), {}
+        self.returned: Value = None
+        self._in_pieces = False  # in a loop over pieces of rows
 
     def run(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
@@ -177,34 +162,41 @@ class _Reader:
                     if isinstance(inside[-1], ast.Return):
                         return
                 case ast.If():
-                    if _has(self.value(statement.test)):
-                        raise _Mixed(statement.test)
+                    if has_rows(self.value(statement.test)):
+                        raise Mixed(statement.test)
                     before = dict(self.values)
                     self.run(statement.body)
                     after, self.values = self.values, before
+                    self._memo.clear()
                     self.run(statement.orelse)
                     names = {*after, *self.values}
-                    self.values = {n: _either(after.get(n), self.values.get(n), statement) for n in names}
+                    self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
+                    self._memo.clear()
                 case ast.For(ast.Name(name), source) if isinstance(pieces := self.value(source), list):
+                    self._in_pieces = isinstance(pieces, Pieces)
+                    appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
+                    if len(appended) > len(set(appended)):
+                        raise Mixed(statement)
                     for _ in range(2):  # what a piece leaves meets the next
-                        self.values[name] = pieces[0]
+                        self._set(name, pieces[0])
                         self.run(statement.body)
+                    self._in_pieces = False
                 case ast.Return(value):
-                    self.returned = _either(self.returned, value and self.value(value), statement)
+                    self.returned = either(self.returned, value and self.value(value), statement)
                 case ast.Assign() | ast.AnnAssign():
                     self._assign(statement)
                 case ast.AugAssign(target, _, value):
-                    self._store(target, self._joined([self.value(target), self.value(value)], statement), statement)
+                    self._store(target, joined([self.value(target), self.value(value)], statement), statement)
                 case ast.Expr(ast.Constant()):
                     continue  # a docstring
                 case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [part])) if isinstance(
                     self.values.get(name), list
                 ):
-                    self.values[name] = _Pieces([self.value(part)])
+                    self._set(name, (Pieces if self._in_pieces else list)([self.value(part)]))
                 case ast.Expr(ast.Call(function) as call) if _is_in_place(function):
                     self._store(function.value, self.value(call), statement)
                 case _:
-                    raise _Mixed(statement)
+                    raise Mixed(statement)
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
         source = statement.value
@@ -214,21 +206,25 @@ class _Reader:
             for target in targets(statement):
                 self._store(target, self.value(source), statement)
 
-    def _store(self, target: ast.expr, value: _Value, node: ast.AST) -> None:
+    def _store(self, target: ast.expr, value: Value, node: ast.AST) -> None:
         if isinstance(target, ast.Name):
-            self.values[target.id] = value
-        elif isinstance(target, ast.Tuple) and not isinstance(value, _Size | _Pieces):
+            self._set(target.id, value)
+        elif isinstance(target, ast.Tuple) and not isinstance(value, Size | Pieces):
             number = len(target.elts)
             if isinstance(value, list):
                 value = tuple(value * number)
-            elif value is None or isinstance(value, _Result):
+            elif value is None or isinstance(value, Result):
                 value = (value,) * number
             if not isinstance(value, tuple) or len(value) != number:
-                raise _Mixed(node)
+                raise Mixed(node)
             for part, one in zip(target.elts, value, strict=True):
                 self._store(part, one, node)
-        elif _has(value) or _has(self.values.get(base_name(target))):
-            raise _Mixed(node)
+        elif has_rows(value) or has_rows(self.values.get(base_name(target))):
+            raise Mixed(node)
+
+    def _set(self, name: str, value: Value) -> None:
+        self.values[name] = value
+        self._memo.clear()
 
     def _inference(self, body: Sequence[ast.stmt]) -> None:
         """A branch that training never takes may go through the logits piece by piece: `x[s] = f(x[s])`."""
@@ -242,22 +238,30 @@ class _Reader:
                 if same and not any(self._mentions(arg) for arg in call.args[1:]):
                     continue  # upstream itself divides the tokens here
             if self._mentions(statement):
-                raise _Mixed(statement)
+                raise Mixed(statement)
+
+    def _is_size(self, node: ast.expr) -> bool:
+        return isinstance(self.value(node), Size)
 
     def _mentions(self, node: ast.AST) -> bool:
-        return any(_has(self.values.get(name)) for name in loaded(node))
+        return any(has_rows(self.values.get(name)) for name in loaded(node))
 
     def _resolve(self, node: ast.expr) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
 
     # ---------------------------------------------------------------------------------------- expressions
 
-    def value(self, node: ast.expr) -> _Value:
+    def value(self, node: ast.expr) -> Value:
         """What an expression holds of rows.
 
         Raises:
-            _Mixed: it is not known to keep rows apart.
+            Mixed: it is not known to keep rows apart.
         """
+        if node not in self._memo:  # until a name is set
+            self._memo[node] = self._value(node)
+        return self._memo[node]
+
+    def _value(self, node: ast.expr) -> Value:
         match node:
             case ast.Constant():
                 return None
@@ -282,120 +286,69 @@ class _Reader:
             case ast.Call():
                 return self._called(node)
             case ast.IfExp(test, left, right):
-                if _has(self.value(test)):
-                    raise _Mixed(test)
-                return _either(self.value(left), self.value(right), node)
+                if has_rows(self.value(test)):
+                    raise Mixed(test)
+                return either(self.value(left), self.value(right), node)
             case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
                 parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
-                return self._joined([self.value(part) for part in parts], node)
-            case ast.Dict(_, parts) if not any(
-                isinstance(self.value(part), str) and not isinstance(self.value(part), _Size) for part in parts
-            ):
-                return self._joined([self.value(part) for part in parts], node)
+                return joined([self.value(part) for part in parts], node)
+            case ast.Dict(_, parts) if all(self.value(part) is None or self._is_size(part) for part in parts):
+                return joined([self.value(part) for part in parts], node)
             case ast.JoinedStr() if not self._mentions(node):
                 return None
-        raise _Mixed(node)
+        raise Mixed(node)
 
-    def _attribute(self, node: ast.Attribute, owner: ast.expr, name: str) -> _Value:
+    def _attribute(self, node: ast.Attribute, owner: ast.expr, name: str) -> Value:
         own = own_attribute(node)
         if own:
             if self._fixed and not is_number(self._anatomy, self._owner, own):
-                raise _Mixed(node)
+                raise Mixed(node)
             return None
         found = self.value(owner)
         if found is None or name in ("dtype", "device"):
             return None
         if name in ("T", "mT", "H", "mH"):
-            raise _Mixed(node)
-        return self._sizes(found, node) if name == "shape" else found
+            raise Mixed(node)
+        return sizes_of(found, node) if name == "shape" else found
 
-    def _sizes(self, axes: _Value, node: ast.AST) -> tuple:
-        if not isinstance(axes, str) or isinstance(axes, _Size) or set(axes) & set("*&"):
-            raise _Mixed(node)
-        return tuple(_Size(axis) if axis in "r1" else None for axis in axes)
-
-    def _part(self, node: ast.Subscript) -> _Value:
-        place = _integer(node.slice)
+    def _part(self, node: ast.Subscript) -> Value:
+        place = integer(node.slice)
         if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and place is not None:
-            return self._size(self.value(node.value.value), place, node)
+            return size_of(self.value(node.value.value), node.slice, node)
         found = self.value(node.value)
         match found:
             case None:
                 if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
-                    raise _Mixed(node)
+                    raise Mixed(node)
                 self._plain(node.slice)
                 return None
-            case _Size():
-                return _Size("~")
-            case _Result() if place is not None:
+            case Size():
+                return Size("~")
+            case Result() if place is not None:
                 return found
             case tuple() if place is not None and -len(found) <= place < len(found):
                 return found[place]
-            case list() if place is not None and not isinstance(found, _Pieces):
+            case list() if place is not None and not isinstance(found, Pieces):
                 return found[0]
             case str():
-                return self._indexed(found, node)
-        raise _Mixed(node)
+                self._plain(node.slice)
+                return indexed(found, node)
+        raise Mixed(node)
 
     def _plain(self, node: ast.AST) -> None:
-        """Raises `_Mixed` if a part of an index, or a keyword's value, has to do with rows."""
+        """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
         parts = node.elts if isinstance(node, ast.Tuple) else [node]
         for part in parts:
             for bound in (part.lower, part.upper, part.step) if isinstance(part, ast.Slice) else [part]:
-                if bound is not None and _has(self.value(bound)):
-                    raise _Mixed(node)
+                if bound is not None and has_rows(self.value(bound)):
+                    raise Mixed(node)
 
-    def _indexed(self, axes: str, node: ast.Subscript) -> str:
-        """`x[..., a:b]`, `x[:, :, a:b]` or `x[:, None, :]`: a part of the last axis, or new axes."""
-        self._plain(node.slice)
-        parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        kinds = "".join(
-            {"...": "e", "None": "n", ":": ":"}.get(ast.unparse(part), "s" if isinstance(part, ast.Slice) else "?")
-            for part in parts
-        )
-        if axes == "*." and kinds in ("e:", "es", "en", ":::", "::s", "::n"):
-            return axes + "1" * ("n" in kinds)
-        whole, new = kinds.replace("n", ""), ""
-        if "?" in kinds or set(axes) & set("*&"):
-            raise _Mixed(node)
-        full = whole.replace("e", ":" * (len(axes) - len(whole) + 1)).ljust(len(axes), ":")
-        if len(full) != len(axes) or any(k == "s" and a == "r" for k, a in zip(full, axes, strict=True)):
-            raise _Mixed(node)
-        rest = list(axes)
-        for kind in kinds:
-            count = len(axes) - len(whole) + 1 if kind == "e" else int(kind != "n")
-            new += "1" if kind == "n" else "".join(rest.pop(0) for _ in range(count))
-        return new + "".join(rest)
-
-    def _axis(self, axes: _Value, place: ast.expr | int | None, node: ast.AST) -> int:
-        """Where an axis is among the letters, counted from the end that the code counts from."""
-        place = _integer(place) if isinstance(place, ast.AST) else place
-        if not isinstance(axes, str) or isinstance(axes, _Size) or place is None:
-            raise _Mixed(node)
-        reach = axes[: place + 1] if place >= 0 else axes[place:]
-        if not -len(axes) <= place < len(axes) or set(reach) & set("*&"):
-            raise _Mixed(node)
-        return place % len(axes)
-
-    def _size(self, axes: _Value, place: ast.expr | int | None, node: ast.AST) -> _Size | None:
-        axis = axes[self._axis(axes, place, node)] if axes is not None else "."
-        return _Size(axis) if axis in "r1" else None
-
-    def _joined(self, values: Sequence[_Value], node: ast.AST) -> _Value:
-        """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
-        found = [value for value in values if _has(value)]
-        if any(isinstance(value, _Size) for value in found) and all(isinstance(value, _Size) for value in found):
-            return _Size("~")
-        if not all(isinstance(value, str) and not isinstance(value, _Size) for value in found):
-            raise _Mixed(node)
-        return functools.reduce(lambda left, right: _broadcast(left, right, node), found) if found else None
-
-    def _called(self, call: ast.Call) -> _Value:
+    def _called(self, call: ast.Call) -> Value:
         resolved, function = self._resolve(call.func), call.func
         library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
         if resolved == CHUNKED and own_attribute(call.args[0]):
-            inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if _has(self.value(arg))], [])
+            inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
             return self.own(own_attribute(call.args[0]), inner)
         if resolved == "builtins.isinstance":
             return None
@@ -405,77 +358,76 @@ class _Reader:
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
             return self._inside("", self._anatomy.names.functions[resolved[1:]], call)
-        if not resolved and isinstance(function, ast.Attribute) and _has(self.value(function.value)):
+        if not resolved and isinstance(function, ast.Attribute) and has_rows(self.value(function.value)):
             return self._operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
         if not self._is_handed(call):
             return None
         if library in LIBRARIES or name in self._known:
             return self._operation(name, call, call.args, named)
-        given = [self.value(arg) for arg in (*call.args, *named.values())]
-        is_number = resolved in NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
-        if is_number and all(value is None or isinstance(value, _Size) for value in given):
-            return _Size("~")
-        raise _Mixed(call)
+        makes_number = resolved in NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
+        if makes_number and all(self.value(a) is None or self._is_size(a) for a in (*call.args, *named.values())):
+            return Size("~")
+        raise Mixed(call)
 
     def _is_handed(self, call: ast.Call) -> bool:
         """Whether a call is handed something of rows."""
         return any(
-            _has(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
+            has_rows(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
             for arg in (*call.args, *(keyword.value for keyword in call.keywords))
         )
 
-    def _attended(self, call: ast.Call, named: dict[str | None, ast.expr]) -> _Value:
+    def _attended(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
         """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
         more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
         if (
             query not in ("1.r.", "..r.")
             or any(one != query for one in others)
-            or any(map(_has, map(self.value, more)))
+            or any(map(has_rows, map(self.value, more)))
         ):
-            raise _Mixed(call)
+            raise Mixed(call)
         return (f"{query[0]}r..", None)
 
     def _operation(
         self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
-    ) -> _Value:
+    ) -> Value:
         """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
         found = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
         along = named.get("dim", named.get("axis", dict(enumerate(args)).get((ALONG | REDUCING | MOVES).get(name))))
-        if isinstance(found, _Size) and all(
-            value is None or isinstance(value, _Size) for value in map(self.value, others)
-        ):
-            return _Size("~")
+        if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
+            return Size("~")
         if name in self._known:
-            return _Result(next(filter(None, map(self.value, args))))
-        if is_pointwise(name, args, named):
-            return self._joined([self.value(arg) for arg in (*args, *named.values())], call)
+            return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
+        if is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
+            return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
-            return self._put_together(found, along, call)
+            return put_together(found, along, call)
         if name in ("view", "reshape"):
-            return self._reshaped(found, [self.value(arg) for arg in args[1:]], call)
-        if not isinstance(found, str) or any(_has(self.value(arg)) for arg in others):
-            raise _Mixed(call)
+            sizes = self.value(args[1]) if len(args) == 2 else None
+            sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            return reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
+        if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
+            raise Mixed(call)
         if name in PRODUCTS and found[-1] == ".":
             return found
         if name == "size":
-            return self._sizes(found, call) if along is None else self._size(found, along, call)
+            return sizes_of(found, call) if along is None else size_of(found, along, call)
         if name == "permute" and not set(found) & set("*&"):
-            order = [self._axis(found, place, call) for place in (getattr(args[1], "elts", args[1:]))]
+            order = [axis_of(found, place, call) for place in (getattr(args[1], "elts", args[1:]))]
             return "".join(found[axis] for axis in order)
         if name == "transpose":
             letters = list(found)
-            one, two = (self._axis(found, place, call) for place in args[1:3])
+            one, two = (axis_of(found, place, call) for place in args[1:3])
             letters[one], letters[two] = letters[two], letters[one]
             return "".join(letters)
         if name == "unsqueeze":
-            place = self._axis(found + ".", along, call)
+            place = axis_of(found + ".", along, call)
             return found[:place] + "1" + found[place:]
-        axis = self._axis(found, along, call) if name in (ALONG | REDUCING) or name == "unbind" else None
+        axis = axis_of(found, along, call) if name in (ALONG | REDUCING) or name == "unbind" else None
         if axis is None or (found[axis] == "r" and name != "split"):
-            raise _Mixed(call)
+            raise Mixed(call)
         return self._along(name, found, axis, args, named, call)
 
     def _along(
@@ -486,63 +438,42 @@ class _Reader:
         args: Sequence[ast.expr],
         named: dict[str | None, ast.expr],
         call: ast.AST,
-    ) -> _Value:
+    ) -> Value:
         if name in ("chunk", "split"):
-            return _Pieces([axes]) if axes[axis] == "r" else [axes]
+            return Pieces([axes]) if axes[axis] == "r" else [axes]
         if name in ("unbind", *REDUCING):
             kept = named.get(
                 "keepdim", dict(enumerate(args)).get(REDUCING.get(name, 0) + 1) if name not in ("var", "std") else None
             )
             rest = axes[:axis] + ("1" if getattr(kept, "value", None) is True else "") + axes[axis + 1 :]
             if rest == "*":
-                raise _Mixed(call)  # the last dimension would be another
+                raise Mixed(call)  # the last dimension would be another
             return [rest] if name == "unbind" else rest
         return axes
 
-    def _put_together(self, parts: _Value, along: ast.expr | None, call: ast.AST) -> str:
-        """`torch.cat` of pieces of rows, or of tensors along another axis."""
-        first = parts[0] if isinstance(parts, tuple | list) else None
-        axis = self._axis(first, along, call)
-        if any(part != first for part in parts) or (first[axis] == "r" and not isinstance(parts, _Pieces)):
-            raise _Mixed(call)
-        return first
-
-    def _reshaped(self, axes: _Value, sizes: Sequence[_Value], call: ast.AST) -> str:
-        """Axes after the rows may be others; before them there are only such of size 1."""
-        sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
-        shape = "".join(size if isinstance(size, _Size) else "." for size in sizes)
-        ones = [n for n, arg in enumerate(getattr(call, "args", ())) if ast.unparse(arg) == "1"]
-        shape = "".join(
-            "1" if n in ones and len(sizes) == len(call.args) else letter for n, letter in enumerate(shape)
-        )
-        is_plain = isinstance(axes, str) and not set(axes + shape) & set("*&~") and (axes + shape).count("r") == 2
-        if not is_plain or "." in axes[: axes.index("r")] + shape[: shape.index("r")]:
-            raise _Mixed(call)
-        return shape
-
-    def own(self, attribute: str, call: ast.Call) -> _Value:
+    def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
         held = self._anatomy.held(self._owner, attribute)
         if held:
             try:
                 return functools.reduce(
-                    lambda left, right: _either(left, right, call), [self._result(value, call) for value in held]
+                    lambda left, right: either(left, right, call), [self._result(value, call) for value in held]
                 )
-            except _Unread:
+            except Unread:
                 pass
         meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
-        raise _Mixed(call, f"self.{attribute}, which is {meaning}"[:400])
+        raise Mixed(call, f"self.{attribute}, which is {meaning}"[:400])
 
-    def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> _Value:
+    def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
         """What calling the value, or the method, makes of rows."""
         if isinstance(value, FunctionNode):
             return self._inside(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
             return functools.reduce(
-                lambda left, right: _either(left, right, call), [self._result(part, call) for part in handed]
+                lambda left, right: either(left, right, call), [self._result(part, call) for part in handed]
             )
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
-        same = self._joined(given, call) if all(isinstance(one, str | None) for one in given) else None
+        same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and is_of_config(value)):
             return same  # None, or a function that a caller put into the config for an activation
         function = value.func if isinstance(value, ast.Call) else value
@@ -560,7 +491,7 @@ class _Reader:
             if resolved in GETTERS or (library == "torch.nn" and (name in ACTIVATIONS or is_row)):
                 return same
             if name in self._known:
-                return _Result(next(one for one in given if isinstance(one, str)))
+                return Result(next((one for one in given if isinstance(one, str)), "*."))
             if (
                 resolved in CONVOLVED
                 and not self._fixed
@@ -575,63 +506,30 @@ class _Reader:
             return self._inside("", self._anatomy.names.functions[name], call)
         elif library in LIBRARIES and name in POINTWISE:
             return same
-        raise _Unread
+        raise Unread
 
-    def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> _Value:
+    def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
         """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""
         names = parameter_names(function)
         values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
-        if not any(map(_has, values.values())) and not self._is_handed(call):
+        if not any(map(has_rows, values.values())) and not self._is_handed(call):
             return None
         if (owner, function.name) in self._seen:
-            return next(filter(_has, values.values()), None)
+            return next(filter(has_rows, values.values()), None)
         seen = self._seen | {(owner, function.name)}
         reader = _Reader(
             self._anatomy, owner, local_names(function), values, seen, fixed=self._fixed, known=self._known
         )
         try:
             if self._anatomy.names.is_wrapped(function):
-                raise _Mixed(function.decorator_list[0])
+                raise Mixed(function.decorator_list[0])
             is_plain = len(call.args) <= len(names) and set(values) <= {*names} and None not in arguments(call, names)
             if not is_plain or any(isinstance(arg, ast.Starred) for arg in call.args):
-                raise _Mixed(call)
+                raise Mixed(call)
             reader.run(function.body)
-        except _Mixed as mixed:
-            raise _Mixed(call, mixed.reason) from mixed
+        except Mixed as mixed:
+            raise Mixed(call, mixed.reason) from mixed
         return reader.returned
-
-
-def _either(left: _Value, right: _Value, node: ast.AST) -> _Value:
-    """What is the one or the other."""
-    if not (_has(left) and _has(right)) or left == right:
-        return left if _has(left) else right
-    raise _Mixed(node)
-
-
-def _broadcast(left: str, right: str, node: ast.AST) -> str:
-    """The axes of `left + right`."""
-    if "&" in left + right and left[:1] == right[:1] == "r":
-        return min(left, right, key=lambda axes: "&" in axes)
-    width = max(map(len, (left, right)))
-    pairs = list(zip(left.rjust(width, "1"), right.rjust(width, "1"), strict=True))
-    found = "".join(next((letter for letter in "*r&." if letter in pair), "1") for pair in pairs)
-    if (
-        any({"*", "r"} & {*pair} and len({*pair} - {"1"}) > 1 for pair in pairs)
-        or found.count("r") + found.count("*") != 1
-    ):
-        raise _Mixed(node)
-    if any("*" in pair and pair != ("*", "*") for pair in pairs):
-        raise _Mixed(node)
-    return type(left)(found) if type(left) is type(right) else found
-
-
-def _integer(node: ast.AST | None) -> int | None:
-    """The number that the source says; None for any other."""
-    try:
-        value = ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return None
-    return value if type(value) is int else None
 
 
 def _is_in_place(function: ast.expr) -> bool:

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from patchgen.anatomy.axes import Size
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
@@ -25,7 +26,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import ACTIVATIONS, LENGTHS, LENGTHS_TEST, TABLES, mixing, mixing_member
+from patchgen.anatomy.tokenwise import ACTIVATIONS, LENGTHS_TEST, TABLES, mixing, mixing_member
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
@@ -180,7 +181,7 @@ def _other_use(anatomy: Anatomy, owner: str, layers: str, loop: ast.For) -> ast.
 def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
     """The first piece of an attention that may mix rows of different inputs, or that is made of their number."""
     names = parameter_names(forward)
-    values = {names[0]: "r."} | dict.fromkeys(BOUNDS | LONGEST, LENGTHS) | {name: ["r."] for name in ROWS}
+    values = {names[0]: "r."} | dict.fromkeys(BOUNDS | LONGEST, Size("~")) | {name: ["r."] for name in ROWS}
     return mixing(forward.body, values, owner, anatomy)
 
 
