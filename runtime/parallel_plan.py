@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from patchgen.runtime.parts import parts_of
+from patchgen.runtime.parts import parts_of, planned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -54,8 +54,9 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
                 "`patchgen generate`."
             )
         paths += [f"{module_path}.{name}" if module_path else name for name in names]
-    for path, part, heads in parts_of(model):
-        paths += [f"{path}.{name}" for head in heads for name in head.get_parallel_plan(part).expert_parameters]
+    for path, part, file in parts_of(model):
+        plans = [head.get_parallel_plan(part) for head in planned(file)]
+        paths += [f"{path}.{name}" for plan in plans for name in plan.expert_parameters]
     return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)))
 
 

@@ -8,10 +8,14 @@ serves every head that builds it. It is looked for beside the head's own folder,
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from patchgen.runtime import project, registry
 
@@ -19,7 +23,11 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-PLAN = "get_parallel_plan"
+OPS, PLAN = "patchgen.runtime.ops", "get_parallel_plan"
+
+
+class UnknownPartError(registry.UnknownModelError):
+    """A model builds another one that no generated file serves."""
 
 
 def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwargs: object) -> PreTrainedModel:
@@ -32,7 +40,7 @@ def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwar
         kwargs: for transformers' `_from_config`.
 
     Raises:
-        registry.UnknownModelError: no generated file has that class; the message says how to make it.
+        UnknownPartError: no generated file has that class; the message says how to make it.
     """
     from transformers.models.auto.auto_factory import _get_model_class
 
@@ -50,28 +58,46 @@ def _generated(theirs: type, config: PreTrainedConfig, beside: Path) -> type[Pre
         model = registry.read_model(folder) if (folder / "provenance.json").is_file() else None
         if model is not None and theirs.__name__ in model.classes:
             return getattr(model.load(), theirs.__name__)
-    raise registry.UnknownModelError(
+    raise UnknownPartError(
         f"{beside.name} builds a language model of type '{config.model_type}' ({theirs.__name__}), of which there is no "
         f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no slices of the sequence "
         f"and no expert parallelism. Generate it: patchgen generate {file} --output {beside.parent.parent}"
     )
 
 
-def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[type]]]:
-    """The outermost models of other generated files inside `model`: path, module, and the heads of that file."""
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, ModuleType]]:
+    """The outermost models of other generated files inside `model`: path, module, and the file's own module."""
     from transformers import PreTrainedModel
 
-    own, found = {kind.__module__ for kind in type(model).__mro__}, ""
+    own, above = {kind.__module__ for kind in type(model).__mro__}, ""
     for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and path and not (found and path.startswith(found)):
-            kinds = (kind for kind in type(module).__mro__ if kind.__module__ not in own)  # FSDP2 puts its own first
-            heads = next(filter(None, map(_heads_beside, kinds)), [])
-            if heads:
-                found = f"{path}."
-                yield path, module, heads
+        if isinstance(module, PreTrainedModel) and path and not (above and path.startswith(above)):
+            files = (sys.modules[kind.__module__] for kind in type(module).__mro__)  # FSDP2 puts its own class first
+            file = next((one for one in files if one.__name__ not in own and is_generated(one)), None)
+            if file is not None:
+                above = f"{path}."
+                yield path, module, file
 
 
-def _heads_beside(kind: type) -> list[type]:
-    """The classes of the same file that report a parallel plan."""
-    classes = [one for one in vars(sys.modules[kind.__module__]).values() if isinstance(one, type)]
-    return [one for one in classes if one.__module__ == kind.__module__ and PLAN in vars(one)]
+def is_generated(file: ModuleType) -> bool:
+    """Whether a module is a generated modeling file: one with a model in it that calls the runtime's operations."""
+    return getattr(vars(file).get("ops"), "__name__", "") == OPS and "modeling_" in file.__name__
+
+
+def planned(file: ModuleType) -> list[type]:
+    """The classes of a generated file that report a parallel plan: its heads."""
+    classes = [one for one in vars(file).values() if isinstance(one, type) and one.__module__ == file.__name__]
+    return [one for one in classes if PLAN in vars(one)]
+
+
+def part_files(head: type[PreTrainedModel], config: PreTrainedConfig) -> list[Path]:
+    """The generated files of the parts that a head builds for a config; it is built without memory.
+
+    Raises:
+        UnknownPartError: a part has none.
+    """
+    if not registry.read_model(Path(sys.modules[head.__module__].__file__).parent).parts:
+        return []
+    with torch.device("meta"):
+        model = head._from_config(copy.deepcopy(config))
+    return list(dict.fromkeys(Path(file.__file__) for _, _, file in parts_of(model)))

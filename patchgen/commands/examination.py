@@ -72,7 +72,7 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     whole, refusal, found = generate(model_type, version)
     if not whole:
         return row(model_type, FAILED, refusal, generated=found, seconds=time.perf_counter() - start)
-    facts = _facts(model_type, whole[0])
+    facts = _facts(model_type, whole)
     if found == known:
         return {"model_type": model_type, **facts, "generated": found}
     generation = time.perf_counter() - start
@@ -85,7 +85,8 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     return row(model_type, **facts, **outcome, generated=found, seconds=seconds, generation_seconds=generation)
 
 
-def _facts(model_type: str, generated: Generated) -> dict:
+def _facts(model_type: str, whole: list[Generated]) -> dict:
+    generated = whole[0]
     name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
     hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
     config = Path(model_configs.__file__).parent / f"{name}.py"
@@ -94,7 +95,7 @@ def _facts(model_type: str, generated: Generated) -> dict:
         "notes": sum(len(step.outcome.notes) for step in generated.steps),
         "config_lines": len(config.read_text().splitlines()) if config.is_file() else 0,
         "changed_lines": emit.changed_lines(generated.diff),
-        "moe": "fused_experts" in hits,
+        "moe": any(step.name == "fused_experts" and step.outcome.hits for one in whole for step in one.steps),
     }
 
 
