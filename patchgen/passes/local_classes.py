@@ -41,9 +41,9 @@ class LocalClasses(SitePass):
         class ExampleModel(PreTrainedModel):
             def __init__(self, config: ExampleConfig):
                 super().__init__(config)
-      -         self.language_model = AutoModel.from_config(config.text_config)
+      -         self.language_model = AutoModel.from_config(config.any_config)
       +         # patchgen: local_classes
-      +         self.language_model = ops.build_part(AutoModel, config.text_config, beside=__file__)
+      +         self.language_model = ops.build_part(AutoModel, config.any_config, beside=__file__)
 
             def forward(self, inputs_embeds):
                 return self.language_model(inputs_embeds=inputs_embeds)
