@@ -91,6 +91,11 @@ class Upstream:
             return None
         return self.release.auto_map(AUTO_CLASS_MAPPINGS[auto_class]).get(model_type)
 
+    def model_of(self, model_type: str | None) -> str | None:
+        """The name by which the generated file of another model type goes: that of its modeling file."""
+        path = self.release.file_of(model_type) if self.release is not None and model_type else None
+        return path and path.rpartition("/")[2].removeprefix("modeling_").removesuffix(".py")
+
 
 class Release:
     """The files of one transformers release, whose package is a folder or lies in a wheel."""

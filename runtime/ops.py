@@ -25,7 +25,6 @@ from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
 from patchgen.runtime.media_ops import (
     absent_tower,
-    attend_only,
     attends_by_lengths,
     chunk_rows,
     hold_whole,
@@ -39,6 +38,7 @@ from patchgen.runtime.media_ops import (
     tower_rows,
 )
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
+from patchgen.runtime.parts import build_part
 from patchgen.runtime.positions import PositionIds
 
 if TYPE_CHECKING:
@@ -48,9 +48,9 @@ __all__ = [
     "ParallelPlan",
     "PositionIds",
     "absent_tower",
-    "attend_only",
     "attends_by_lengths",
     "beside_experts",
+    "build_part",
     "causal_conv1d",
     "causal_lm_loss",
     "chunk_rows",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from patchgen.runtime.parts import parts_of, planned
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -21,7 +23,7 @@ class ParallelPlan:
 
 
 def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> ParallelPlan:
-    """The plan of `model`.
+    """The plan of `model`, with those of its parts: models of other generated files inside it.
 
     Args:
         model: a generated model.
@@ -52,7 +54,10 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
                 "`patchgen generate`."
             )
         paths += [f"{module_path}.{name}" if module_path else name for name in names]
-    return ParallelPlan(expert_parameters=tuple(paths))
+    for path, part, file in parts_of(model):
+        plans = [head.get_parallel_plan(part) for head in planned(file)]
+        paths += [f"{path}.{name}" for plan in plans for name in plan.expert_parameters]
+    return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)))
 
 
 def _counts_alike(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:

@@ -30,6 +30,7 @@ UNREAD = "not read"
 TOKENWISE = "each token by itself"
 PARTS = "runs what is listed here"
 ELSEWHERE = "another file's, which no pass reads"
+PART = "a generated file of its own, which the config chooses"
 EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
 HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
@@ -60,7 +61,7 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
         passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
         reason = _reason(name, anatomy, towers, walk.reached) if name in chosen else EAGER
         found[name] = f"{COVERED}: {', '.join(passes)}" if passes else reason
-    return found | dict.fromkeys(walk.outside, ELSEWHERE) | walk.unread
+    return found | dict.fromkeys(walk.outside, ELSEWHERE) | dict.fromkeys(walk.parts, PART) | walk.unread
 
 
 def summary(found: Mapping[str, str]) -> str:
@@ -88,6 +89,7 @@ class _Walk:
         self.eager: list[tuple[_Code, ast.AST]] = []  # what stands for the attention that a run chooses
         self.reached: dict[str, None] = {}
         self.outside: dict[str, None] = {}
+        self.parts: dict[str, None] = {}
         self.unread: dict[str, str] = {}
 
     def _is_new(self, *what: str) -> bool:
@@ -122,7 +124,8 @@ class _Walk:
             return
         for build in self.anatomy.auto_builds(owner):
             if build.attribute == name and (target := self.anatomy.target_of(build)):
-                self.enter(target) if target in self.anatomy.classes else self.outside.setdefault(target)
+                others = self.parts if self.anatomy.is_part(build) else self.outside
+                self.enter(target) if target in self.anatomy.classes else others.setdefault(target)
         found = [info.methods[name] for info in self.anatomy.lineage(owner) if name in info.methods]
         for method in found if inherited else found[:1]:
             self.reached.setdefault(owner)

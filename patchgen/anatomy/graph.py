@@ -29,7 +29,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.names import Names
 from patchgen.source import Module, bound_names
-from patchgen.upstream import SubConfig, Upstream
+from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
 
 @dataclass
@@ -194,8 +194,7 @@ class Anatomy:
         if sub_config is None:
             return None
         known = self.upstream.configs.get(sub_config.config_class)
-        model_type = sub_config.model_type or (known.model_type if known else None)
-        chosen = self.upstream.auto_model(build.auto_class, model_type)
+        chosen = self.upstream.auto_model(build.auto_class, self.default_type(build))
         if chosen in self.classes:
             return chosen
         # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config,
@@ -211,6 +210,24 @@ class Anatomy:
         if sub_config.config_class == "AutoConfig":
             return None if chosen is not None else "AutoConfig"
         return None if known is not None else sub_config.config_class  # a config of another file: its model is there
+
+    def default_type(self, build: Build) -> str | None:
+        """The model type that a construction through an Auto class builds where the checkpoint says nothing else."""
+        sub_config = self._sub_config_of(build.owner, build.config or "") or SubConfig("")
+        known = self.upstream.configs.get(sub_config.config_class)
+        return sub_config.model_type or (known.model_type if known else None)
+
+    def is_part(self, build: Build) -> bool:
+        """Whether a construction builds a language model whose class is of another file: of a type with a causal head, or
+        called with `inputs_embeds`. It has a generated file of its own; a tower of another file stays upstream's."""
+        target = self.target_of(build)
+        if build.auto_class not in AUTO_CLASS_MAPPINGS or target is None or target in self.classes:
+            return False
+        if self.upstream.auto_model("AutoModelForCausalLM", self.default_type(build)):
+            return True
+        code = [call for method in self.classes[build.owner].methods.values() for call in calls(method)]
+        runs = [call for call in code if build.attribute and own_attribute(call.func) == build.attribute]
+        return any(keyword.arg == "inputs_embeds" for call in runs for keyword in call.keywords)
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel; transformers calls each model's abstract class so, too, and files beside
