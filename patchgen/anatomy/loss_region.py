@@ -39,6 +39,7 @@ OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` name
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
 LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
 LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
+CONFIG = re.compile(r"self\.config(\.\w+)*")
 LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
 
 
@@ -383,7 +384,7 @@ def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatom
     if shared:
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
     rest = as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
-    foreign = loaded_names(rest) - {region.logits, "self", "_"} - written
+    foreign = loaded_names(rest) - {region.logits, "self", "_"} - written - (_configs(others) - given)
     is_name = isinstance(region.hidden_states, cst.Name)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:
@@ -393,6 +394,13 @@ def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatom
     mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
     if mixed is not None:
         raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
+
+
+def _configs(code: ast.Module) -> set[str]:
+    """The names that hold nothing but a part of the config."""
+    parts = [n for n in code.body if isinstance(n, ast.Assign) and CONFIG.fullmatch(ast.unparse(n.value))]
+    bound = stored(code)
+    return {name for node in parts for name in stored(node) if bound.count(name) == 1}
 
 
 def _code(nodes: Sequence[cst.BaseStatement]) -> str:
