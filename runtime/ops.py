@@ -71,6 +71,7 @@ __all__ = [
     "parallel_plan",
     "register_checkpoint_mapping",
     "register_stacked_experts",
+    "require_no_step",
     "require_transformers",
     "require_whole_sequence",
     "rms_norm",
@@ -235,6 +236,11 @@ def causal_lm_loss(
         require_shares(local_terms, state)
         if (objective := current_step().objective) is not None:
             return None, objective(head, hidden_states)
+        if kwargs.get("shift_labels") is labels and current_step().num_items is not None:
+            raise ValueError(
+                "The labels of this model are the targets of its decoder, and a step counts labels of the next token: "
+                "its loss has no share of a step. Compute it outside of `parallel.loss.step`."
+            )
         require_causal_lm_loss(loss_function, "parallel")
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
         read_losses = current_step().read_losses
@@ -256,6 +262,15 @@ def causal_lm_loss(
         read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+
+def require_no_step(labels: object, what: str) -> None:
+    """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
+    if labels is not None and parallel.current() is not None:
+        raise ValueError(
+            f"This model computes a loss of its own, {what}, which has no share for several ranks or micro-batches: it "
+            "is upstream's mean over the call. Train it without a parallel state, or hand over no labels."
+        )
 
 
 def given_logits(logits: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import loaded
+from patchgen.anatomy.classes import FunctionNode, called_names, calls, loaded, own_attribute, parameter_names, stored
 from patchgen.anatomy.graph import Anatomy
 
 ALIGNED, SHIFTED = "aligned", "shifted"
 LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"
+COMPUTES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
 FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), :-1(, :)?\]")  # logits without the last token
 SECOND = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
 CROPPED = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
@@ -169,3 +170,36 @@ def _mask(kept: str, cut: str, logits: str) -> str:
 def _is_moved(value: ast.expr | None, name: str) -> bool:
     """Whether a name still holds what it held, if on another device."""
     return value is None or [ast.unparse(one) for one in _flat(value, 0)[0]] == [name]
+
+
+def handed_on(forward: FunctionNode) -> ast.Call | None:
+    """The call of the model whose loss a head returns as it is, and whose labels are the caller's; None where it has another."""
+    read = [n for n in ast.walk(forward) if isinstance(n, ast.Attribute) and n.attr == "loss"]
+    results = [n.value for n in ast.walk(forward) if isinstance(n, ast.Return)]
+    if len(read) != 1 or len(results) != 1 or not isinstance(results[0], ast.Call) or stored(forward).count("labels"):
+        return None
+    holder = getattr(read[0].value, "id", "")
+    made = [n for n in ast.walk(forward) if isinstance(n, ast.Assign | ast.AnnAssign) and holder in stored(n)]
+    call = made[0].value if len(made) == 1 and stored(forward).count(holder) == 1 else None
+    if not isinstance(call, ast.Call) or not own_attribute(call.func) or forward.args.kwarg is None:
+        return None
+    is_returned = any(one.arg == "loss" and one.value is read[0] for one in results[0].keywords)
+    handed = {(one.arg, ast.unparse(one.value)) for one in call.keywords}
+    whole = {("labels", "labels"), (None, forward.args.kwarg.arg)}
+    return call if is_returned and whole <= handed and "labels" in parameter_names(forward) else None
+
+
+def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AST | None:
+    """What computes a loss of a head that is not transformers' and has no form that is known; None where nothing tells."""
+    if "loss_function" in called_names(forward):
+        return None
+    for call in calls(forward):
+        given = [*call.args, *(one.value for one in call.keywords)]
+        attribute = own_attribute(call.func) if any("labels" in loaded(one) for one in given) else None
+        held = [anatomy.method(owner, attribute)] if attribute else []
+        held += [
+            anatomy.method(build.target, "forward") for build in anatomy.builds(owner) if attribute == build.attribute
+        ]
+        if any(called_names(one[1]) & COMPUTES for one in held if one):
+            return call
+    return next((call for call in calls(forward) if called_names(call) & COMPUTES), None) or handed_on(forward)

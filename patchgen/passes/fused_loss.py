@@ -10,6 +10,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy.classes import own_attribute
 from patchgen.anatomy.loss_region import (
     LOSS_CALL,
     LossRegion,
@@ -21,12 +22,14 @@ from patchgen.anatomy.loss_region import (
     kwargs_of,
 )
 from patchgen.anatomy.loss_terms import unseen_terms
-from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
+from patchgen.anatomy.own_losses import handed_on, unserved_loss
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, Upstream
 from patchgen.rewrite import (
     append_method,
     code_of,
     edit_function,
     function_body,
+    insert_first,
     replace_statement,
     statements,
     with_body,
@@ -120,7 +123,24 @@ class FusedLoss(SitePass):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LOCAL_TERMS
         ]
 
-    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
+        method = anatomy.classes[site.block].methods["forward"]
+        call = handed_on(method)
+        attribute = own_attribute(call.func) if call else None
+        inner = {build.target for build in anatomy.builds(site.block) if attribute and build.attribute == attribute}
+        if inner and inner <= {info.name for info in anatomy.with_role(Role.HEAD)}:
+            return Upstream(f"the loss of {', '.join(inner)}")
+        try:
+            return self._seam(block, site, anatomy)
+        except Missed:
+            if (own := unserved_loss(method, site.block, anatomy)) is None:
+                raise
+        source = ast.unparse(own)
+        code = f"ops.require_no_step(labels, {source!r})"
+        block = insert_first(block, "forward", code, self.mark)
+        return Rewritten(append_method(block, f"{LOCAL_TERMS} = {(source,)!r}", self.mark), "upstream's own loss")
+
+    def _seam(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         check_own_losses(site.block, anatomy)
         terms, forms = list(unseen_terms(anatomy, site.block)), []
 
