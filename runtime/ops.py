@@ -226,7 +226,8 @@ def causal_lm_loss(
     needs_logits = not training
     is_served = serves("causal_lm_loss")
     if loss_function is shifted_cross_entropy and (is_served or state is not None):
-        labels = kept_labels(labels, kwargs.pop("attention_mask", None))
+        mask = kwargs.pop("attention_mask", None)
+        labels = kept_labels(labels, mask) if kwargs.get("shift_labels") is None else labels
     if loss_function is aligned_cross_entropy and kwargs.get("shift_labels") is None:
         kwargs["shift_labels"] = labels
     if state is not None:

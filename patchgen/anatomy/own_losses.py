@@ -59,9 +59,8 @@ def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[s
     logits, size = _flat(operands[0], 2)
     labels, _ = _flat(operands[1], 1)
     upcast = next((name for name, value in names.items() if ast.unparse(value) == f"{name}.float()"), "")
-    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast) if upcast else ast.unparse(one) for one in logits]
-    given = [ast.unparse(one) for one in labels]
-    found = _tokens(texts, given)
+    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast or ".float()") for one in (*logits, *labels)]
+    found = _tokens(texts[: len(logits)], texts[len(logits) :])
     if found is None or (upcast and upcast != found[0]):
         return None
     name, target, form, mask = found
@@ -125,9 +124,10 @@ def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
     while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
         given = [ast.unparse(one) for one in node.args]
         is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions and given[:1] == ["-1"]
+        is_view |= node.func.attr == "flatten" and given == ([] if dimensions == 1 else ["0", "1"])
         is_moved = node.func.attr == "to" and len(given) == 1 and given[0].endswith(".device")
         if is_view and not flattened:
-            flattened, size = True, given[-1]
+            flattened, size = True, "None" if node.func.attr == "flatten" else given[-1]
         elif not is_moved and not (node.func.attr == "contiguous" and not given):
             break
         node = node.func.value
