@@ -57,6 +57,7 @@ __all__ = [
     "delta_rule",
     "experts_interface",
     "fused_moe",
+    "fused_scan",
     "hold_whole",
     "initialize_as_upstream",
     "is_sliced",
@@ -74,8 +75,10 @@ __all__ = [
     "rotary",
     "router_loss",
     "router_means",
+    "selective_scan",
     "sequence_position_ids",
     "serves",
+    "state_space_scan",
     "swiglu",
     "tower_kwargs",
     "tower_rows",
@@ -341,6 +344,41 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     from patchgen.runtime.parallel import mixers
 
     return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
+
+
+def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, **kwargs) -> object:
+    """A state-space recurrence by heads (Mamba-2) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, S, N, D]`; `dt` is `[B, S, N]`, `A` `[N]`, `B` and `C` are `[B, S, groups, states]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.state_space_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """A state-space recurrence by channels (Mamba) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`, as `dt`; `A` is `[C, states]`, `B` and `C` are `[B, states, S]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.selective_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
+    """A kernel for a whole state-space mixer, for which upstream has no torch form.
+
+    Returns:
+        What the kernel gives; None where the sequence is divided or packed, for which upstream takes single steps.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.fused_scan(kernel, *args, state=parallel.current(), **kwargs)
 
 
 def mrope_position_ids(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
+import libcst as cst
+
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import (
     ClassInfo,
@@ -24,10 +26,12 @@ from patchgen.anatomy.roles import (
     reads_interface,
 )
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, transform
+from patchgen.rewrite import WrapCalls, code_of, transform
 from patchgen.source import Block, Module
 
-CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
+CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unknown scan"
+BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
+LENGTHS = "cu_seq_lens_q"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
 
@@ -35,10 +39,8 @@ class MixerSP(SitePass):
     """These layers see the whole sequence of some heads or channels, where their rank holds a slice of all of them."""
 
     name = "mixer_sp"
-    purpose = "Causal convolutions and delta rules run over the whole sequence, each rank with some channels or heads."
-    expects = (
-        "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
-    )
+    purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
+    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); unread scans are notes"
     EXAMPLES = (
         Example("""a short convolution
         def causal_conv1d_fn(x, weight, bias=None, activation=None):
@@ -97,14 +99,14 @@ class MixerSP(SitePass):
         for method in anatomy.classes[site.block].methods.values():
             if called & set(operations) & local_names(method):  # another function of that name
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
-        scans = [name for name, kind in operations.items() if kind == SCAN and name in called]
+        scans = [name for name, kind in operations.items() if kind == UNKNOWN and name in called]
         if scans:
-            raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
+            raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} is of no form that divides: not sequence-parallel")
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
-        functions = [function for name, function in anatomy.functions.items() if name in called]
-        needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
-        rewriter = WrapCalls(operations, self.mark)
+        functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
+        needed += [DELTA_RULE] * any(_steps(node) for function in functions for node in ast.walk(function))
+        rewriter = _WrapMixers(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         own = depthwise_convolutions(anatomy, info)
@@ -141,9 +143,49 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
-        elif {"A", "B", "C"} <= set(parameters):
-            found[name] = SCAN
+        elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
+            found[name] = _scan_kind(function)
     return found
+
+
+def _scan_kind(function: FunctionNode) -> str:
+    """What a function does that takes a decay `A`; by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
+    body = function.body[ast.get_docstring(function) is not None :]
+    if [ast.unparse(statement) for statement in body] == ["return None"]:
+        return FUSED  # for a kernel that may take its place
+    first, *others = parameter_names(function)
+    shapes = [len(n.targets[0].elts) for n in body if isinstance(n, ast.Assign) and _is_shape(n, first)]
+    kinds = {4: BY_HEADS, 3: BY_CHANNELS}
+    return kinds.get(shapes[0], UNKNOWN) if shapes and others[:4] == ["dt", "A", "B", "C"] else UNKNOWN
+
+
+def _is_shape(node: ast.Assign, name: str) -> bool:
+    """Whether it is `a, b, ... = name.shape`."""
+    return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
+
+
+class _WrapMixers(WrapCalls):
+    """Calls to which upstream hands none of the forward's `**kwargs` are told the documents' lengths besides."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self._given: list[str] = []  # `kwargs` of the functions around
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._given.append(node.params.star_kwarg.name.value if node.params.star_kwarg else "")
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self._given.pop()
+        return updated_node
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        count = len(self.kinds)
+        wrapped = super().leave_Call(original_node, updated_node)
+        told = [arg.star == "**" or LENGTHS in code_of(arg) for arg in original_node.args]
+        if len(self.kinds) == count or any(told) or not (self._given and self._given[-1]):
+            return wrapped
+        lengths = cst.parse_expression(f'{self._given[-1]}.get("{LENGTHS}")')
+        return wrapped.with_changes(args=[*wrapped.args, cst.Arg(lengths, keyword=cst.Name(LENGTHS))])
 
 
 def _steps(node: ast.AST) -> bool:
