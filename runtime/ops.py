@@ -67,6 +67,7 @@ __all__ = [
     "own_features",
     "own_levels",
     "parallel_plan",
+    "refuse_slices",
     "register_checkpoint_mapping",
     "register_stacked_experts",
     "require_transformers",
@@ -379,6 +380,18 @@ def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
     from patchgen.runtime.parallel import mixers
 
     return mixers.fused_scan(kernel, *args, state=parallel.current(), **kwargs)
+
+
+def refuse_slices(mixer: str) -> None:
+    """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
+    state = parallel.current()
+    if state is not None and state.sp > 1:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
+            f"sequence (sp={state.sp}). Train this model with sp=1."
+        )
 
 
 def mrope_position_ids(

@@ -9,7 +9,7 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
-from patchgen.anatomy.roles import TOKENS
+from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at, parameters, uses_name
 from patchgen.source import Block, Module
@@ -55,9 +55,11 @@ class LanguageSP(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that take tokens and build a rotary embedding, and are no decoder."""
+        media = media_models(anatomy)
         return [
             f"{name} takes tokens and builds a rotary embedding, and is no decoder"
             for name in anatomy.models_in(module)
+            if name not in media
             if "forward" in (info := anatomy.classes[name]).methods and Role.DECODER not in info.roles
             if TOKENS & set(parameter_names(info.methods["forward"])) and _rotary_attributes(anatomy, info)
         ]
@@ -71,6 +73,9 @@ class LanguageSP(SitePass):
             if served & below:
                 continue
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
+            roles = {role for name in below for role in anatomy.classes[name].roles}
+            if decoders and Role.MIXER in roles and Role.ATTENTION not in roles:
+                continue  # nothing reads positions: `mixer_sp` says what of these divides
             remarks.append(
                 f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
                 if decoders
@@ -84,9 +89,13 @@ class LanguageSP(SitePass):
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
+            if embeddings is None and {*TOKENS} <= {
+                *parameters(forward)
+            }:  # read above them: ids or embeddings, as given
+                embeddings = "inputs_embeds if input_ids is None else input_ids"
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
+                raise Missed(f"{POSITIONS} as a parameter, read below the embeddings [B, S, H] or token ids", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return insert_at(forward, anchor, code, self.mark)
 
@@ -94,8 +103,12 @@ class LanguageSP(SitePass):
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
-    """The attributes that hold rotary embeddings."""
-    rotary = {other.name for other in anatomy.with_role(Role.ROTARY)}
+    """The attributes that hold rotary embeddings: of positions, not of one tensor that is none (a time)."""
+    taken = {
+        other.name: parameter_names(anatomy.method(other.name, "forward")[1])
+        for other in anatomy.with_role(Role.ROTARY)
+    }
+    rotary = {name for name, names in taken.items() if len(names) > 1 or "time" not in "".join(names)}
     return {build.attribute for build in anatomy.builds(info.name) if build.target in rotary and build.attribute}
 
 

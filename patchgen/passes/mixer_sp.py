@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-import libcst as cst
-
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import (
     ClassInfo,
@@ -20,18 +18,19 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
+    TOKENS,
     attention_of_torch,
+    built_by,
     convolutions,
     depthwise_convolutions,
     reads_interface,
 )
 from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, code_of, transform
+from patchgen.rewrite import WrapCalls, insert_first, transform
 from patchgen.source import Block, Module
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unknown scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
-LENGTHS = "cu_seq_lens_q"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
 
@@ -101,19 +100,26 @@ class MixerSP(SitePass):
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
         scans = [name for name, kind in operations.items() if kind == UNKNOWN and name in called]
         if scans:
-            raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} is of no form that divides: not sequence-parallel")
+            raise LeftAlone(
+                f"{site.name}: the state-space scan {scans[0]} is of no form that divides: not sequence-parallel"
+            )
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
         needed += [DELTA_RULE] * any(_steps(node) for function in functions for node in ast.walk(function))
-        rewriter = _WrapMixers(operations, self.mark)
+        rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         own = depthwise_convolutions(anatomy, info)
         nodes = [node for m in info.methods.values() for part in m.body for node in ast.walk(part)]
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
-        if missing or not rewriter.kinds:
-            wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
+        if not rewriter.kinds:  # on one rank upstream's own; a slice of the sequence is refused
+            code = f'ops.refuse_slices("{info.name}")'
+            return Rewritten(
+                insert_first(block, "forward", code, self.mark), "of no form that divides: refuses slices"
+            )
+        if missing:
+            wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
         named = [node for node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
@@ -128,10 +134,16 @@ _SIGNATURES = {
 
 
 def _of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one, all. A tower's convolutions run along another sequence."""
+    """The classes below a decoder; in a file without one below its heads, or all.
+
+    Models inside that take no tokens, and towers, run along another sequence.
+    """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
-    decoders = [info.name for info in anatomy.with_role(Role.DECODER)]
-    return anatomy.reached_from(decoders, without=towers) if decoders else set(anatomy.classes)
+    forwards = {n: anatomy.method(n, "forward") for n in anatomy.classes if anatomy.is_model(n)}
+    towers += [n for n, found in forwards.items() if found and not TOKENS & {*parameter_names(found[1])}]
+    roots = [one.name for one in anatomy.with_role(Role.DECODER) or anatomy.with_role(Role.HEAD)]
+    inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
+    return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -162,30 +174,6 @@ def _scan_kind(function: FunctionNode) -> str:
 def _is_shape(node: ast.Assign, name: str) -> bool:
     """Whether it is `a, b, ... = name.shape`."""
     return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
-
-
-class _WrapMixers(WrapCalls):
-    """Calls to which upstream hands none of the forward's `**kwargs` are told the documents' lengths besides."""
-
-    def __init__(self, *args: object) -> None:
-        super().__init__(*args)
-        self._given: list[str] = []  # `kwargs` of the functions around
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self._given.append(node.params.star_kwarg.name.value if node.params.star_kwarg else "")
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        self._given.pop()
-        return updated_node
-
-    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        count = len(self.kinds)
-        wrapped = super().leave_Call(original_node, updated_node)
-        told = [arg.star == "**" or LENGTHS in code_of(arg) for arg in original_node.args]
-        if len(self.kinds) == count or any(told) or not (self._given and self._given[-1]):
-            return wrapped
-        lengths = cst.parse_expression(f'{self._given[-1]}.get("{LENGTHS}")')
-        return wrapped.with_changes(args=[*wrapped.args, cst.Arg(lengths, keyword=cst.Name(LENGTHS))])
 
 
 def _steps(node: ast.AST) -> bool:

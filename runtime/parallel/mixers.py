@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchgen.runtime import model_calls
 from patchgen.runtime.parallel import sequence
 from patchgen.runtime.parallel.mixer_arguments import (
     CHANNEL_SCAN_ROLES,
@@ -56,7 +57,7 @@ def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState
 
 def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
     """`ops.fused_scan`: what upstream's kernel gives, None where the sequence is divided or packed."""
-    lengths = [kwargs.pop(name, None) for name in LENGTHS]
+    lengths = [model_calls.bounds_of_call(), *(kwargs.pop(name, None) for name in LENGTHS)]
     is_whole = (state is None or state.sp == 1) and all(one is None for one in lengths)
     return kernel(*args, **kwargs) if is_whole else None
 
@@ -72,7 +73,9 @@ def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool
     call.require_shapes({Role.SEQUENCE: (B, channels, s), Role.CHANNELS: (channels,)})
     for name, value in call.having(Role.STATES).items():
         if value.ndim != 3 or (value.shape[0], value.shape[2]) != (B, s):
-            raise ValueError(f"'{name}' of {call.name} has the shape {tuple(value.shape)}: expected ({B}, states, {s}).")
+            raise ValueError(
+                f"'{name}' of {call.name} has the shape {tuple(value.shape)}: expected ({B}, states, {s})."
+            )
     if call.having(Role.STATE) or call.values.get("return_final_states") or call.values.get("return_last_state"):
         raise ValueError(
             f"The cache of {call.name} cannot be used while the sequence is divided or packed: set use_cache=False."
@@ -156,7 +159,9 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
             "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
         )
     if bounds is None and call.having(Role.DOCUMENTS):
-        raise ValueError(f"{call.name} is told by seq_idx the documents of a slice: hand over cu_seq_lens_q of the whole.")
+        raise ValueError(
+            f"{call.name} is told by seq_idx the documents of a slice: hand over cu_seq_lens_q of the whole."
+        )
     call = call.without(Role.DOCUMENTS)
     if size > 1:
         call = _scatter(call, state)
@@ -205,11 +210,11 @@ def _scatter(call: Call, state: ParallelState) -> Call:
 
 
 def _take_lengths(call: Call) -> tuple[Call, Tensor | None]:
-    """The call without the document bounds among its arguments, and the bounds."""
+    """The call without the document bounds among its arguments, and the bounds, else those that the model was called with."""
     given = [
         value for name, value in call.values.items() if call.roles.get(name) is Role.LENGTHS and value is not None
     ]
-    return call.without(Role.LENGTHS), given[0] if given else None
+    return call.without(Role.LENGTHS), given[0] if given else model_calls.bounds_of_call()
 
 
 _spans = PerTensor(lambda bounds: list(itertools.pairwise(bounds.tolist())))  # one host sync per batch, not per layer
