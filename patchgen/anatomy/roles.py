@@ -71,17 +71,19 @@ def assign_roles(anatomy: Anatomy) -> None:
         if anatomy.is_model(info.name) and "forward" in info.methods:
             _assign(info, _MODEL_DETECTORS, anatomy, info, info.methods["forward"])
     for name in media_models(anatomy):
-        anatomy.classes[name].roles.pop(Role.DECODER, None)  # its embeddings are no tokens'
+        anatomy.classes[name].roles.pop(Role.DECODER, None)
 
 
 def media_models(anatomy: Anatomy) -> set[str]:
     """The classes of this file that take media and no token ids, and what they construct."""
-    found = []
-    for info in anatomy.classes.values():
-        parameters = parameter_names(info.methods["forward"]) if "forward" in info.methods else []
-        if {*PIXELS, *AUDIO_INPUTS} & {*parameters} and not any(name.endswith("input_ids") for name in parameters):
-            found.append(info.name)
+    found = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
     return {*found} | built_by(anatomy, found)
+
+
+def takes_media_alone(info: ClassInfo) -> bool:
+    """Whether the class has a forward that takes images, video or audio and no token ids: its embeddings are no tokens'."""
+    parameters = parameter_names(info.methods["forward"]) if "forward" in info.methods else []
+    return bool({*PIXELS, *AUDIO_INPUTS} & {*parameters}) and not any(p.endswith("input_ids") for p in parameters)
 
 
 def built_by(anatomy: Anatomy, owners: Iterable[str], without: Container[str] = ()) -> set[str]:
@@ -133,6 +135,8 @@ def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
 def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
     names = called_names(forward)
     if not ({"cos", "sin"} <= names or "polar" in names):
+        return None
+    if len(taken := parameter_names(forward)) == 1 and "time" in taken[0]:  # of a time, not of positions
         return None
     uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in ast.walk(info.node))
     return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None

@@ -103,12 +103,8 @@ class LanguageSP(SitePass):
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:
-    """The attributes that hold rotary embeddings: of positions, not of one tensor that is none (a time)."""
-    taken = {
-        other.name: parameter_names(anatomy.method(other.name, "forward")[1])
-        for other in anatomy.with_role(Role.ROTARY)
-    }
-    rotary = {name for name, names in taken.items() if len(names) > 1 or "time" not in "".join(names)}
+    """The attributes that hold rotary embeddings."""
+    rotary = {other.name for other in anatomy.with_role(Role.ROTARY)}
     return {build.attribute for build in anatomy.builds(info.name) if build.target in rotary and build.attribute}
 
 

@@ -24,12 +24,13 @@ from patchgen.anatomy.roles import (
     convolutions,
     depthwise_convolutions,
     reads_interface,
+    takes_media_alone,
 )
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, insert_first, transform
 from patchgen.source import Block, Module
 
-CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unknown scan"
+CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
@@ -98,11 +99,6 @@ class MixerSP(SitePass):
         for method in anatomy.classes[site.block].methods.values():
             if called & set(operations) & local_names(method):  # another function of that name
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
-        scans = [name for name, kind in operations.items() if kind == UNKNOWN and name in called]
-        if scans:
-            raise LeftAlone(
-                f"{site.name}: the state-space scan {scans[0]} is of no form that divides: not sequence-parallel"
-            )
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
         functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
@@ -113,7 +109,7 @@ class MixerSP(SitePass):
         own = depthwise_convolutions(anatomy, info)
         nodes = [node for m in info.methods.values() for part in m.body for node in ast.walk(part)]
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
-        if not rewriter.kinds:  # on one rank upstream's own; a slice of the sequence is refused
+        if not rewriter.kinds or UNKNOWN in rewriter.kinds:  # on one rank upstream's own; a slice is refused
             code = f'ops.refuse_slices("{info.name}")'
             return Rewritten(
                 insert_first(block, "forward", code, self.mark), "of no form that divides: refuses slices"
@@ -139,11 +135,15 @@ def _of_the_language_model(anatomy: Anatomy) -> set[str]:
     Models inside that take no tokens, and towers, run along another sequence.
     """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
-    forwards = {n: anatomy.method(n, "forward") for n in anatomy.classes if anatomy.is_model(n)}
-    towers += [n for n, found in forwards.items() if found and not TOKENS & {*parameter_names(found[1])}]
+    towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]
     roots = [one.name for one in anatomy.with_role(Role.DECODER) or anatomy.with_role(Role.HEAD)]
     inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
     return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
+
+
+def _takes_no_tokens(anatomy: Anatomy, name: str) -> bool:
+    found = anatomy.method(name, "forward")
+    return found is not None and (not TOKENS & {*parameter_names(found[1])} or takes_media_alone(found[0]))
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
