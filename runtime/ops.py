@@ -60,6 +60,7 @@ __all__ = [
     "experts_interface",
     "fused_moe",
     "given_logits",
+    "fused_scan",
     "hold_whole",
     "initialize_as_upstream",
     "is_sliced",
@@ -69,6 +70,7 @@ __all__ = [
     "own_features",
     "own_levels",
     "parallel_plan",
+    "refuse_slices",
     "register_checkpoint_mapping",
     "register_stacked_experts",
     "require_no_step",
@@ -78,9 +80,11 @@ __all__ = [
     "rotary",
     "router_loss",
     "router_means",
+    "selective_scan",
     "sequence_position_ids",
     "serves",
     "shifted_cross_entropy",
+    "state_space_scan",
     "swiglu",
     "tower_kwargs",
     "tower_rows",
@@ -374,6 +378,53 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     from patchgen.runtime.parallel import mixers
 
     return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
+
+
+def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, **kwargs) -> object:
+    """A state-space recurrence by heads (Mamba-2) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, S, N, D]`; `dt` is `[B, S, N]`, `A` `[N]`, `B` and `C` are `[B, S, groups, states]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.state_space_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """A state-space recurrence by channels (Mamba) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`, as `dt`; `A` is `[C, states]`, `B` and `C` are `[B, states, S]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.selective_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
+    """A kernel for a whole state-space mixer, for which upstream has no torch form.
+
+    Returns:
+        What the kernel gives; None where the sequence is divided or packed, for which upstream takes single steps.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.fused_scan(kernel, *args, state=parallel.current(), **kwargs)
+
+
+def refuse_slices(mixer: str) -> None:
+    """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
+    state = parallel.current()
+    if state is not None and state.sp > 1:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
+            f"sequence (sp={state.sp}). Train this model with sp=1."
+        )
 
 
 def mrope_position_ids(
