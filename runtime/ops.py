@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
+import torch
+
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
@@ -103,8 +105,8 @@ def serves(seam: str) -> bool:
 
 def fused_moe(
     hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    top_k_index: Tensor | None,
+    top_k_weights: Tensor | None,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     *,
@@ -122,7 +124,8 @@ def fused_moe(
 
     Args:
         hidden_states: `[T, H]`.
-        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out.
+        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out. None, and the
+            weights too: the tokens are `E` equal parts, one for each expert.
         top_k_weights: `[T, K]`, the routing weights.
         gate_up_proj: `[E, 2I, H]`; `[E, I, H]` without a gate; the last two dimensions swapped if `is_transposed`.
         down_proj: `[E, H, I]`; swapped if `is_transposed`.
@@ -136,6 +139,8 @@ def fused_moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`.
     """
+    if top_k_index is None:
+        top_k_index, top_k_weights = _equal_shares(hidden_states, num_experts, activation)
     if divided_over_ranks():
         from patchgen.runtime.parallel.experts import fused_moe as over_ranks
 
@@ -162,6 +167,23 @@ def fused_moe(
         post_expert_norm=post_expert_norm,
         **more,
     )
+
+
+def _equal_shares(
+    hidden_states: Tensor, num_experts: int, activation: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Index and weights `[T, 1]` of rows of which each expert is handed as many, one expert after the other.
+
+    Rows of zeros, which are tokens times the weight of an expert that they did not choose, cost no product: where the
+    activation is zero at zero their result is zero, and so are all gradients through it.
+    """
+    from patchgen.kernels.activations import recognise  # here, for it loads transformers
+
+    rows = hidden_states.shape[0]
+    index = torch.arange(rows, device=hidden_states.device) // max(rows // num_experts, 1)
+    if recognise(activation, None, True, False) is not None:
+        index = torch.where((hidden_states != 0).any(dim=-1), index, num_experts)
+    return index[:, None], hidden_states.new_ones(rows, 1)
 
 
 def beside_experts(

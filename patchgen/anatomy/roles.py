@@ -184,6 +184,9 @@ def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | 
     subscripts = [node for node in ast.walk(forward) if isinstance(node, ast.Subscript)]
     selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
     is_alike = len(stacks) > 1 and len({shape[0] for shape in stacks.values()}) == 1
+    batched = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and anatomy.is_a(call, "torch.bmm")]
+    if is_alike and set(stacks) == {own_attribute(arg) for call in batched for arg in call.args} - {None}:
+        return f"stacked weights {', '.join(stacks)} in batched products of all experts"
     if not is_alike or len(parameter_names(forward)) < 3 or not set(stacks) <= selected:
         return None
     return f"stacked weights {', '.join(stacks)} and a forward that takes a routing"
@@ -323,6 +326,23 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
         options = [(name, node) for name, node in read if dotted(node.value).endswith("config")]
         signs += [f"{name} reads {dotted(node)}" for name, node in options if "expert" in node.attr]
     return list(dict.fromkeys(signs))
+
+
+def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
+    """Class -> the sign of experts of another kind than the seam's, in a file that has none of that kind.
+
+    They compute as upstream wrote them, and no rank divides them. Where a class has experts of the seam's kind, or says so
+    by transformers' decorator, a sign is one of theirs that nothing reads.
+    """
+    roles = {role for info in anatomy.classes.values() for role in info.roles}
+    decorators = [one for info in anatomy.classes.values() for one in info.node.decorator_list]
+    is_of_seam = any(is_dispatcher(anatomy, getattr(one, "func", one)) for one in decorators)
+    if is_of_seam or {Role.EXPERTS, Role.EXPERT_LIST} & roles:
+        return {}
+    signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
+    held = [sign for sign in signs if not sign[1].startswith("reads ")]
+    other = [s for s in signs if not {Role.ROUTER, Role.HEAD, Role.DECODER} & set(anatomy.classes[s[0]].roles)]
+    return dict(reversed(held or other))  # an option that a class reads tells where nothing else does
 
 
 def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:
