@@ -15,9 +15,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 import torch
 
+from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
@@ -61,8 +61,8 @@ __all__ = [
     "delta_rule",
     "experts_interface",
     "fused_moe",
-    "given_logits",
     "fused_scan",
+    "given_logits",
     "hold_whole",
     "initialize_as_upstream",
     "is_sliced",

@@ -181,7 +181,9 @@ def shrink(
         is_placeholder = name in sizes.PLACEHOLDERS  # None: of a checkpoint that takes no such input
         if not hasattr(prototype, name) or (is_placeholder and getattr(prototype, name) is None):
             overrides[name] = next(special_ids)
-    overrides |= {name: _small_value(value, (name,), special_ids) for name, value in given.items() if name not in fields}
+    overrides |= {
+        name: _small_value(value, (name,), special_ids) for name, value in given.items() if name not in fields
+    }
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(fields, values, explicit, overrides)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
