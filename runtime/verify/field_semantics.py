@@ -132,7 +132,11 @@ INTEGER_RULES: tuple[Rule, ...] = (
         r"(.*_)?(intermediate_size(_.*)?|ffn_(hidden_size|dim)|ffn_.*|dff|dim_ff|d_inner|n_inner|d_ff|feed_forward_size|inner_dim)",
         96,
     ),
-    _rule("input width of a later part", r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim)", HIDDEN),
+    _rule(
+        "input width of a later part",
+        r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim|downsample_channels)",
+        HIDDEN,
+    ),
     _rule(
         "model width",
         r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",

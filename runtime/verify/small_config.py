@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
 
+from patchgen.runtime.media_layout import merge_size
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.layer_selection import select_layers
 
@@ -442,6 +443,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if crops:  # sizes of crops, multiples of the image's
         unit = min(side for crop in crops for side in crop)
         found["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
+    if {"out_hidden_size", "vision_config"} <= own_fields.keys():  # of the tower's merged patches
+        tower = small["vision_config"]
+        found["out_hidden_size"] = tower.hidden_size * merge_size(tower) ** 2
     queries = values.get("projector_patch_to_query_dict")
     if queries:  # by the number of patches of an image
         found["projector_patch_to_query_dict"] = {
