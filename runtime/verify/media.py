@@ -106,7 +106,7 @@ class MediaMaker:
             AttributeError: the model has no `get_<modality>_features`.
         """
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
-        key += tuple(t.sum().item() for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
         if key not in self._counts:
             self._counts[key] = self._ask(item)
         return self._counts[key]
@@ -228,7 +228,8 @@ class MediaMaker:
         """An image or video of packed patches, of so many merged tokens in time, height and width."""
         vision = layout.tower_config(self.config, kind)
         merge = layout.merge_size(vision)
-        t, h, w = merged[0], merged[1] * merge, merged[2] * merge
+        steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
+        t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
         values = layout.patch_values(vision)
         grid = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
         return Item(kind, {INPUTS[kind]: self._noise(t * h * w, values), grid: torch.tensor([[t, h, w]])}, frames=t)
