@@ -91,6 +91,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("indexed keys", r"(.*_)?index(er)?_budget", WINDOW),
     _rule("indexed keys", r"(.*_)?index(er)?_topk", 4),
     _rule("indexed blocks", r"(.*_)?index_topk_blocks", 2),
+    _rule("keys that an indexer pools", r"(.*_)?index_kpool", 2),
     _rule("index block", r"(.*_)?index_block_size", 4),
     _rule("compression of indexed keys", r"(.*_)?compress_ratio", 4),
     _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
@@ -126,6 +127,9 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", IMAGE_TOKENS),
     _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
+    _rule("stages of a tower of convolutions", r"depths", 1),
+    _rule("steps between the stages of a tower", r"downsampling_ratios", 2),
+    _rule("filters of the first stage, doubled by each", r"num_filters", 4),
     # widths
     _rule(
         "width of a feed-forward layer",
