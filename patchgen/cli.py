@@ -54,12 +54,15 @@ def generate(
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
     force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
     reviewed: Reviewed = None,
+    head: Annotated[
+        list[str] | None, Option(help="a class that the file is for instead of upstream's causal head; several: again")
+    ] = None,
 ) -> None:
     """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    what = {"dry_run": dry_run, "force": force, "reviewed": reviewed or []}
+    what = {"dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
     commands.generation.generate(models or [], every, transformers, source, output, **what)
 
 

@@ -36,11 +36,13 @@ def generate(
     dry_run: bool,
     force: bool,
     reviewed: Sequence[str] = (),
+    heads: Sequence[str] = (),
 ) -> None:
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
     Args:
         reviewed: targets of hand edits that were read against what upstream has now.
+        heads: the classes that the file is for; with `every`, each has those that it was made with.
 
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
@@ -48,6 +50,8 @@ def generate(
     names = named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
+    if heads and len(names) != 1:
+        raise ConfigError(f"--head {heads[0]} is of one model, and {len(names)} are to be generated: name it.")
     root = output or provenance.generated_root()
     if not dry_run:
         own.require_place(root, "What is generated")
@@ -56,7 +60,8 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
-            generated = pipeline.generate(upstream.load(name, version, source))
+            asked = Committed(name).record.get("asked", ()) if every else heads
+            generated = pipeline.generate(upstream.load(name, version, source), heads=asked)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
         except PatchgenError as error:
@@ -178,7 +183,7 @@ def _state(name: str) -> str:
     if version is None:
         return _state_without_source(name, directory, record)
     try:
-        files = pipeline.generate(upstream.load(name, version)).files
+        files = pipeline.generate(upstream.load(name, version), heads=record.get("asked", ())).files
     except PatchgenError as error:
         console.print(f"[red]fails[/] {name}: {escape(str(error))}")
         return STALE
