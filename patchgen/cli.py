@@ -234,7 +234,7 @@ def verify(
 
 @app.command()
 def sweep(
-    family: Annotated[str, Option(help="text, moe, media, vision, audio or omni")] = "text",
+    family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
     jobs: Annotated[int, Option(help="processes at once")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, Option(help="just these model types")] = None,
@@ -250,6 +250,8 @@ def sweep(
     """
     if sp > 1 or ep > 1:
         raise typer.Exit(commands.sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
+    if family == commands.head_sweep.FAMILY:
+        raise typer.Exit(commands.head_sweep.sweep(jobs, transformers, only or [], output, fresh=fresh))
     raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 

@@ -158,6 +158,10 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     path = records.path_in(None)
     if with_rows and path.is_file():
         release = upstream.open_release(records.wanted_key()["transformers"])
+        from patchgen.commands import head_sweep  # not needed to generate
+
+        if (heads := path.with_name(head_sweep.FILE)).is_file() and (old := head_sweep.stale(heads, release)):
+            found.append(records.Stale("types of docs/heads.md", tuple(old), "make sweep-heads"))
         found += records.stale_rows(path, missing=sweeping.missing_types(records.read(path), release))
     for one in found:
         console.print(f"[red]old[/] {one}", soft_wrap=True)
