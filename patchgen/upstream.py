@@ -28,9 +28,15 @@ AUTO_CLASS_MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-# The head classes that a training run starts from, in the order in which a model type is looked up.
-WHOLE_MODELS, *HEAD_MAPPINGS = AUTO_CLASS_MAPPINGS.values()
+# The head classes that a training run starts from, in the order in which a model type is looked up; others are made when
+# they are asked for.
+WHOLE_MODELS, *HEAD_MAPPINGS = list(AUTO_CLASS_MAPPINGS.values())[:4]
 AUTO_FILES = ("auto_mappings", "configuration_auto", "modeling_auto")
 
 

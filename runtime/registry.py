@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKAGE = "patchgen.generated_models"
-AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+AUTO_CLASSES = (
+    "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
+    "AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq",
+)  # fmt: skip
 
 
 class UnknownModelError(LookupError):

@@ -84,6 +84,7 @@ class Comparison:
         self.state: ParallelState | None = None
         self.ran_with: Names = ""
         self.separates_documents = False
+        self.only: tuple[str, ...] = ()
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -163,7 +164,7 @@ class Comparison:
                     lambda n=name, d=documents: self.documents(f"packed {n}", d, d.packed(self.positions)),
                 )
             )
-        for name, step in steps:
+        for name, step in steps if not self.only else [one for one in steps if one[0] in self.only]:
             try:
                 step()
             except Exception as error:
