@@ -413,7 +413,7 @@ def cached_wheel(version: str) -> Path:
         if result.returncode or not wheels:
             reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
             raise UpstreamNotFound(
-                f"The wheel of transformers {version} cannot be had. Looked at: the installed package "
+                f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
                 f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
             )
         target = cache / wheels[0].name

@@ -22,7 +22,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import INTERFACE, Role
+from patchgen.anatomy.roles import INTERFACE, Role, left_alone_experts
 from patchgen.anatomy.tokenwise import mixing
 
 COVERED = "passes"
@@ -31,6 +31,7 @@ TOKENWISE = "each token by itself"
 PARTS = "runs what is listed here"
 ELSEWHERE = "another file's, which no pass reads"
 PART = "a generated file of its own, which the config chooses"
+EXPERTS = "experts left alone"
 EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
 HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
@@ -343,6 +344,8 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
             return f"{reason}: {info.roles[role]}" if role == Role.ATTENTION else reason
     methods = [found[1] for run in ("forward", "__call__") if info and (found := anatomy.method(name, run))]
     functions = methods or [node for node in anatomy.names.statements.get(name, ()) if isinstance(node, FunctionNode)]
+    if sign := left_alone_experts(anatomy).get(name):
+        return f"{EXPERTS}: {sign}"
     tower = ", in a tower" if name in towers else ""
     if not functions:
         base = info and _inherited(anatomy, name)

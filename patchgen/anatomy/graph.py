@@ -250,13 +250,27 @@ class Anatomy:
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
+    def _handed_config(self, owner: str) -> str | None:
+        """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
+        init = self.method(owner, "__init__")
+        names, found = parameter_names(init[1]) if init else [], set()
+        for info in self.classes.values():
+            for call in (call for value in info.attributes.values() for call in calls(value)):
+                if self.names.resolve(call.func) == f".{owner}":
+                    given = arguments(call, names).get("config")
+                    own = given is not None and ast.unparse(given) in ("config", "self.config")
+                    found.add(self.config_of(info.name) if own else None)
+        return found.pop() if len(found) == 1 else None
+
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
         """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
         expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        own = self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None)
+        own = (
+            self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
+        )
         current = SubConfig(own) if own else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None

@@ -178,9 +178,12 @@ def shrink(
             if rule is not None and rule.meaning in sizes.REQUIRED:
                 overrides[name] = rule.small(sys.maxsize)
     for name in _undeclared_ids(config_class):
-        if not hasattr(prototype, name):
+        is_placeholder = name in sizes.PLACEHOLDERS  # None: of a checkpoint that takes no such input
+        if not hasattr(prototype, name) or (is_placeholder and getattr(prototype, name) is None):
             overrides[name] = next(special_ids)
-    overrides |= {name: value for name, value in given.items() if name not in fields}
+    overrides |= {
+        name: _small_value(value, (name,), special_ids) for name, value in given.items() if name not in fields
+    }
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(fields, values, explicit, overrides)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
@@ -439,6 +442,12 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if crops:  # sizes of crops, multiples of the image's
         unit = min(side for crop in crops for side in crop)
         found["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
+    queries = values.get("projector_patch_to_query_dict")
+    if queries:  # by the number of patches of an image
+        found["projector_patch_to_query_dict"] = {
+            sizes.IMAGE_TOKENS * 4 ** (n + 1): min(count, sizes.IMAGE_TOKENS + n)
+            for n, count in enumerate(queries.values())
+        }
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
     if "hash_seed" in own_fields:
