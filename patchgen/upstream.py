@@ -28,9 +28,15 @@ AUTO_CLASS_MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 }
-# The head classes that a training run starts from, in the order in which a model type is looked up.
-WHOLE_MODELS, *HEAD_MAPPINGS = AUTO_CLASS_MAPPINGS.values()
+# The head classes that a training run starts from, in the order in which a model type is looked up; others are made when
+# they are asked for.
+WHOLE_MODELS, *HEAD_MAPPINGS = list(AUTO_CLASS_MAPPINGS.values())[:4]
 AUTO_FILES = ("auto_mappings", "configuration_auto", "modeling_auto")
 
 
@@ -90,6 +96,11 @@ class Upstream:
         if self.release is None or model_type is None or auto_class not in AUTO_CLASS_MAPPINGS:
             return None
         return self.release.auto_map(AUTO_CLASS_MAPPINGS[auto_class]).get(model_type)
+
+    def model_of(self, model_type: str | None) -> str | None:
+        """The name by which the generated file of another model type goes: that of its modeling file."""
+        path = self.release.file_of(model_type) if self.release is not None and model_type else None
+        return path and path.rpartition("/")[2].removeprefix("modeling_").removesuffix(".py")
 
 
 class Release:
@@ -408,7 +419,7 @@ def cached_wheel(version: str) -> Path:
         if result.returncode or not wheels:
             reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
             raise UpstreamNotFound(
-                f"The wheel of transformers {version} cannot be had. Looked at: the installed package "
+                f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
                 f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
             )
         target = cache / wheels[0].name

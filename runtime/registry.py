@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKAGE = "patchgen.generated_models"
-AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+AUTO_CLASSES = (
+    "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
+    "AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq",
+)  # fmt: skip
 
 
 class UnknownModelError(LookupError):
@@ -52,6 +56,7 @@ class GeneratedModel:
     Attributes:
         upstream_sha256: of the text that it was made from.
         source: the file that it was made from, where that is one of the user's own and its folder was named.
+        parts: where it builds models of other generated files: `Class.attribute`.
     """
 
     name: str
@@ -63,6 +68,7 @@ class GeneratedModel:
     heads: tuple[str, ...]
     classes: tuple[str, ...]
     source: Path | None = None
+    parts: tuple[str, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -149,9 +155,13 @@ def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
     """
     package = importlib.import_module(generated.__package__)
     name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    if str(file.parent) not in package.__path__:
+        package.__path__.append(str(file.parent))
+    return _import_as(name, file)
+
+
+def _import_as(name: str, file: Path) -> ModuleType:
     if name not in sys.modules:
-        if str(file.parent) not in package.__path__:
-            package.__path__.append(str(file.parent))
         spec = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -167,6 +177,9 @@ def import_file(file: Path) -> ModuleType:
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
     know_packages({package: [str(file.parent.resolve())]})
+    if "." in file.stem:  # of a model type like kosmos-2.5: no name of a module
+        importlib.import_module(package)
+        return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
     return importlib.import_module(f"{package}.{file.stem}")
 
 
@@ -215,6 +228,7 @@ def read_model(directory: Path) -> GeneratedModel:
             model_types=tuple(fields["model_types"]),
             heads=tuple(fields["heads"]),
             classes=tuple(fields["classes"]),
+            parts=tuple(part["site"] for part in fields.get("parts", ())),
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{record} is not JSON: {error}. Run `make regen MODEL={directory.name}`.") from error

@@ -24,6 +24,7 @@ from patchgen.anatomy.axes import (
     has_rows,
     indexed,
     integer,
+    is_tensor,
     joined,
     put_together,
     reshaped,
@@ -219,8 +220,16 @@ class _Reader:
                 raise Mixed(node)
             for part, one in zip(target.elts, value, strict=True):
                 self._store(part, one, node)
-        elif has_rows(value) or has_rows(self.values.get(base_name(target))):
+        elif has_rows(value) or (has_rows(self.values.get(base_name(target))) and not self._is_column(target)):
             raise Mixed(node)
+
+    def _is_column(self, target: ast.expr) -> bool:
+        """Whether it is `x[:, :, fixed]`, of all rows."""
+        *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
+        if not rows or not is_tensor(axes := self.value(target.value)):
+            return False
+        self._plain(last)
+        return bool(indexed(axes, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
 
     def _set(self, name: str, value: Value) -> None:
         self.values[name] = value

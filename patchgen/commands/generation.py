@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import subprocess
 import time
@@ -19,6 +20,7 @@ from patchgen.commands import own_examples, sweeping
 from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
+from patchgen.runtime.registry import installed_directory
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
@@ -36,11 +38,13 @@ def generate(
     dry_run: bool,
     force: bool,
     reviewed: Sequence[str] = (),
+    heads: Sequence[str] = (),
 ) -> None:
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
     Args:
         reviewed: targets of hand edits that were read against what upstream has now.
+        heads: the classes that the file is for; with `every`, each has those that it was made with.
 
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
@@ -48,6 +52,8 @@ def generate(
     names = named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
+    if heads and len(names) != 1:
+        raise ConfigError(f"--head {heads[0]} is of one model, and {len(names)} are to be generated: name it.")
     root = output or provenance.generated_root()
     if not dry_run:
         own.require_place(root, "What is generated")
@@ -56,9 +62,14 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
-            generated = pipeline.generate(upstream.load(name, version, source))
+            loaded = upstream.load(name, version, source)
+            has = functools.partial(_is_there, root, loaded.version)
+            asked = Committed(name).record.get("asked", ()) if every else heads
+            generated, *parts = pipeline.generate_whole(loaded, has, heads=asked)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
+            for part in parts if not dry_run else ():
+                changed += provenance.write(part, root / part.model)
         except PatchgenError as error:
             if not several:
                 raise
@@ -76,6 +87,13 @@ def generate(
     if refused:
         told = "\n".join(f"{name}: {error}" for name, error in refused.items())
         raise PatchgenError(f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{told}")
+
+
+def _is_there(root: Path, version: str | None, name: str) -> bool:
+    """Whether a model that another builds has a generated file where runs look for it, of the same release."""
+    folders = (root / name, provenance.generated_root() / name, installed_directory() / name)
+    there = (folder for folder in folders if (folder / "provenance.json").is_file())
+    return any(provenance.read(folder)["upstream"]["version"] == version for folder in there)
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:
@@ -153,6 +171,10 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     path = records.path_in(None)
     if with_rows and path.is_file():
         release = upstream.open_release(records.wanted_key()["transformers"])
+        from patchgen.commands import head_sweep  # not needed to generate
+
+        if (heads := path.with_name(head_sweep.FILE)).is_file() and (old := head_sweep.stale(heads, release)):
+            found.append(records.Stale("types of docs/heads.md", tuple(old), "make sweep-heads"))
         found += records.stale_rows(path, missing=sweeping.missing_types(records.read(path), release))
     for one in found:
         console.print(f"[red]old[/] {one}", soft_wrap=True)
@@ -178,7 +200,7 @@ def _state(name: str) -> str:
     if version is None:
         return _state_without_source(name, directory, record)
     try:
-        files = pipeline.generate(upstream.load(name, version)).files
+        files = pipeline.generate(upstream.load(name, version), heads=record.get("asked", ())).files
     except PatchgenError as error:
         console.print(f"[red]fails[/] {name}: {escape(str(error))}")
         return STALE

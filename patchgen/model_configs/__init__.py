@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from patchgen import own
@@ -30,6 +30,7 @@ class ModelConfig:
     Attributes:
         model: the model type; also the name of the folder in `generated_models/`.
         roots: the classes that the file is for; what they do not reach is pruned. Empty: upstream's heads.
+        heads: the classes to train or to use, in place of the heads that upstream's auto maps name; they are roots, too.
         expect: hits per pass. A number pins what was reviewed; `Expect(0, reason)` states that a pass has
             nothing to do: it still runs, its misses are tolerated, and a hit is an error.
         edits: hand edits, each with its reason.
@@ -40,10 +41,23 @@ class ModelConfig:
 
     model: str
     roots: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     expect: Mapping[str, int | Expect] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
     allow_sync: Mapping[str, str] = field(default_factory=dict)
     strict_sync: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """All that the file is for; empty: upstream's heads."""
+        return tuple(dict.fromkeys((*self.heads, *self.roots)))
+
+    def for_heads(self, heads: Sequence[str]) -> ModelConfig:
+        """The config of a file with these heads instead; hits that were counted with other heads do not bind there."""
+        if not heads:
+            return self
+        expect = {name: one for name, one in self.expect.items() if isinstance(one, Expect) and not one.hits}
+        return replace(self, roots=(), heads=tuple(dict.fromkeys(heads)), expect=expect)
 
 
 def config_for(model: str) -> ModelConfig:
