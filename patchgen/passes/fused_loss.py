@@ -111,6 +111,41 @@ class FusedLoss(SitePass):
       +         )
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
         """),
+        Example("""a cross entropy that the head writes out
+        import torch
+        from torch import nn
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                hidden_states = self.model(input_ids)
+      -         logits = self.lm_head(hidden_states)
+      -
+      -         loss = None
+      -         if labels is not None:
+      -             loss_fct = nn.CrossEntropyLoss()
+      -             loss = loss_fct(logits.view(-1, self.config.vocab_size), labels.view(-1))
+      +         # patchgen: fused_loss
+      +         logits, loss = ops.causal_lm_loss(
+      +             self.lm_head,
+      +             hidden_states,
+      +             labels,
+      +             loss_function=ops.aligned_cross_entropy,
+      +             training=self.training,
+      +             vocab_size=self.config.vocab_size,
+      +             **ops.step_labels(kwargs),
+      +         )
+
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+      +
+      +     # patchgen: fused_loss
+      +     loss_form = "aligned"
+        """),
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
