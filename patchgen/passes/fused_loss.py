@@ -204,7 +204,8 @@ class FusedLoss(SitePass):
         plain = (f"{code_of(region.module)}({source})", source)
         if not region.inside and code_of(region.projected) in plain:
             function, definition = code_of(region.module), []
-        named = [f"loss_function={region.loss_function}", "training=self.training"]
+        training = f"self.training and not ({region.switches})" if region.further else "self.training"
+        named = [f"loss_function={region.loss_function}", f"training={training}"]
         named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
         arguments = [function, source, region.labels, *named, *region.loss_arguments]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
@@ -212,7 +213,14 @@ class FusedLoss(SitePass):
         if definition:
             seam[0] = seam[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
         replaced = replace_statement(region.first, [*definition, *seam])
-        return [*body[: region.start], *region.outside, *replaced, *body[region.end + 1 :]]
+        below = body[region.end + 1 :]
+        if region.further:  # upstream's, and of logits that a step does not have
+            what = f"one with a term where {region.switches}"
+            code = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
+            replaced = [*statements(code, depth=2, comment=self.mark), *replaced]
+            block = body[region.end]
+            below = [block.with_changes(body=block.body.with_changes(body=region.further)), *below]
+        return [*body[: region.start], *region.outside, *replaced, *below]
 
 
 def _head_function(region: LossRegion, mark: str) -> cst.FunctionDef:
