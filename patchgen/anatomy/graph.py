@@ -251,7 +251,9 @@ class Anatomy:
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        own = self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
+        own = (
+            self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
+        )
         current = SubConfig(own) if own else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None
