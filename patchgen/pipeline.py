@@ -7,11 +7,12 @@ import difflib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from patchgen import emit, provenance, source
+from patchgen import emit, outside, provenance, source
 from patchgen.anatomy import Anatomy, study
 from patchgen.errors import ConfigError, PassMismatch
-from patchgen.model_configs import Expect, ModelConfig, config_for, shown_file
+from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
@@ -76,16 +77,29 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
                 f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
                 f"Nearest: {', '.join(nearest) or 'none'}."
             )
-    steps = []
+    steps: list[Step] = []
+    refusals: list[PassMismatch] = []
     for current in passes:
         start = time.perf_counter()
-        outcome = _apply(current, module, anatomy, config)
+        try:
+            outcome = _apply(current, module, anatomy, config)
+        except PassMismatch as error:
+            if not outside.tells_all(anatomy.upstream):
+                raise
+            refusals.append(error)
+            continue
+        except Exception:
+            if refusals:  # it builds on what an earlier pass refused
+                break
+            raise
         steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
             anatomy = study(module, anatomy.upstream)
         for name in outcome.added:
             anatomy.add(name, module)
+    if refusals:
+        raise outside.refused(anatomy.upstream, config, refusals)
     return steps
 
 
@@ -111,7 +125,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
-            f"{shown_file(config.model)}.",
+            f"{outside.config_place(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )
@@ -130,7 +144,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
     """
-    config = config or config_for(upstream.model)
+    own = Path(upstream.config_file) if upstream.config_file else None
+    config = config or config_for(upstream.model, own)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
     if not anatomy.classes:
@@ -140,6 +155,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated
     _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
+    outside.check_imports(module, upstream)
 
     outcomes = [(step.name, step.outcome) for step in steps]
     record = emit.header(module, upstream, outcomes, provenance.command(upstream))

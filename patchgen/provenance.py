@@ -46,7 +46,8 @@ def shown_root() -> str:
 def command(upstream: Upstream) -> str:
     """The command that regenerates the model."""
     if upstream.version is None:
-        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
+        config = f" --config {shlex.quote(upstream.config_file)}" if upstream.config_file else ""
+        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}{config}"
     if _project_root() is not None:
         return f"patchgen generate {upstream.model} --transformers {upstream.version}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"

@@ -33,6 +33,7 @@ def generate(
     source: Path | None,
     output: Path | None,
     *,
+    config: Path | None = None,
     dry_run: bool,
     force: bool,
     reviewed: Sequence[str] = (),
@@ -40,12 +41,15 @@ def generate(
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
     Args:
+        models: with a source none is needed: the name follows from the file.
+        config: what is particular to the source.
         reviewed: targets of hand edits that were read against what upstream has now.
 
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
     """
-    names = named(models, every=every)
+    alone = source is not None and not models and not every
+    names = [upstream.name_of(source)] if alone else named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     root = output or provenance.generated_root()
@@ -56,7 +60,7 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
-            generated = pipeline.generate(upstream.load(name, version, source))
+            generated = pipeline.generate(upstream.load(name, version, source, config))
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
         except PatchgenError as error:
