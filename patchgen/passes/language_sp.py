@@ -9,9 +9,18 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
-from patchgen.anatomy.roles import TOKENS
+from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at, parameters, uses_name
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    embeddings_above,
+    function_body,
+    insert_at,
+    insert_first,
+    parameters,
+    uses_name,
+)
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -55,22 +64,28 @@ class LanguageSP(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that take tokens and build a rotary embedding, and are no decoder."""
+        media = media_models(anatomy)
         return [
             f"{name} takes tokens and builds a rotary embedding, and is no decoder"
             for name in anatomy.models_in(module)
+            if name not in media
             if "forward" in (info := anatomy.classes[name]).methods and Role.DECODER not in info.roles
             if TOKENS & set(parameter_names(info.methods["forward"])) and _rotary_attributes(anatomy, info)
         ]
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""
-        served = {site.block for site in self.sites(module, anatomy)}
+        sites = [anatomy.classes[site.block] for site in self.sites(module, anatomy)]
+        served = {info.name for info in sites if not _counts_itself(anatomy, info)}
         remarks = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
-            if served & below:
-                continue
+            if served & below or any(anatomy.is_part(build) for name in below for build in anatomy.auto_builds(name)):
+                continue  # a part's own file has the pass
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
+            roles = {role for name in below for role in anatomy.classes[name].roles}
+            if decoders and Role.MIXER in roles and Role.ATTENTION not in roles:
+                continue  # nothing reads positions: `mixer_sp` says what of these divides
             remarks.append(
                 f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
                 if decoders
@@ -80,17 +95,31 @@ class LanguageSP(SitePass):
         return remarks
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        info = anatomy.classes[site.block]
+        if _counts_itself(anatomy, info):
+            code = f'ops.require_whole_sequence("the positions of {info.name}")'
+            return Rewritten(insert_first(block, "forward", code, self.mark), "positions of a whole sequence alone")
+
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
+            if embeddings is None and {*TOKENS} <= {
+                *parameters(forward)
+            }:  # read above them: ids or embeddings, as given
+                embeddings = "inputs_embeds if input_ids is None else input_ids"
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
+                raise Missed(f"{POSITIONS} as a parameter, read below the embeddings [B, S, H] or token ids", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return insert_at(forward, anchor, code, self.mark)
 
         return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
+
+
+def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """Whether a decoder takes no position ids and looks up those that it counts itself."""
+    return POSITIONS not in parameter_names(info.methods["forward"]) and not _rotary_attributes(anatomy, info)
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:

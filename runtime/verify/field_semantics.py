@@ -69,11 +69,6 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
     _rule("layer of a tower behind which it merges patches", r"insert_layer_id", 0),
-    Rule(
-        "layers of a tower that features are taken from, counted from either end",
-        re.compile(r"vision_feature_layers?$"),
-        lambda declared: max(-2, min(declared, 1)),
-    ),
     _rule(
         "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
     ),
@@ -91,6 +86,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("indexed keys", r"(.*_)?index(er)?_budget", WINDOW),
     _rule("indexed keys", r"(.*_)?index(er)?_topk", 4),
     _rule("indexed blocks", r"(.*_)?index_topk_blocks", 2),
+    _rule("keys that an indexer pools", r"(.*_)?index_kpool", 2),
     _rule("index block", r"(.*_)?index_block_size", 4),
     _rule("compression of indexed keys", r"(.*_)?compress_ratio", 4),
     _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
@@ -126,6 +122,9 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", IMAGE_TOKENS),
     _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
+    _rule("stages of a tower of convolutions", r"depths", 1),
+    _rule("steps between the stages of a tower", r"downsampling_ratios", 2),
+    _rule("filters of the first stage, doubled by each", r"num_filters", 4),
     # widths
     _rule(
         "width of a feed-forward layer",
@@ -139,7 +138,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "model width",
-        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
+        r"(.*_)?(hidden_sizes?(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
         HIDDEN,
     ),
     _rule("centroids", r"num_centroids|.*codebook_size", 16),

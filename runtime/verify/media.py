@@ -114,7 +114,7 @@ class MediaMaker:
             AttributeError: the model has no `get_<modality>_features`.
         """
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
-        key += tuple(t.sum().item() for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
         if key not in self._counts:
             self._counts[key] = self._ask(item)
         return self._counts[key]
@@ -247,12 +247,14 @@ class MediaMaker:
         return self._packed(kind, merged, self._patch)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
-        merge = layout.merge_size(layout.tower_config(self.config, kind))
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(vision)
+        steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
             merge *= FREE_MERGE
             arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
-        t, h, w = merged[0], merged[1] * merge, merged[2] * merge
+        t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
         arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), f"{kind}_grid_thw": torch.tensor([[t, h, w]])}
         return Item(kind, arguments, frames=t)
 
