@@ -86,7 +86,7 @@ def test_the_modality_of_a_token_reaches_the_layers_that_read_it() -> None:
     _, media = upstream("Ernie4_5_VLMoeForConditionalGeneration")
     images = next(case for case in media.cases if case.name == "images").batch
     assert images["moe_mm_token_type_ids"].any()
-    assert rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
+    assert fields.rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:
