@@ -247,9 +247,9 @@ class MediaMaker:
         return self._packed(kind, merged, self._patch)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
-        tower = layout.tower_config(self.config, kind)
-        merge = layout.merge_size(tower)
-        steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == VIDEO else 1
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(vision)
+        steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
             merge *= FREE_MERGE
