@@ -139,7 +139,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("input width of a later part", r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim)", HIDDEN),
     _rule(
         "model width",
-        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
+        r"(.*_)?(hidden_sizes?(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
         HIDDEN,
     ),
     _rule("centroids", r"num_centroids|.*codebook_size", 16),
@@ -162,7 +162,7 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
-DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*")
+DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")
 
 
@@ -176,7 +176,7 @@ def rule_for(*names: str) -> Rule | None:
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field is a probability of random noise in training, which a comparison sets to zero."""
+    """Whether a field is a probability or a size of random noise in training, which a comparison sets to zero."""
     return DROPOUT.match(name) is not None
 
 
