@@ -98,17 +98,11 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
     """
     kind = kind_of(features.__name__)
     parameters = inspect.signature(features).parameters
-<<<<<<< HEAD
-    if kind == layout.AUDIO:
-        return _sounds(tower, parameters, like)
-    return _pictures(features, tower, kind, sp, like)
-=======
     if WAVEFORM in parameters:
         samples = layout.samples_per_token(features.__self__.config)
         return ({WAVEFORM: like.new_zeros(1, *channel, samples)} for channel in CHANNELS)
     tower = layout.tower_config(features.__self__.config, kind)
-    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(tower, kind, parameters, sp, like)
->>>>>>> work-configs
+    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(features, tower, kind, sp, like)
 
 
 def kind_of(method: str) -> str:
@@ -126,10 +120,6 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
         n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
     lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
-    samples = layout.samples_per_token(tower)
-    if samples and first == "input_values":  # as it was recorded
-        yield {first: like.new_ones(1, samples)}
-        return
     told = layout.mel_bins(tower)
     whole = whole_frames(tower)
     for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):

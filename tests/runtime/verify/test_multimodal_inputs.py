@@ -8,14 +8,9 @@ import pytest
 import torch
 import transformers
 
-<<<<<<< HEAD
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
-from patchgen.runtime.parallel import fields
-=======
 from patchgen.runtime.media_forms import minimal_inputs
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO, samples_per_token
-from patchgen.runtime.parallel.fields import rule_of
->>>>>>> work-configs
+from patchgen.runtime.parallel import fields
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED
