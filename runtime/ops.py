@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
@@ -48,6 +49,7 @@ __all__ = [
     "ParallelPlan",
     "PositionIds",
     "absent_tower",
+    "aligned_cross_entropy",
     "attend_only",
     "attends_by_lengths",
     "beside_experts",
@@ -57,6 +59,7 @@ __all__ = [
     "delta_rule",
     "experts_interface",
     "fused_moe",
+    "given_logits",
     "hold_whole",
     "initialize_as_upstream",
     "is_sliced",
@@ -68,6 +71,7 @@ __all__ = [
     "parallel_plan",
     "register_checkpoint_mapping",
     "register_stacked_experts",
+    "require_no_step",
     "require_transformers",
     "require_whole_sequence",
     "rms_norm",
@@ -76,6 +80,7 @@ __all__ = [
     "router_means",
     "sequence_position_ids",
     "serves",
+    "shifted_cross_entropy",
     "swiglu",
     "tower_kwargs",
     "tower_rows",
@@ -186,6 +191,7 @@ def causal_lm_loss(
     vocab_size: int | None,
     training: bool = True,
     local_terms: tuple[str, ...] = (),
+    upcast: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
@@ -195,10 +201,12 @@ def causal_lm_loss(
             nothing else to the logits, else a function with everything it does (softcap, scaling, ...).
         hidden_states: `[B, S, H]`.
         labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
-        loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`.
+        loss_function: upstream's loss for this class, called as `loss_function(logits, labels, vocab_size, **kwargs)`;
+            `aligned_cross_entropy` or `shifted_cross_entropy` where the head writes its own out.
         vocab_size: V; None for the last dimension of the logits.
         training: whether the model is in training mode. In evaluation the logits are what the caller came for.
         local_terms: what the model adds to the loss that is a number of one rank's tokens, as source.
+        upcast: where there are labels, upstream's logits are in fp32.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
@@ -216,6 +224,12 @@ def causal_lm_loss(
         return head(hidden_states), None
     state, read_losses = parallel.current(), None
     needs_logits = not training
+    is_served = serves("causal_lm_loss")
+    if loss_function is shifted_cross_entropy and (is_served or state is not None):
+        mask = kwargs.pop("attention_mask", None)
+        labels = kept_labels(labels, mask) if kwargs.get("shift_labels") is None else labels
+    if loss_function is aligned_cross_entropy and kwargs.get("shift_labels") is None:
+        kwargs["shift_labels"] = labels
     if state is not None:
         from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
         from patchgen.runtime.parallel.loss import current_step, global_labels, in_step, require_shares
@@ -223,11 +237,16 @@ def causal_lm_loss(
         require_shares(local_terms, state)
         if (objective := current_step().objective) is not None:
             return None, objective(head, hidden_states)
+        if kwargs.get("shift_labels") is labels and current_step().num_items is not None:
+            raise ValueError(
+                "The labels of this model are the targets of its decoder, and a step counts labels of the next token: "
+                "its loss has no share of a step. Compute it outside of `parallel.loss.step`."
+            )
         require_causal_lm_loss(loss_function, "parallel")
         labels, kwargs = global_labels(labels, hidden_states, kwargs, state)
         read_losses = current_step().read_losses
         needs_logits = needs_logits and not in_step()
-    if serves("causal_lm_loss") and not needs_logits:
+    if is_served and not needs_logits:
         return seams.implementation("causal_lm_loss")(
             head,
             hidden_states,
@@ -237,13 +256,27 @@ def causal_lm_loss(
             **({"read_losses": read_losses} if read_losses is not None else {}),
             **kwargs,
         )
-    logits = head(hidden_states)
+    logits = head(hidden_states).float() if upcast else head(hidden_states)
     if read_losses is not None:
         from patchgen.kernels.causal_lm_loss import losses_of_rows
 
         read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
     return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+
+def require_no_step(labels: object, what: str) -> None:
+    """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
+    if labels is not None and parallel.current() is not None:
+        raise ValueError(
+            f"This model computes a loss of its own, {what}, which has no share for several ranks or micro-batches: it "
+            "is upstream's mean over the call. Train it without a parallel state, or hand over no labels."
+        )
+
+
+def given_logits(logits: Tensor) -> Tensor:
+    """The head of a model whose logits another model made: `[B, S, V]` as they are."""
+    return logits
 
 
 def step_labels(given: Mapping[str, object]) -> dict[str, object]:

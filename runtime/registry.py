@@ -153,9 +153,13 @@ def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
     """
     package = importlib.import_module(generated.__package__)
     name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    if str(file.parent) not in package.__path__:
+        package.__path__.append(str(file.parent))
+    return _import_as(name, file)
+
+
+def _import_as(name: str, file: Path) -> ModuleType:
     if name not in sys.modules:
-        if str(file.parent) not in package.__path__:
-            package.__path__.append(str(file.parent))
         spec = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -171,6 +175,9 @@ def import_file(file: Path) -> ModuleType:
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
     know_packages({package: [str(file.parent.resolve())]})
+    if "." in file.stem:  # of a model type like kosmos-2.5: no name of a module
+        importlib.import_module(package)
+        return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
     return importlib.import_module(f"{package}.{file.stem}")
 
 

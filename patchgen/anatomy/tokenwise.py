@@ -9,6 +9,7 @@ look like.
 from __future__ import annotations
 
 import ast
+import copy
 from collections.abc import Collection, Iterator, Sequence
 
 from patchgen.anatomy.classes import (
@@ -29,11 +30,11 @@ CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contig
 POINTWISE = CASTS | {
     "tanh", "sigmoid", "exp", "log", "abs", "sqrt", "rsqrt", "pow", "square", "mul", "div", "add", "sub", "neg", "clamp",
     "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
-    "softplus", "layer_norm", "minimum", "maximum",
+    "softplus", "layer_norm", "minimum", "maximum", "finfo",
 }
 # What works along a dimension, and the place of `dim` among torch's parameters; the tensor is the first, of a method too.
 # `keepdim` follows on `dim` where there is one; without it the last dimension of the result would be another.
-ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
+ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2, "cat": 1}
 REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
 PRODUCTS = frozenset({"linear", "matmul"})
 LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
@@ -116,7 +117,10 @@ class _Reader:
         self.reason: ast.AST | str = ""  # the innermost code that was in the way
 
     def statements(self, body: Sequence[ast.stmt], tensors: set[str]) -> Iterator[ast.AST]:
-        tensors = tensors | {name for statement in body for name in stored_names(statement)} - {"self"}
+        made = tensors | {name for statement in body for name in stored_names(statement)} - {"self"}
+        given = [statement for statement in body if not self._mentions(statement, made)]  # of modules and config alone
+        others = {name for statement in body if statement not in given for name in stored_names(statement)}
+        tensors = tensors | others - {"self"}
         for statement in body:
             if isinstance(statement, ast.If):
                 if _is_inference(statement.test):
@@ -154,7 +158,7 @@ class _Reader:
             match child:
                 case ast.Call() if self._mentions(child, tensors):
                     yield from self._called(child, tensors)
-                case ast.Subscript(value) if self._mentions(value, tensors) and not keeps_tokens(child):
+                case ast.Subscript(value) if self._mentions(value, tensors) and not self._keeps(child, tensors):
                     yield child
                 case ast.BinOp(_, ast.MatMult(), right) if self._mentions(right, tensors):
                     yield child
@@ -251,6 +255,14 @@ class _Reader:
         if wrong is not None or self._anatomy.names.is_wrapped(function):
             self.reason = reader.reason or wrong or function.decorator_list[0]
             yield call
+
+    def _keeps(self, node: ast.Subscript, tensors: set[str]) -> bool:
+        """Whether it is some of the last dimension, or all of what is written there by a fixed index."""
+        columns = node.slice.elts[-1:] if isinstance(node.slice, ast.Tuple) and isinstance(node.ctx, ast.Store) else []
+        if columns and not self._mentions(columns[0], tensors):
+            node = copy.deepcopy(node)
+            node.slice.elts[-1] = ast.Slice()
+        return keeps_tokens(node)
 
     @staticmethod
     def _mentions(node: ast.AST, tensors: set[str]) -> bool:

@@ -11,7 +11,16 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
 from patchgen.anatomy.roles import TOKENS
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
-from patchgen.rewrite import code_of, edit_function, embeddings_above, function_body, insert_at, parameters, uses_name
+from patchgen.rewrite import (
+    code_of,
+    edit_function,
+    embeddings_above,
+    function_body,
+    insert_at,
+    insert_first,
+    parameters,
+    uses_name,
+)
 from patchgen.source import Block, Module
 
 POSITIONS = "position_ids"
@@ -64,7 +73,8 @@ class LanguageSP(SitePass):
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """The causal heads below which nothing takes position ids: they train on one sequence per rank only."""
-        served = {site.block for site in self.sites(module, anatomy)}
+        sites = [anatomy.classes[site.block] for site in self.sites(module, anatomy)]
+        served = {info.name for info in sites if not _counts_itself(anatomy, info)}
         remarks = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
@@ -80,6 +90,11 @@ class LanguageSP(SitePass):
         return remarks
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        info = anatomy.classes[site.block]
+        if _counts_itself(anatomy, info):
+            code = f'ops.require_whole_sequence("the positions of {info.name}")'
+            return Rewritten(insert_first(block, "forward", code, self.mark), "positions of a whole sequence alone")
+
         def insert(forward: cst.FunctionDef) -> cst.FunctionDef:
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
@@ -91,6 +106,11 @@ class LanguageSP(SitePass):
             return insert_at(forward, anchor, code, self.mark)
 
         return Rewritten(edit_function(block, "forward", insert), "position ids of this rank's slice")
+
+
+def _counts_itself(anatomy: Anatomy, info: ClassInfo) -> bool:
+    """Whether a decoder takes no position ids and looks up those that it counts itself."""
+    return POSITIONS not in parameter_names(info.methods["forward"]) and not _rotary_attributes(anatomy, info)
 
 
 def _rotary_attributes(anatomy: Anatomy, info: ClassInfo) -> set[str]:

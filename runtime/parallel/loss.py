@@ -91,6 +91,17 @@ LOCAL_TERMS = "local_loss_terms"
 """Of a generated head: what it adds to its loss that is a number of one rank's tokens, as source."""
 
 
+LOSS_FORM = "loss_form"
+"""Of a generated head that writes its cross entropy out: "aligned" or "shifted" (`kernels.causal_lm_loss`)."""
+
+
+def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch of whole rows, with `labels` not yet shifted, as upstream's class of a generated head takes it."""
+    if getattr(head, LOSS_FORM, "") != "aligned" or batch.get("labels") is None:
+        return batch
+    return {**batch, "labels": F.pad(batch["labels"], (0, 1), value=IGNORED)[:, 1:].contiguous()}
+
+
 def not_shared(head: object) -> str:
     """Why the loss of a generated head, a class or a model, is no sum of shares; empty if it is one."""
     terms = getattr(head, LOCAL_TERMS, ())

@@ -16,7 +16,7 @@ import functools
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -95,7 +95,8 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
         inputs = cases.get("packed" if packed else "plain")
         if inputs is None:
             continue
-        one_rank = functools.partial(_one_rank, inputs=inputs, packed=packed, functions=functions, ours=ours)
+        step = functools.partial(reference_loss.one_rank, router_functions=functions, generated_class=generated)
+        one_rank = functools.partial(_one_rank, inputs=inputs, packed=packed, step=step, ours=ours)
         expected_loss, expected = one_rank(yardstick)
         model = generated._from_config(copy.deepcopy(config), attn_implementation=name, dtype=torch.float32)
         model.load_state_dict(ours.apply(yardstick.state_dict()))
@@ -127,17 +128,21 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
 
 
 def _one_rank(
-    model: nn.Module, inputs: dict, packed: bool, functions: Sequence[str], ours: Correspondence
+    model: nn.Module,
+    inputs: dict,
+    packed: bool,
+    step: Callable[..., tuple[float, dict[str, Tensor]]],
+    ours: Correspondence,
 ) -> tuple[float, dict[str, Tensor]]:
     """Upstream's step, its gradients by our names: a batch as it is, or each document of each packed row by itself."""
     if not packed:
-        total, gradients = reference_loss.one_rank(model, [inputs], router_functions=functions)
+        total, gradients = step(model, [inputs])
         return total, ours.present(gradients)
     pieces, rows = [], []
     for row, places in enumerate(_documents(inputs)):
         pieces += [{name: inputs[name][row : row + 1, one] for name in ("input_ids", "labels")} for one in places]
         rows += [row] * len(places)
-    total, gradients = reference_loss.one_rank(model, pieces, router_functions=functions, packed_rows=rows)
+    total, gradients = step(model, pieces, packed_rows=rows)
     return total, ours.present(gradients)
 
 

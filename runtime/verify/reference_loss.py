@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.batch import IGNORED
 
 
@@ -46,6 +47,7 @@ def one_rank(
     router_functions: Sequence[str] = (),
     packed_rows: Sequence[int] | None = None,
     training: bool = True,
+    generated_class: type[nn.Module] | None = None,
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of upstream's class over all batches, as one step.
 
@@ -54,6 +56,7 @@ def one_rank(
         router_functions: names of upstream's functions that compute a router loss.
         packed_rows: for each batch, which of the packed rows that ranks hold its rows are documents of; None: every row
             is one by itself.
+        generated_class: tells whether upstream's head writes its loss out: the mean over its own labels, of no step.
     """
     model.zero_grad()
     model.train(training)
@@ -61,8 +64,12 @@ def one_rank(
     total, router = torch.zeros(()), None
     rows: dict[Any, list[list[Tensor]]] = {}
     for number, inputs in enumerate(batches):
+        count = (inputs["labels"][:, 1:] != IGNORED).sum()
+        handed = loss.upstream_labels(generated_class, dict(inputs))
         with recorded(model, router_functions) as asked:
-            share = model(**inputs, num_items_in_batch=items).loss
+            share = model(**handed, num_items_in_batch=items).loss
+        if hasattr(generated_class, loss.LOSS_FORM):
+            share = share * (count / items) if count else torch.zeros(())
         total = total + share
         forget_positions(model)
         if asked.function is not None:

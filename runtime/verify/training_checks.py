@@ -190,12 +190,13 @@ class Comparison:
         items = inputs.num_labels(rows) + spare
         counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         failed = len(self.failures)
-        handed = _handed(rows) if "attention_mask" not in rows else rows  # a run never pads by a mask: others may
+        by_mask = "attention_mask" in rows  # a run never pads by a mask: others may
+        handed = loss.upstream_labels(self.generated_class, rows) if by_mask else _handed(rows)
         logits = lambda model: {"logits": self._reference_logits(model, rows)[counts]}  # noqa: E731
         self._compare(
             name,
             actual=self._step([handed], items, {"logits": self._logits(handed)[counts]}),
-            upstream_step=lambda model: _reference_step(model, [rows], items, logits(model)),
+            upstream_step=lambda model: self._reference_step(model, [rows], items, logits(model)),
         )
         # What attention makes of padding is each implementation's own: nothing to compare where upstream reads that.
         if len(self.failures) > failed and not counts.all() and self._reads_padding_upstream(rows, counts):
@@ -216,7 +217,7 @@ class Comparison:
         self._compare(
             name,
             actual,
-            lambda model: _reference_step(model, rows, items, {"logits": self._row_of_logits(model, rows)}),
+            lambda model: self._reference_step(model, rows, items, {"logits": self._row_of_logits(model, rows)}),
         )
 
     def leak(self, packed: Batch) -> None:
@@ -252,7 +253,7 @@ class Comparison:
     def upstream_refusal(self) -> Exception | None:
         """What upstream's own class, eager, raises in training on a document by itself."""
         try:
-            _reference_step(self.reference, self.text.rows, sum(map(inputs.num_labels, self.text.rows)))
+            self._reference_step(self.reference, self.text.rows, sum(map(inputs.num_labels, self.text.rows)))
         except Exception as error:
             return error
         return None
@@ -264,7 +265,7 @@ class Comparison:
         self._compare(
             "accumulation",
             self._step([_handed(packed), _handed(self.plain)], items),
-            lambda model: _reference_step(model, rows, items),
+            lambda model: self._reference_step(model, rows, items),
         )
 
     def router_loss(self) -> None:
@@ -285,7 +286,9 @@ class Comparison:
                 setattr(one, switch, True)
             items = inputs.num_labels(row)
             self._compare(
-                "router loss", self._step([_handed(row)], items), lambda model: _reference_step(model, [row], items)
+                "router loss",
+                self._step([_handed(row)], items),
+                lambda model: self._reference_step(model, [row], items),
             )
 
     # ------------------------------------------------------------------------------------- as the trainer calls
@@ -313,6 +316,29 @@ class Comparison:
         handed = _in_dtype_of(model, inputs.without_labels(rows))
         with torch.no_grad(), all_eager():
             return model(**handed, use_cache=False).logits
+
+    def _reference_step(
+        self, model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
+    ) -> Step:
+        """The step of documents one by one: each mean counts with its share of the labels."""
+        model.train()
+        model.zero_grad(set_to_none=True)
+        total = torch.zeros((), dtype=torch.float64)
+        for row in rows:
+            labels = inputs.num_labels(row)
+            if not labels:
+                continue
+            torch.manual_seed(SEED)
+            handed = _in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
+            with all_eager():
+                mean = model(**handed, use_cache=False).loss
+                share = mean * (labels / items)
+                share.backward()
+            total += share.detach()
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        return Step(
+            {"loss": total.to(dtype), **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()}
+        )
 
     def _row_of_logits(self, model: nn.Module, rows: Sequence[Batch]) -> Tensor:
         """The logits of documents one after the other, `(1, S, V)`, without those of padding."""
@@ -374,27 +400,6 @@ def _handed(rows: Batch) -> Batch:
 def _selected(chosen: Mapping[str, str]) -> Iterator[None]:
     with all_eager(), seams.using(**chosen):
         yield
-
-
-def _reference_step(
-    model: nn.Module, rows: Sequence[Batch], items: int, outputs: Mapping[str, Tensor] | None = None
-) -> Step:
-    """The step of documents one by one: each mean counts with its share of the labels."""
-    model.train()
-    model.zero_grad(set_to_none=True)
-    total = torch.zeros((), dtype=torch.float64)
-    for row in rows:
-        labels = inputs.num_labels(row)
-        if not labels:
-            continue
-        torch.manual_seed(SEED)
-        with all_eager():
-            mean = model(**_in_dtype_of(model, copy.deepcopy(dict(row))), use_cache=False).loss
-            share = mean * (labels / items)
-            share.backward()
-        total += share.detach()
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return Step({"loss": total.to(dtype), **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
 
 
 def _in_dtype_of(model: nn.Module, rows: Mapping[str, Any]) -> Batch:

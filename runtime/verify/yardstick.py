@@ -176,7 +176,12 @@ class Yardstick:
         """
         packed_rows = [0] * len(batches) if is_one_row else None
         loss, gradients = reference_loss.one_rank(
-            self.model, batches, router_functions=self.router_functions, packed_rows=packed_rows, training=training
+            self.model,
+            batches,
+            router_functions=self.router_functions,
+            packed_rows=packed_rows,
+            training=training,
+            generated_class=self.generated_class,
         )
         return loss, self.correspondence.present(gradients)
 

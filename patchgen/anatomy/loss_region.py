@@ -1,0 +1,407 @@
+"""Where a head computes its loss: the statements from its first logits to the loss, and what they are made of.
+
+What is not read stays unread: each refusal says what was expected, so that no loss is taken for another.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+)
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.loss_terms import LossTerms
+from patchgen.anatomy.names import local_names
+from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
+from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
+from patchgen.errors import Missed
+from patchgen.rewrite import code_of, function_body, parameters, uses_name
+
+LOSS_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
+"""Of transformers' losses of language models, in their order; further ones have a keyword."""
+SEAM_PARAMETERS = {"head", "hidden_states", "loss_function", "training", "local_terms", "upcast"}
+OWN_LOSSES = {"loss_function", "_loss_function", "__call__"}  # `loss_type` names a library's
+HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_module_forward_hook")
+LOSS_CALL = m.Call(func=m.Attribute(value=m.Name("self"), attr=m.Name("loss_function")))
+LOSS_ASSIGNMENT = m.SimpleStatementLine(body=[m.Assign(targets=[m.AssignTarget(m.Name())], value=LOSS_CALL)])
+CONFIG = re.compile(r"self\.config(\.\w+)*")
+LIBRARIES, OTHERS = ("transformers.", "torch.", "typing.", "functools."), "transformers.models."
+
+
+@dataclass(frozen=True)
+class LossRegion:
+    """The statements from the first assignment of the logits to the one that computes the loss."""
+
+    start: int
+    end: int
+    first: cst.BaseStatement  # `logits = self.lm_head(hidden_states)`
+    inside: list[cst.BaseStatement]  # what follows and goes into the head's function
+    outside: list[cst.BaseStatement]  # what follows and goes above the seam, `loss = None` left out
+    logits: str
+    loss: str
+    labels: str
+    projected: cst.BaseExpression  # the right-hand side of `first`
+    module: cst.BaseExpression  # `self.lm_head`
+    hidden_states: cst.BaseExpression  # its argument
+    loss_function: str
+    form: str  # of a cross entropy that the head writes out: `own_losses.ALIGNED`, `SHIFTED`
+    loss_arguments: list[str]
+    local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
+
+    @property
+    def parameter(self) -> str:
+        """Of the head's function."""
+        return self.hidden_states.value if isinstance(self.hidden_states, cst.Name) else "hidden_states"
+
+    def from_parameter(self) -> cst.BaseStatement:
+        """The first statement, from the parameter of the head's function."""
+        value = self.projected
+        if not isinstance(self.hidden_states, cst.Name):
+            value = value.deep_replace(self.hidden_states, cst.Name(self.parameter))
+        return self.first.with_changes(body=[self.first.body[0].with_changes(value=value)], leading_lines=[])
+
+
+def _makes(node: cst.BaseStatement, logits: str, later: Sequence[cst.BaseStatement]) -> bool:
+    """Whether a statement computes the logits: it reads or writes them, or something that only such ones read."""
+    if uses_name(node, logits):
+        return True
+    targets = [t.target.value for t in m.findall(node, m.AssignTarget(target=m.Name()))]
+    return any(uses_name(other, name) and uses_name(other, logits) for other in later for name in targets)
+
+
+def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossRegion:
+    """The region of a head's forward.
+
+    Raises:
+        Missed: it has another form than those that are known.
+    """
+    body = function_body(forward)
+    end, call = _find_loss(body, forward, anatomy)
+    logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
+    start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
+    if start is None:
+        raise Missed(f"an assignment of `{logits}` above the loss", code_of(body[end]))
+    projected = _assigned_value(body[start], logits)
+    found = _projection(projected) or _made_elsewhere(projected, body[:start])
+    if found is None:
+        raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
+    between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
+    inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
+    outside = [node for node in between if node not in inside]
+    for node in body[:start]:
+        if loss in stored_names(as_ast(node)) and not _is_unset(node, loss):
+            raise Missed(f"`{loss} = None` as the only value of {loss} without labels", code_of(node))
+        if (early := next(_returns_in_training(as_ast(node).body, labels), None)) is not None:
+            raise Missed("no return in training above the loss", early)
+    below, (whole,) = as_ast(*body[end + 1 :]), as_ast(forward).body
+    terms = LossTerms(whole, below.body, loss, labels, owner, anatomy)
+    for node in body[end + 1 :]:
+        if not _hands_on(as_ast(node), logits, below, terms.is_result):
+            raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
+    if terms.lost is not None:
+        raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
+    if late := call.bound & loaded_names(below):
+        raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code_of(body[end]))
+    made = (body[start], inside, outside, logits, loss, labels, projected)
+    return LossRegion(start, end, *made, *found, call.function, call.form, rest, terms.local)
+
+
+@dataclass(frozen=True)
+class _LossCall:
+    """What computes the loss, from which names, and what it is called with besides."""
+
+    function: str
+    form: str  # of a cross entropy that the head writes out; "" where it calls transformers' loss
+    loss: str
+    logits: str
+    labels: str
+    arguments: list[str]
+    bound: frozenset[str] = frozenset()
+
+
+def _find_loss(body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, anatomy: Anatomy) -> tuple[int, _LossCall]:
+    """The statement that computes the loss where there are labels."""
+    local = local_names(as_ast(forward).body[0])
+    for place, node in enumerate(body):
+        if not m.matches(node, m.If(body=m.IndentedBlock())):
+            continue
+        line = next((line for line in node.body.body if m.matches(line, LOSS_ASSIGNMENT)), None)
+        if line is not None:
+            logits, labels, rest = _loss_arguments(line.body[0].value, forward)
+            loss, alone = line.body[0].targets[0].target.value, len(node.body.body) == 1
+            call = _LossCall("self.loss_function", "", loss, logits, labels, rest)
+        elif own := read_own_loss(as_ast(node).body[0].body, anatomy, local):
+            call, alone = _own_call(own, body[:place], forward), True
+        else:
+            continue
+        has_labels = m.Comparison(m.Name(call.labels), [m.ComparisonTarget(m.IsNot(), m.Name("None"))])
+        if not m.matches(node.test, has_labels) or not alone or node.orelse is not None:
+            raise Missed(f"`if {call.labels} is not None:` with the loss alone in it", code_of(node))
+        return place, call
+    assignment = m.SimpleStatementLine(body=[m.Assign(value=~m.Name("None"))])
+    lines = [code_of(line) for line in m.findall(forward, assignment)]
+    closest = next((line for line in reversed(lines) if re.match(r"\w*loss\b.*=", line.strip())), code_of(body[-1]))
+    raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
+
+
+def _own_call(own: OwnLoss, above: Sequence[cst.BaseStatement], forward: cst.FunctionDef) -> _LossCall:
+    """The seam's call for a cross entropy that the head writes out."""
+    bound, kwargs = _bound(forward) - own.bound - {own.loss}, kwargs_of(forward)
+    for name in filter(None, (own.labels, own.mask)):
+        if name in bound or name not in parameters(forward):
+            raise Missed(f"`{name}` as the caller handed them in, who shifts and counts them", code_of(above[-1]))
+    rest = [f"vocab_size={own.vocab_size}"]
+    rest += [f"attention_mask={own.mask}"] if own.mask else []
+    rest += ["upcast=True"] if own.upcast else []
+    if own.form == ALIGNED and _reads(as_ast(*above), own.labels):
+        rest.append(f"shift_labels={own.labels}")  # the decoder's inputs are made of them: they are its targets
+        return _LossCall(f"ops.{own.form}_cross_entropy", "", own.loss, own.logits, own.labels, rest, own.bound)
+    rest += [f"**ops.step_labels({kwargs})"] if kwargs else []
+    return _LossCall(f"ops.{own.form}_cross_entropy", own.form, own.loss, own.logits, own.labels, rest, own.bound)
+
+
+def _reads(code: ast.Module, name: str) -> bool:
+    """Whether code reads a name, and does not only ask whether it is None."""
+    asked = [n for n in ast.walk(code) if isinstance(n, ast.Compare) and isinstance(n.ops[0], ast.Is | ast.IsNot)]
+    return loaded(code).count(name) > sum(loaded(node).count(name) for node in asked)
+
+
+def _made_elsewhere(
+    value: cst.BaseExpression, above: Sequence[cst.BaseStatement]
+) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+    """The logits as a model of its own has them in its result: `outputs[0]`, `outputs.logits`."""
+    match ast.parse(code_of(value), mode="eval").body:
+        case ast.Subscript(ast.Name(name), ast.Constant(0)) | ast.Attribute(ast.Name(name), "logits"):
+            made = [node for node in as_ast(*above).body if name in stored_names(node)]
+            is_result = len(made) == 1 and isinstance(made[0], ast.Assign) and isinstance(made[0].value, ast.Call)
+            if is_result and own_attribute(made[0].value.func):
+                return cst.parse_expression("ops.given_logits"), value
+    return None
+
+
+def _returns_in_training(body: Sequence[ast.stmt], labels: str) -> Iterator[ast.Return]:
+    """The returns of these statements that a training step with labels may reach."""
+    for node in body:
+        if isinstance(node, ast.Return):
+            yield node
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("not self.training", f"{labels} is None"):
+            yield from _returns_in_training(node.orelse, labels)
+        elif not isinstance(node, FunctionNode | ast.ClassDef):
+            for name in ("body", "orelse", "finalbody", "handlers"):
+                yield from _returns_in_training(getattr(node, name, []), labels)
+
+
+def check_own_losses(owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a class or one of its ancestors gives it a loss of its own, or something is put around its forward."""
+    for info in anatomy.lineage(owner):
+        members = [ast.Attribute(ast.Name(info.name), member) for member in ("forward", *OWN_LOSSES)]
+        around = [*info.node.decorator_list, *getattr(info.methods.get("forward"), "decorator_list", ())]
+        for node in (*members, *around):
+            meaning = anatomy.names.resolve(node.func if isinstance(node, ast.Call) else node) or ""
+            is_library = meaning.startswith(LIBRARIES) and not meaning.startswith(OTHERS)
+            if not (meaning if node in members else is_library):
+                raise Missed("a forward that nothing is put around but what transformers has for that", node)
+        for node in ast.walk(info.node):
+            name = getattr(node, "name", None) or own_attribute(node) or getattr(node, "id", "")
+            is_hook = isinstance(node, ast.Attribute) and node.attr in HOOKS
+            if is_hook or (name in OWN_LOSSES and not isinstance(getattr(node, "ctx", None), ast.Load)):
+                closest = f"{info.name}, line {node.lineno}: {ast.unparse(node)}"
+                raise Missed("the loss that transformers has for the class", closest)
+
+
+def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
+    for call in calls(forward):
+        method = anatomy.method(owner, own_attribute(call.func) or "")
+        own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+        function = method[1] if method is not None else anatomy.functions.get(own)
+        if function is not None:
+            changed = stored_names(ast.Module(function.body, []))
+            handed = arguments(call, parameter_names(function)).items()
+            if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in handed):
+                raise Missed(f"{', '.join(sorted(given))} as the caller handed them in", call)
+
+
+def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str, list[str]]:
+    """The logits, the labels, and the remaining arguments as source, each under the name of its parameter."""
+    named: dict[str, str] = {}
+    rest, kwargs = [], kwargs_of(forward)
+    for position, arg in enumerate(call.args):
+        if arg.star == "**" and code_of(arg.value) == kwargs:
+            rest.append(f"**{code_of(arg.value)}")
+        elif arg.star or (arg.keyword is None and position >= len(LOSS_PARAMETERS)):
+            raise Missed(f"self.loss_function({', '.join(LOSS_PARAMETERS)}, **kwargs)", code_of(call))
+        else:
+            named[arg.keyword.value if arg.keyword else LOSS_PARAMETERS[position]] = code_of(arg.value)
+    if not named.get("logits", "-").isidentifier() or not named.get("labels", "-").isidentifier():
+        raise Missed("self.loss_function(logits, labels, ...) with plain names", code_of(call))
+    logits, labels = named.pop("logits"), named.pop("labels")
+    if named.get("vocab_size") in (f"{logits}.shape[-1]", f"{logits}.size(-1)"):
+        named["vocab_size"] = "None"
+    if named.get("ignore_index", "-100") != "-100":
+        raise Missed("the ignore_index -100, which labels are padded with and counted by", code_of(call))
+    bound = _bound(forward)
+    if labels in bound or labels not in parameters(forward):
+        raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
+    for name, source in named.items():
+        read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
+        handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
+        is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
+        if is_own or read & ({logits, labels} if name == "vocab_size" else read):
+            raise Missed(f"an argument {name} that is known without labels, and above the logits", code_of(call))
+    if kwargs and not rest and not named.keys() & {"num_items_in_batch", "shift_labels"}:
+        rest = [f"**ops.step_labels({kwargs})"]  # upstream's own loss hears nothing of a step: packed rows would leak
+    return logits, labels, [*(f"{name}={source}" for name, source in named.items()), *rest]
+
+
+def kwargs_of(forward: cst.FunctionDef) -> str:
+    """The name of a forward's further arguments, which go on to the loss.
+
+    Raises:
+        Missed: what the loss reads of them is changed.
+    """
+    kwargs = forward.params.star_kwarg.name.value if forward.params.star_kwarg else ""
+    for node in ast.walk(as_ast(*function_body(forward))):
+        is_changed = isinstance(node, ast.stmt) and not hasattr(node, "body") and kwargs in stored_names(node)
+        if is_changed or (isinstance(node, ast.Call) and dotted(node.func) == f"{kwargs}.pop"):
+            words = [getattr(part, name, None) for part in ast.walk(node) for name in ("value", "arg")]
+            keys = {word for word in words if isinstance(word, str)}
+            if not keys or keys & set(LOSS_PARAMETERS) or kwargs in stored(node):
+                raise Missed(f"{kwargs} handed on to the loss as the caller gave them", node)
+    return kwargs
+
+
+def _bound(forward: cst.FunctionDef) -> set[str]:
+    """The names to which a forward gives new values; `x = x.to(...)` gives none."""
+    bound: set[str] = set()
+    for node in ast.walk(as_ast(*function_body(forward))):
+        value = getattr(node, "value", None) if isinstance(node, ast.Assign) else None
+        is_moved = isinstance(value, ast.Call) and dotted(value.func) == f"{ast.unparse(node.targets[0])}.to"
+        if is_moved or not isinstance(node, ast.stmt):
+            continue
+        inside = [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
+        bound |= set().union(*map(stored_names, inside if hasattr(node, "body") else [node]))
+    return bound
+
+
+def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
+    """The right-hand side if the statement is a plain assignment to `name`."""
+    plain = m.Assign(targets=[m.AssignTarget(m.Name(name))]) | m.AnnAssign(target=m.Name(name))
+    return node.body[0].value if m.matches(node, m.SimpleStatementLine(body=[plain])) else None
+
+
+def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
+    """`loss = None`, annotated or not."""
+    value = _assigned_value(node, loss)
+    return value is not None and m.matches(value, m.Name("None"))
+
+
+def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.BaseExpression] | None:
+    """The innermost `self.<module>(x)` and its x: everything around it belongs to the head."""
+    pattern = m.Call(func=m.Attribute(value=m.Name("self")), args=[m.Arg(keyword=None, star="")])
+    found = m.findall(value, pattern)
+    return (found[-1].func, found[-1].args[0].value) if found else None
+
+
+def _hands_on(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
+    """Whether all that a statement below the loss does with the logits is to hand them on in the result.
+
+    That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
+    only return statements read.
+    """
+    returned = (n for n in ast.walk(below) if isinstance(n, ast.Return))
+    read_else = Counter(loaded(below)) - Counter(name for statement in returned for name in loaded(statement))
+    parts: list[ast.expr] = []
+    for statement in ast.walk(node):
+        match statement:
+            case ast.Return(value):
+                parts += _parts(value, is_result)
+            case ast.Assign([ast.Name(name)], value) if name not in read_else:
+                parts += _parts(value, is_result)
+    handed = [part for part in parts if isinstance(part, ast.Name) and part.id == logits]
+    return len(handed) == sum(isinstance(n, ast.Name) and n.id == logits for n in ast.walk(node))
+
+
+def _parts(value: ast.expr | None, is_result: Callable[[ast.AST], bool]) -> Sequence[ast.expr]:
+    """What a result hands on: `Output(logits=logits)`, `(loss, logits) + outputs[1:]`."""
+    match value:
+        case ast.IfExp(_, left, right) | ast.BinOp(left, ast.Add(), right):
+            return [*_parts(left, is_result), *_parts(right, is_result)]
+        case ast.Tuple(parts):
+            return parts
+        case ast.Call(_, given, named) if is_result(value):
+            return [*given, *(keyword.value for keyword in named)]
+    return ()
+
+
+def _has_return(node: cst.BaseStatement) -> bool:
+    return any(isinstance(child, ast.Return) for child in ast.walk(as_ast(node)))
+
+
+def as_ast(*nodes: cst.BaseStatement) -> ast.Module:
+    return ast.parse(_code(nodes))
+
+
+def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatomy: Anatomy) -> None:
+    """Raises Missed where the seam would change something: statements move above the head, or into a function that
+    runs per chunk."""
+    closure = as_ast(region.first, *region.inside)
+    read, written = loaded_names(closure), stored_names(closure) - {region.logits}
+    for node in region.outside:
+        tree = as_ast(node)
+        if _has_return(node):
+            raise Missed("no return between the head and the loss", code_of(node))
+        changed = stored_names(tree) & (read | {region.loss})
+        if changed:
+            raise Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
+        late = loaded_names(tree) & written
+        if late:
+            raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
+    for node in region.inside:
+        if _has_return(node) or region.loss in stored_names(as_ast(node)):
+            what = "statements that make the logits, and nothing else, between the head and the loss"
+            raise Missed(what, code_of(node))
+    moved = {id(node) for node in (region.first, *region.inside)}
+    others = as_ast(*(node for node in function_body(forward) if id(node) not in moved))
+    given = {arg.arg for arg in ast.walk(as_ast(forward).body[0].args) if isinstance(arg, ast.arg)}
+    outer = loaded_names(others) | stored_names(others) | given
+    shared = written & (outer | {"self", region.parameter})
+    if shared:
+        raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
+    rest = as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
+    foreign = loaded_names(rest) - {region.logits, "self", "_"} - written - (_configs(others) - given)
+    is_name = isinstance(region.hidden_states, cst.Name)
+    foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
+    if foreign:
+        what = f"logits made from {code_of(region.hidden_states)} and the module alone, not from {', '.join(sorted(foreign))}"
+        raise Missed(what, _code([region.first, *region.inside]))
+    body = as_ast(region.from_parameter(), *region.inside).body
+    mixed = mixing(body, {region.parameter, region.logits}, owner, anatomy)
+    if mixed is not None:
+        raise Missed("a head that treats every token by itself, for the loss runs over chunks of tokens", mixed)
+
+
+def _configs(code: ast.Module) -> set[str]:
+    """The names that hold nothing but a part of the config."""
+    parts = [n for n in code.body if isinstance(n, ast.Assign) and CONFIG.fullmatch(ast.unparse(n.value))]
+    bound = stored(code)
+    return {name for node in parts for name in stored(node) if bound.count(name) == 1}
+
+
+def _code(nodes: Sequence[cst.BaseStatement]) -> str:
+    return "\n".join(code_of(node) for node in nodes)

@@ -1,0 +1,205 @@
+"""A cross entropy that a head writes out itself, known by what its statements come to.
+
+    aligned    `CrossEntropyLoss()(logits.view(-1, V), labels.view(-1))`: a label is that of the token above it
+    shifted    the same of `logits[..., :-1, :]` and `labels[..., 1:]`, and perhaps of those that a mask keeps
+
+The statements are put into one another until one expression is left. Whatever is not known in it makes the loss unread.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import FunctionNode, called_names, calls, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.graph import Anatomy
+
+ALIGNED, SHIFTED = "aligned", "shifted"
+LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"
+COMPUTES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
+FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), :-1(, :)?\]")  # logits without the last token
+SECOND = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
+CROPPED = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """What the statements compute.
+
+    Attributes:
+        form: `ALIGNED` or `SHIFTED`.
+        vocab_size: V as source; "None" for as many as the logits have.
+        mask: the mask of the tokens that count; "" where all do.
+        upcast: whether the logits are in fp32 from there on.
+        bound: the names that the statements bind besides.
+    """
+
+    loss: str
+    logits: str
+    labels: str
+    form: str
+    vocab_size: str
+    mask: str
+    upcast: bool
+    bound: frozenset[str]
+
+
+def read_own_loss(body: Sequence[ast.stmt], anatomy: Anatomy, local: Container[str]) -> OwnLoss | None:
+    """The cross entropy that `body` ends in; None where it is another, or not known to be one."""
+    names: dict[str, ast.expr] = {}
+    if not body or not _follow(body, names):
+        return None
+    loss = getattr(body[-1].targets[0], "id", "") if isinstance(body[-1], ast.Assign) else ""
+    operands = _operands(names.get(loss), anatomy, local)
+    if operands is None:
+        return None
+    logits, size = _flat(operands[0], 2)
+    labels, _ = _flat(operands[1], 1)
+    upcast = next((name for name, value in names.items() if ast.unparse(value) == f"{name}.float()"), "")
+    texts = [ast.unparse(one).replace(f"{upcast}.float()", upcast or ".float()") for one in (*logits, *labels)]
+    found = _tokens(texts[: len(logits)], texts[len(logits) :])
+    if found is None or (upcast and upcast != found[0]):
+        return None
+    name, target, form, mask = found
+    if re.fullmatch(r".*(\.size\(-1\)|\.shape\[-1\])", size) and name in loaded(ast.parse(size)):
+        size = "None"
+    is_known = size == "None" or set(loaded(ast.parse(size))) <= {"self"}
+    bound = frozenset(names) - {loss, target, *([name] if upcast else [])}
+    if not is_known or {name, target, mask} & bound or not _is_moved(names.get(target), target):
+        return None
+    return OwnLoss(loss, name, target, form, size, mask, bool(upcast), bound)
+
+
+def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
+    """Puts the value of each name into `names`, made of what the names held; False at a statement that is not understood."""
+    for node in body:
+        match node:
+            case ast.Assign([ast.Name(name)], value):
+                names[name] = _Inlined(names).visit(copy.deepcopy(value))
+            case ast.If(test, then, [_, *_] as orelse):
+                sides = [dict(names), dict(names)]
+                if not _follow(then, sides[0]) or not _follow(orelse, sides[1]):
+                    return False
+                asked = _Inlined(names).visit(copy.deepcopy(test))
+                for name in sides[0].keys() & sides[1].keys():
+                    one, other = (side[name] for side in sides)
+                    is_same = ast.unparse(one) == ast.unparse(other)
+                    names[name] = one if is_same else ast.IfExp(asked, one, other)
+                for name in sides[0].keys() ^ sides[1].keys():
+                    names[name] = ast.Name("")  # bound on one side alone
+            case _:
+                return False
+    return True
+
+
+class _Inlined(ast.NodeTransformer):
+    def __init__(self, names: dict[str, ast.expr]) -> None:
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self._names.get(node.id, node))
+
+
+def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -> list[ast.expr] | None:
+    """The logits and labels of a cross entropy that ignores -100 and is a mean; None for anything else."""
+    match value:
+        case ast.Call(ast.Call(function, [], options), [logits, labels], []):
+            known = LOSS_CLASS
+        case ast.Call(function, [logits, labels], options):
+            known = LOSS_FUNCTION
+        case _:
+            return None
+    is_plain = all(
+        f"{one.arg}={ast.unparse(one.value)}" in ("ignore_index=-100", "reduction='mean'") for one in options
+    )
+    return [logits, labels] if is_plain and anatomy.names.resolve(function, local) == known else None
+
+
+def _flat(node: ast.expr, dimensions: int) -> tuple[list[ast.expr], str]:
+    """What is flattened to `dimensions`, its last dimension as source; of a choice by a mask the condition, and both sides."""
+    size, flattened = "", False
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.keywords:
+        given = [ast.unparse(one) for one in node.args]
+        is_view = node.func.attr in ("view", "reshape") and len(given) == dimensions and given[:1] == ["-1"]
+        is_view |= node.func.attr == "flatten" and given == ([] if dimensions == 1 else ["0", "1"])
+        is_moved = node.func.attr == "to" and len(given) == 1 and given[0].endswith(".device")
+        if is_view and not flattened:
+            flattened, size = True, "None" if node.func.attr == "flatten" else given[-1]
+        elif not is_moved and not (node.func.attr == "contiguous" and not given):
+            break
+        node = node.func.value
+    if isinstance(node, ast.IfExp):
+        sides = [_flat(side, 0)[0] for side in (node.body, node.orelse)]
+        return [one for one in (node.test, *sides[0], *sides[1]) if flattened], size
+    return [node] if flattened or not dimensions else [], size
+
+
+def _tokens(logits: list[str], labels: list[str]) -> tuple[str, str, str, str] | None:
+    """The names of logits and labels, the form, and the name of the mask."""
+    match logits, labels:
+        case [str(one)], [str(other)]:
+            if one.isidentifier() and other.isidentifier():
+                return one, other, ALIGNED, ""
+            first, second = FIRST.fullmatch(one), SECOND.fullmatch(other)
+            return (first["name"], second["name"], SHIFTED, "") if first and second else None
+        case [str(asked), str(kept), str(one)], [str(same), str(chosen), str(other)] if asked == same:
+            whole = _tokens([one], [other])
+            masks = [_mask(text, cut, whole[0]) for text, cut in ((kept, one), (chosen, other))] if whole else [""]
+            is_known = masks[0] and len(set(masks)) == 1 and asked == f"{masks[0]} is not None"
+            return (*whole[:2], SHIFTED, masks[0]) if is_known and whole[2] == SHIFTED else None
+    return None
+
+
+def _mask(kept: str, cut: str, logits: str) -> str:
+    """The name of the mask in `cut[mask[..., 1:] != 0]`."""
+    node = ast.parse(kept, mode="eval").body
+    if not isinstance(node, ast.Subscript) or ast.unparse(node.value) != cut:
+        return ""
+    match node.slice:
+        case ast.Compare(left, [ast.NotEq()], [ast.Constant(0)]):
+            text = ast.unparse(_flat(left, 0)[0][0])
+            plain, cropped = SECOND.fullmatch(text), CROPPED.fullmatch(text)
+            is_cropped = cropped and (cropped["logits"] == logits or FIRST.fullmatch(cropped["cut"] or "-"))
+            return plain["name"] if plain else cropped["name"] if is_cropped else ""
+    return ""
+
+
+def _is_moved(value: ast.expr | None, name: str) -> bool:
+    """Whether a name still holds what it held, if on another device."""
+    return value is None or [ast.unparse(one) for one in _flat(value, 0)[0]] == [name]
+
+
+def handed_on(forward: FunctionNode) -> ast.Call | None:
+    """The call of the model whose loss a head returns as it is, and whose labels are the caller's; None where it has another."""
+    read = [n for n in ast.walk(forward) if isinstance(n, ast.Attribute) and n.attr == "loss"]
+    results = [n.value for n in ast.walk(forward) if isinstance(n, ast.Return)]
+    if len(read) != 1 or len(results) != 1 or not isinstance(results[0], ast.Call) or stored(forward).count("labels"):
+        return None
+    holder = getattr(read[0].value, "id", "")
+    made = [n for n in ast.walk(forward) if isinstance(n, ast.Assign | ast.AnnAssign) and holder in stored(n)]
+    call = made[0].value if len(made) == 1 and stored(forward).count(holder) == 1 else None
+    if not isinstance(call, ast.Call) or not own_attribute(call.func) or forward.args.kwarg is None:
+        return None
+    is_returned = any(one.arg == "loss" and one.value is read[0] for one in results[0].keywords)
+    handed = {(one.arg, ast.unparse(one.value)) for one in call.keywords}
+    whole = {("labels", "labels"), (None, forward.args.kwarg.arg)}
+    return call if is_returned and whole <= handed and "labels" in parameter_names(forward) else None
+
+
+def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AST | None:
+    """What computes a loss of a head that is not transformers' and has no form that is known; None where nothing tells."""
+    if "loss_function" in called_names(forward):
+        return None
+    for call in calls(forward):
+        given = [*call.args, *(one.value for one in call.keywords)]
+        attribute = own_attribute(call.func) if any("labels" in loaded(one) for one in given) else None
+        held = [anatomy.method(owner, attribute)] if attribute else []
+        held += [
+            anatomy.method(build.target, "forward") for build in anatomy.builds(owner) if attribute == build.attribute
+        ]
+        if any(called_names(one[1]) & COMPUTES for one in held if one):
+            return call
+    return next((call for call in calls(forward) if called_names(call) & COMPUTES), None) or handed_on(forward)
