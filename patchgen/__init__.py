@@ -1,3 +1,3 @@
 """patchgen compiles a Hugging Face modeling file into a modeling file that trains in parallel."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

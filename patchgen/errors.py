@@ -10,7 +10,7 @@ class PatchgenError(Exception):
 
 
 class UpstreamNotFound(PatchgenError):
-    """The upstream source cannot be had: unknown model, missing file, wheel out of reach."""
+    """The upstream source is unavailable: unknown model, missing file, wheel out of reach."""
 
 
 class SourceSyntaxError(PatchgenError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from patchgen import emit, provenance, source
@@ -17,7 +18,7 @@ from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
-from patchgen.upstream import AUTO_CLASS_MAPPINGS, Upstream
+from patchgen.upstream import AUTO_CLASS_MAPPINGS, Upstream, load_from
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Generated:
     @property
     def model(self) -> str:
         return self.upstream.model
+
+    @property
+    def parts(self) -> list[str]:
+        """The models of other files that it builds by default."""
+        return [name for part in json.loads(self.provenance).get("parts", ()) if (name := part["default"]["model"])]
 
     @property
     def files(self) -> dict[str, str]:
@@ -160,6 +166,21 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     files = _files(upstream, text, diff)
     facts = provenance.record(upstream, steps, roots, dropped, files, config.edits, heads=config.heads, asked=heads)
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
+
+
+def generate_whole(
+    upstream: Upstream, has: Callable[[str], bool] = lambda name: False, heads: Sequence[str] = ()
+) -> list[Generated]:
+    """Generates a model, with `heads`, and those of other files that it builds by default, but for those already there.
+
+    Raises:
+        PatchgenError: as `generate`, for any of them.
+    """
+    found = [generate(upstream, heads=heads)]
+    for one in found:  # grows
+        named = [name for name in one.parts if name not in {other.model for other in found} and not has(name)]
+        found += [generate(load_from(upstream.release, name)) for name in dict.fromkeys(named)]
+    return found
 
 
 def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:

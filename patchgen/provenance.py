@@ -109,6 +109,7 @@ def record(
             if emit.summary(step.outcome) != emit.NOTHING  # so that a pass that finds nothing changes no record
         ],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
+        **({"parts": parts} if (parts := _parts(module, anatomy)) else {}),
         "dropped": list(dropped),
         **({"edits": targets} if (targets := targets_record(edits, steps[0].before)) else {}),
         "symbols": {
@@ -120,6 +121,23 @@ def record(
         "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def _parts(module: Module, anatomy: Anatomy) -> list[dict]:
+    """The language models of other files that the classes build: what builds them, and what the default config builds."""
+    return [
+        {
+            "site": f"{info.name}.{build.attribute or build.method}",
+            "builds": build.code,
+            "default": {
+                "class": anatomy.target_of(build),
+                "model": anatomy.upstream.model_of(anatomy.default_type(build)),
+            },
+        }
+        for info in anatomy.still_in(module)
+        for build in info.auto_builds
+        if anatomy.is_part(build)
+    ]
 
 
 def _passes_of(steps: Sequence[Step], module: Module, anatomy: Anatomy) -> dict[str, list[str]]:

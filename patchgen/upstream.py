@@ -97,6 +97,11 @@ class Upstream:
             return None
         return self.release.auto_map(AUTO_CLASS_MAPPINGS[auto_class]).get(model_type)
 
+    def model_of(self, model_type: str | None) -> str | None:
+        """The name by which the generated file of another model type goes: that of its modeling file."""
+        path = self.release.file_of(model_type) if self.release is not None and model_type else None
+        return path and path.rpartition("/")[2].removeprefix("modeling_").removesuffix(".py")
+
 
 class Release:
     """The files of one transformers release, whose package is a folder or lies in a wheel."""
@@ -414,7 +419,7 @@ def cached_wheel(version: str) -> Path:
         if result.returncode or not wheels:
             reason = (result.stderr.strip().splitlines() or ["pip gave no wheel"])[-1]
             raise UpstreamNotFound(
-                f"The wheel of transformers {version} cannot be had. Looked at: the installed package "
+                f"The wheel of transformers {version} is unavailable. Looked at: the installed package "
                 f"({installed_version() or 'none'}), the cache {cache}, and `pip download`, which said: {reason}"
             )
         target = cache / wheels[0].name

@@ -49,5 +49,17 @@ def _proven_with(record: Path, generated_file: Path) -> list[str]:
     if not record.is_file():
         return []
     proof = json.loads(record.read_text())
-    is_current = proof.get("sha256") == hashlib.sha256(generated_file.read_bytes()).hexdigest()
+    is_current = proof.get("sha256") == digest(generated_file)
     return proof["transformers"] if is_current else []
+
+
+def digest(generated_file: Path) -> str:
+    """What a proof of a generated file is of: a hash of it and of the files of the models that it builds by default."""
+    found = hashlib.sha256(generated_file.read_bytes())
+    record = generated_file.with_name("provenance.json")
+    parts = json.loads(record.read_text(encoding="utf-8")).get("parts", ()) if record.is_file() else ()
+    for name in (part["default"]["model"] for part in parts):
+        places = (generated_file.parent.parent, Path(__file__).parents[1] / "generated_models")
+        files = (place / str(name) / f"modeling_{name}.py" for place in places)
+        found.update(next((file.read_bytes() for file in files if file.is_file()), b""))
+    return found.hexdigest()

@@ -51,6 +51,28 @@ def image_forms(*, takes_sizes: bool) -> Iterator[tuple[tuple[int, ...], bool]]:
         yield from ((crops, with_sizes) for with_sizes in ((False, True) if takes_sizes else (False,)))
 
 
+def beside_image(config: Any, parameters: Any, crops: tuple[int, ...], like: Tensor) -> dict[str, Tensor]:
+    """What a method requires beside a whole image: the same for a second tower, and which crops are there.
+
+    Args:
+        config: of the model; its `<name>_vision_config` says what an image `<name>_pixel_values` is.
+        parameters: of the method, by name.
+        crops: what stands before `C, H, W`.
+        like: gives device and dtype.
+
+    Returns:
+        Images of ones `[1, *crops, C, H, W]`, masks of ones `[1, *crops]` bool.
+    """
+    found = {}
+    for name, one in parameters.items():
+        tower = getattr(config, name.replace("pixel_values", "vision_config"), None)
+        if name.endswith("_pixel_values") and tower is not None:
+            found[name] = like.new_ones(1, *crops, layout.channels(tower), *layout.image_size(tower))
+        elif name == "pixel_attention_mask" and one.default is one.empty:
+            found[name] = torch.ones(1, *crops, dtype=torch.bool, device=like.device)
+    return found
+
+
 def whole_frames(audio: Any) -> int:
     """The frames of a sound where the tower takes one length only; 0 where the config has no such number."""
     return 2 * layout.first_int(audio, "max_source_positions", default=0)
@@ -73,7 +95,9 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
     kind = kind_of(features.__name__)
     tower = layout.tower_config(features.__self__.config, kind)
     parameters = inspect.signature(features).parameters
-    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(tower, kind, parameters, sp, like)
+    if kind == layout.AUDIO:
+        return _sounds(tower, parameters, like)
+    return _pictures(features, tower, kind, sp, like)
 
 
 def kind_of(method: str) -> str:
@@ -91,6 +115,10 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
         n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
     lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
+    samples = layout.samples_per_token(tower)
+    if samples and first == "input_values":  # as it was recorded
+        yield {first: like.new_ones(1, samples)}
+        return
     told = layout.mel_bins(tower)
     whole = whole_frames(tower)
     for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):
@@ -106,7 +134,10 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
                     break
 
 
-def _pictures(tower: Any, kind: str, parameters: Any, sp: int, like: Tensor) -> Iterator[dict[str, Tensor]]:
+def _pictures(
+    features: Callable[..., Any], tower: Any, kind: str, sp: int, like: Tensor
+) -> Iterator[dict[str, Tensor]]:
+    parameters = inspect.signature(features).parameters
     first, *others = parameters
 
     def integers(*rows: list[int]) -> Tensor:
@@ -116,7 +147,9 @@ def _pictures(tower: Any, kind: str, parameters: Any, sp: int, like: Tensor) -> 
     if grid is not None:
         merge = layout.merge_size(tower)
         height, width = merge * sp, merge
-        yield {first: like.new_zeros(height * width, layout.patch_values(tower)), grid: integers([1, height, width])}
+        told = {name: torch.tensor([merge], device=like.device) for name in others if name.endswith("merge_sizes")}
+        for shape in layout.patch_shapes(tower):
+            yield {first: like.new_zeros(height * width, *shape), grid: integers([1, height, width])} | told
         return
     yield from _patches(tower, kind, parameters, like)
     sides = layout.image_sides(tower)
@@ -128,7 +161,8 @@ def _pictures(tower: Any, kind: str, parameters: Any, sp: int, like: Tensor) -> 
         for crops, with_sizes in image_forms(takes_sizes="image_sizes" in others):
             # Not zeros: some models take an image of zeros for the filling of a batch, and drop it.
             arguments = {first: like.new_ones(1, *crops, layout.channels(tower), height, width)}
-            yield arguments | ({"image_sizes": integers([height, width])} if with_sizes else {})
+            beside = beside_image(features.__self__.config, parameters, crops, like)
+            yield arguments | beside | ({"image_sizes": integers([height, width])} if with_sizes else {})
     if kind == layout.IMAGE and isinstance(getattr(tower, "patch_size", None), int):
         for side in PATCHED_SIDES:  # patches that do not say where they lie
             yield {first: like.new_ones(1, side * side, layout.patch_values(tower))}

@@ -1,11 +1,13 @@
 """What one image, video or sound looks like to a model, read off its config: channels, patches, mel bins.
 
-A packed vision tower takes `[P, C * T * p * p]` and the grid `(t, h, w)` of each image in patches, h and w multiples of
-the merge size. Any other takes whole images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`.
+A packed vision tower takes `[P, C * T * p * p]` or `[P, C, p, p]` and the grid `(t, h, w)` of each image in patches, h and
+w multiples of the merge size. Any other takes whole images `[N, C, H, W]`. An audio tower takes spectrograms `[N, mel, F]`, or the
+samples of a recording `[N, F]`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,12 +35,20 @@ def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
 
 def merge_size(vision: PreTrainedConfig) -> int:
     """How many patches are merged to one feature, in each direction."""
-    return first_int(vision, "spatial_merge_size", "merge_size", default=1)
+    kernel = getattr(vision, "merge_kernel_size", None)  # height and width
+    return kernel[0] if kernel else first_int(vision, "spatial_merge_size", "merge_size", default=1)
 
 
 def patch_values(vision: PreTrainedConfig) -> int:
     """The numbers in a packed patch: channels x frames x height x width."""
-    return channels(vision) * first_int(vision, "temporal_patch_size", default=1) * vision.patch_size**2
+    return (
+        channels(vision) * first_int(vision, "temporal_patch_size", "patch_temporal", default=1) * vision.patch_size**2
+    )
+
+
+def patch_shapes(vision: PreTrainedConfig) -> tuple[tuple[int, ...], ...]:
+    """The shapes in which a packed patch may come: its numbers in a row, or as an image."""
+    return (patch_values(vision),), (channels(vision), vision.patch_size, vision.patch_size)
 
 
 def merged_patch_values(vision: PreTrainedConfig) -> int:
@@ -52,14 +62,21 @@ def channels(vision: PreTrainedConfig) -> int:
 
 def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
     """Height and width of a whole image."""
-    size = vision.image_size
+    size = _image_size(vision)
+    if size is None:
+        raise ValueError(f"{type(vision).__name__} and the configs in it have no image_size.")
     return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
+def _image_size(vision: PreTrainedConfig) -> int | Sequence[int] | None:
+    """The size of an image by a tower's config, or by that of the first of the towers in it that says one."""
+    parts = (getattr(vision, name, None) for name in type(vision).sub_configs)
+    return next((size for one in (vision, *parts) if (size := getattr(one, "image_size", None)) is not None), None)
 
 
 def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
     """Heights and widths that a tower of whole images may take: what the config says, else a few patches."""
-    size = getattr(vision, "image_size", None)
-    if size is not None:
+    if _image_size(vision) is not None:
         return [image_size(vision)]
     patch = getattr(vision, "patch_size", None)
     patch = patch if isinstance(patch, int) else 16
@@ -69,6 +86,11 @@ def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
 def mel_bins(audio: PreTrainedConfig) -> int:
     names = ("num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", "feature_size")
     return first_int(audio, *names, default=80)
+
+
+def samples_per_token(audio: PreTrainedConfig) -> int:
+    """The samples of a recording that become one token; 0 where the config does not say."""
+    return first_int(audio, "samples_per_token", default=0)
 
 
 def first_int(config: PreTrainedConfig, *names: str, default: int) -> int:

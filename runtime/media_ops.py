@@ -80,16 +80,6 @@ def hold_whole(*modules: object) -> None:
     media.hold_whole(modules)
 
 
-def attend_only(model: object) -> None:
-    """Says that a language model is of another modeling file, where no pass acts: it may mix tokens by attention only.
-
-    A slice of the sequence handed to one that has convolutions along it is an error that names them.
-    """
-    from patchgen.runtime.parallel import media
-
-    media.attend_only(model)
-
-
 def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
     """How the rows of a tower are divided over the ranks that share a sequence; all methods of it change nothing in one
     process, and where the heads of the layers do not divide by the ranks: the tower is then computed whole.

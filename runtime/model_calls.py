@@ -93,6 +93,11 @@ def documents_of(config: object) -> Tensor | None:
     return None
 
 
+def bounds_of_call() -> Tensor | None:
+    """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted."""
+    return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
+
+
 def documents_apart() -> DocumentRows | None:
     """Where the documents of the packed rows went that a model computes now in rows of their own; None: nowhere."""
     return next((call.rows for call in reversed(_RUNNING.calls) if call.rows is not None), None)

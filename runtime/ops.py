@@ -15,6 +15,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
@@ -26,7 +28,6 @@ from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
 from patchgen.runtime.media_ops import (
     absent_tower,
-    attend_only,
     attends_by_lengths,
     chunk_rows,
     hold_whole,
@@ -40,6 +41,7 @@ from patchgen.runtime.media_ops import (
     tower_rows,
 )
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
+from patchgen.runtime.parts import build_part
 from patchgen.runtime.positions import PositionIds
 
 if TYPE_CHECKING:
@@ -50,15 +52,16 @@ __all__ = [
     "PositionIds",
     "absent_tower",
     "aligned_cross_entropy",
-    "attend_only",
     "attends_by_lengths",
     "beside_experts",
+    "build_part",
     "causal_conv1d",
     "causal_lm_loss",
     "chunk_rows",
     "delta_rule",
     "experts_interface",
     "fused_moe",
+    "fused_scan",
     "given_logits",
     "hold_whole",
     "initialize_as_upstream",
@@ -69,6 +72,7 @@ __all__ = [
     "own_features",
     "own_levels",
     "parallel_plan",
+    "refuse_slices",
     "register_checkpoint_mapping",
     "register_stacked_experts",
     "require_no_step",
@@ -78,9 +82,11 @@ __all__ = [
     "rotary",
     "router_loss",
     "router_means",
+    "selective_scan",
     "sequence_position_ids",
     "serves",
     "shifted_cross_entropy",
+    "state_space_scan",
     "swiglu",
     "tower_kwargs",
     "tower_rows",
@@ -99,8 +105,8 @@ def serves(seam: str) -> bool:
 
 def fused_moe(
     hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    top_k_index: Tensor | None,
+    top_k_weights: Tensor | None,
     gate_up_proj: Tensor,
     down_proj: Tensor,
     *,
@@ -118,7 +124,8 @@ def fused_moe(
 
     Args:
         hidden_states: `[T, H]`.
-        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out.
+        top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out. None, and the
+            weights too: the tokens are `E` equal parts, one for each expert.
         top_k_weights: `[T, K]`, the routing weights.
         gate_up_proj: `[E, 2I, H]`; `[E, I, H]` without a gate; the last two dimensions swapped if `is_transposed`.
         down_proj: `[E, H, I]`; swapped if `is_transposed`.
@@ -132,6 +139,8 @@ def fused_moe(
     Returns:
         `[T, H]` in the dtype of `hidden_states`.
     """
+    if top_k_index is None:
+        top_k_index, top_k_weights = _equal_shares(hidden_states, num_experts, activation)
     if divided_over_ranks():
         from patchgen.runtime.parallel.experts import fused_moe as over_ranks
 
@@ -158,6 +167,23 @@ def fused_moe(
         post_expert_norm=post_expert_norm,
         **more,
     )
+
+
+def _equal_shares(
+    hidden_states: Tensor, num_experts: int, activation: Callable[[Tensor], Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Index and weights `[T, 1]` of rows of which each expert is handed as many, one expert after the other.
+
+    Rows of zeros, which are tokens times the weight of an expert that they did not choose, cost no product: where the
+    activation is zero at zero their result is zero, and so are all gradients through it.
+    """
+    from patchgen.kernels.activations import recognise  # here, for it loads transformers
+
+    rows = hidden_states.shape[0]
+    index = torch.arange(rows, device=hidden_states.device) // max(rows // num_experts, 1)
+    if recognise(activation, None, True, False) is not None:
+        index = torch.where((hidden_states != 0).any(dim=-1), index, num_experts)
+    return index[:, None], hidden_states.new_ones(rows, 1)
 
 
 def beside_experts(
@@ -374,6 +400,53 @@ def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: T
     from patchgen.runtime.parallel import mixers
 
     return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
+
+
+def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, **kwargs) -> object:
+    """A state-space recurrence by heads (Mamba-2) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, S, N, D]`; `dt` is `[B, S, N]`, `A` `[N]`, `B` and `C` are `[B, S, groups, states]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.state_space_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """A state-space recurrence by channels (Mamba) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`, as `dt`; `A` is `[C, states]`, `B` and `C` are `[B, states, S]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.selective_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
+    """A kernel for a whole state-space mixer, for which upstream has no torch form.
+
+    Returns:
+        What the kernel gives; None where the sequence is divided or packed, for which upstream takes single steps.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.fused_scan(kernel, *args, state=parallel.current(), **kwargs)
+
+
+def refuse_slices(mixer: str) -> None:
+    """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
+    state = parallel.current()
+    if state is not None and state.sp > 1:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
+            f"sequence (sp={state.sp}). Train this model with sp=1."
+        )
 
 
 def mrope_position_ids(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from patchgen.runtime.parts import parts_of, planned
 
 if TYPE_CHECKING:
     from torch import nn
@@ -15,13 +17,16 @@ class ParallelPlan:
     """Paths of the parameters that carry the expert dimension first (`[E, ...]`), one per live parameter."""
 
     expert_parameters: tuple[str, ...] = ()
+    left_alone: Mapping[str, str] = field(default_factory=dict)  # class of experts that no rank divides -> why
 
     def __contains__(self, path: str) -> bool:
         return path in self.expert_parameters
 
 
-def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> ParallelPlan:
-    """The plan of `model`.
+def parallel_plan(
+    model: nn.Module, experts: Mapping[str, tuple[str, ...]], left_alone: Mapping[str, str] | None = None
+) -> ParallelPlan:
+    """The plan of `model`, with those of its parts: models of other generated files inside it.
 
     Args:
         model: a generated model.
@@ -52,7 +57,13 @@ def parallel_plan(model: nn.Module, experts: Mapping[str, tuple[str, ...]]) -> P
                 "`patchgen generate`."
             )
         paths += [f"{module_path}.{name}" if module_path else name for name in names]
-    return ParallelPlan(expert_parameters=tuple(paths))
+    live = {cls.__name__ for module in model.modules() for cls in type(module).__mro__}
+    alone = {name: why for name, why in (left_alone or {}).items() if name in live}
+    for path, part, file in parts_of(model):
+        for plan in [head.get_parallel_plan(part) for head in planned(file)]:
+            paths += [f"{path}.{name}" for name in plan.expert_parameters]
+            alone |= plan.left_alone
+    return ParallelPlan(expert_parameters=tuple(dict.fromkeys(paths)), left_alone=alone)
 
 
 def _counts_alike(value: nn.Parameter, own: Mapping[str, nn.Parameter], names: tuple[str, ...]) -> bool:

@@ -56,6 +56,7 @@ class GeneratedModel:
     Attributes:
         upstream_sha256: of the text that it was made from.
         source: the file that it was made from, where that is one of the user's own and its folder was named.
+        parts: where it builds models of other generated files: `Class.attribute`.
     """
 
     name: str
@@ -67,6 +68,7 @@ class GeneratedModel:
     heads: tuple[str, ...]
     classes: tuple[str, ...]
     source: Path | None = None
+    parts: tuple[str, ...] = ()
 
     @property
     def file(self) -> Path:
@@ -226,6 +228,7 @@ def read_model(directory: Path) -> GeneratedModel:
             model_types=tuple(fields["model_types"]),
             heads=tuple(fields["heads"]),
             classes=tuple(fields["classes"]),
+            parts=tuple(part["site"] for part in fields.get("parts", ())),
         )
     except json.JSONDecodeError as error:
         raise ValueError(f"{record} is not JSON: {error}. Run `make regen MODEL={directory.name}`.") from error

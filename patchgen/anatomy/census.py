@@ -22,7 +22,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.roles import INTERFACE, Role
+from patchgen.anatomy.roles import INTERFACE, Role, left_alone_experts
 from patchgen.anatomy.tokenwise import mixing
 
 COVERED = "passes"
@@ -30,6 +30,8 @@ UNREAD = "not read"
 TOKENWISE = "each token by itself"
 PARTS = "runs what is listed here"
 ELSEWHERE = "another file's, which no pass reads"
+PART = "a generated file of its own, which the config chooses"
+EXPERTS = "experts left alone"
 EAGER = "attention: upstream's eager form"
 INHERITED = "its forward is torch's"
 HOLDERS = ("torch.nn.Sequential", "torch.nn.ModuleList", "torch.nn.ModuleDict")  # what they hold is called
@@ -60,7 +62,7 @@ def census(anatomy: Anatomy, heads: Iterable[str], hits: Mapping[str, Iterable[s
         passes = dict.fromkeys(one for part in names for one in hits.get(part, ()))
         reason = _reason(name, anatomy, towers, walk.reached) if name in chosen else EAGER
         found[name] = f"{COVERED}: {', '.join(passes)}" if passes else reason
-    return found | dict.fromkeys(walk.outside, ELSEWHERE) | walk.unread
+    return found | dict.fromkeys(walk.outside, ELSEWHERE) | dict.fromkeys(walk.parts, PART) | walk.unread
 
 
 def summary(found: Mapping[str, str]) -> str:
@@ -88,6 +90,7 @@ class _Walk:
         self.eager: list[tuple[_Code, ast.AST]] = []  # what stands for the attention that a run chooses
         self.reached: dict[str, None] = {}
         self.outside: dict[str, None] = {}
+        self.parts: dict[str, None] = {}
         self.unread: dict[str, str] = {}
 
     def _is_new(self, *what: str) -> bool:
@@ -122,7 +125,8 @@ class _Walk:
             return
         for build in self.anatomy.auto_builds(owner):
             if build.attribute == name and (target := self.anatomy.target_of(build)):
-                self.enter(target) if target in self.anatomy.classes else self.outside.setdefault(target)
+                others = self.parts if self.anatomy.is_part(build) else self.outside
+                self.enter(target) if target in self.anatomy.classes else others.setdefault(target)
         found = [info.methods[name] for info in self.anatomy.lineage(owner) if name in info.methods]
         for method in found if inherited else found[:1]:
             self.reached.setdefault(owner)
@@ -340,6 +344,8 @@ def _reason(name: str, anatomy: Anatomy, towers: Container[str], reached: Contai
             return f"{reason}: {info.roles[role]}" if role == Role.ATTENTION else reason
     methods = [found[1] for run in ("forward", "__call__") if info and (found := anatomy.method(name, run))]
     functions = methods or [node for node in anatomy.names.statements.get(name, ()) if isinstance(node, FunctionNode)]
+    if sign := left_alone_experts(anatomy).get(name):
+        return f"{EXPERTS}: {sign}"
     tower = ", in a tower" if name in towers else ""
     if not functions:
         base = info and _inherited(anatomy, name)

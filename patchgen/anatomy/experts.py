@@ -6,7 +6,7 @@ The options of the fused call (activation, biases, layout) come from the code it
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from patchgen.anatomy.classes import (
@@ -37,9 +37,9 @@ class ExpertsFormula:
     """`down(gate(up(x)))` of one expert, by the names of attributes of the experts module."""
 
     hidden_states: str  # the three parameters of forward
-    top_k_index: str
+    top_k_index: str  # empty: each expert is handed as many rows, one after the other
     top_k_weights: str
-    num_experts: str  # attribute
+    num_experts: str  # source
     up_weight: str
     down_weight: str
     up_bias: str | None = None
@@ -92,11 +92,14 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     """
     forward = anatomy.classes[owner].methods["forward"]
     loop = next((node for node in forward.body if isinstance(node, ast.For)), None)
+    values = {name: ("value", name) for name in parameter_names(forward)}
+    stacks = _stacks(anatomy, owner)
+    counts = frozenset(c for shape in stacks.values() for c in _counts(anatomy, owner, shape[0]))
+    interpreter = Interpreter(anatomy, owner, forward, values, counts)
+    if loop is None and len(values) == 1:
+        return _read_batched(anatomy, owner, interpreter.run(forward.body), sorted(counts))
     if loop is None:
         raise Missed("a loop over the experts that were hit", ast.unparse(forward)[:400])
-    values = {name: ("value", name) for name in parameter_names(forward)}
-    counts = frozenset(c for shape in _stacks(anatomy, owner).values() for c in _counts(anatomy, owner, shape[0]))
-    interpreter = Interpreter(anatomy, owner, forward, values, counts)
     position = forward.body.index(loop)
     if interpreter.run(forward.body[:position]) is not None:
         raise Missed("a loop over the experts that were hit", forward.body[position - 1])
@@ -105,7 +108,7 @@ def read_experts(anatomy: Anatomy, owner: str) -> ExpertsFormula:
     result = interpreter.run(forward.body[position + 1 :])
     if result not in (("sum",), ("cast", ("sum",))):
         raise Missed("the sum over the experts returned as it is, below the loop", forward.body[-1])
-    return _formula(anatomy, owner, added, sorted(counts))
+    return _weighted(anatomy, owner, added, sorted(counts))
 
 
 def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: Iterable[str]) -> str:
@@ -172,12 +175,40 @@ def _classes_of(anatomy: Anatomy, name: str, module: ast.expr) -> set[str] | Non
     return None
 
 
-def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
-    match added:
-        case ("mul", output, ("routing", ("value", weights), ("value", index))):
+def _read_batched(anatomy: Anatomy, owner: str, result: Term | None, counts: Sequence[str]) -> ExpertsFormula:
+    """Products of all experts at once: `x.view(E, -1, H)`, `bmm`, the gate, `bmm`, `.view(-1, H)`."""
+    sizes = [("experts",), *(("size", ("self", name), 0) for name in _stacks(anatomy, owner))]
+    match result:
+        case ("together", ("linear", *_) as output, width):
             pass
         case _:
-            raise Missed("the expert output times its routing weight", _told(added))
+            raise Missed("the rows of all experts below each other: bmm(...).view(-1, H)", _told(result or ("none",)))
+    formula = _formula(anatomy, owner, output, "", "", counts)
+    shares = [term for term in _parts(output) if term[:1] == ("shares",)]
+    if not shares or any(term[2] not in sizes or term[3] != width for term in shares):
+        raise Missed("rows in as many parts as experts, x.view(E, -1, H), and put together as wide", _told(result))
+    if not formula.is_gated or formula.activation is None:
+        raise Missed("activation(gate) * up", _told(output))
+    return formula
+
+
+def _parts(term: Term) -> Iterator[Term]:
+    """The term and all terms in it."""
+    yield term
+    for part in term:
+        yield from _parts(part) if isinstance(part, tuple) else ()
+
+
+def _weighted(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -> ExpertsFormula:
+    match added:
+        case ("mul", output, ("routing", ("value", weights), ("value", index))):
+            return _formula(anatomy, owner, output, index, weights, counts)
+    raise Missed("the expert output times its routing weight", _told(added))
+
+
+def _formula(
+    anatomy: Anatomy, owner: str, output: Term, index: str, weights: str, counts: Sequence[str]
+) -> ExpertsFormula:
     norm = None
     if output[0] == "call":
         _, norm, output = output
@@ -195,7 +226,9 @@ def _formula(anatomy: Anatomy, owner: str, added: Term, counts: Sequence[str]) -
         case _:
             raise Missed("activation(gate) * up, or a gate of the whole projection", _told(inner))
     match first:
-        case ("linear", ("rows", ("value", hidden), _), up, up_bias, layout) if layout == transposed:
+        case ("linear", ("rows" | "shares" as rows, ("value", hidden), *_), up, up_bias, layout) if (
+            layout == transposed and (rows == "rows") == bool(index)
+        ):
             pass
         case _:
             raise Missed("a projection of the tokens, in the same layout as the second one", _told(first))

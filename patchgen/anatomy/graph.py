@@ -29,7 +29,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.names import Names
 from patchgen.source import Module, bound_names
-from patchgen.upstream import SubConfig, Upstream
+from patchgen.upstream import AUTO_CLASS_MAPPINGS, SubConfig, Upstream
 
 
 @dataclass
@@ -196,8 +196,7 @@ class Anatomy:
         if sub_config is None:
             return None
         known = self.upstream.configs.get(sub_config.config_class)
-        model_type = sub_config.model_type or (known.model_type if known else None)
-        chosen = self.upstream.auto_model(build.auto_class, model_type)
+        chosen = self.upstream.auto_model(build.auto_class, self.default_type(build))
         if chosen in self.classes:
             return chosen
         # The auto map does not know this file (a file on disk, a renamed class): the one model written for that config,
@@ -213,6 +212,24 @@ class Anatomy:
         if sub_config.config_class == "AutoConfig":
             return None if chosen is not None else "AutoConfig"
         return None if known is not None else sub_config.config_class  # a config of another file: its model is there
+
+    def default_type(self, build: Build) -> str | None:
+        """The model type that a construction through an Auto class builds where the checkpoint says nothing else."""
+        sub_config = self._sub_config_of(build.owner, build.config or "") or SubConfig("")
+        known = self.upstream.configs.get(sub_config.config_class)
+        return sub_config.model_type or (known.model_type if known else None)
+
+    def is_part(self, build: Build) -> bool:
+        """Whether a construction builds a language model whose class is of another file: of a type with a causal head, or
+        called with `inputs_embeds`. It has a generated file of its own; a tower of another file stays upstream's."""
+        target = self.target_of(build)
+        if build.auto_class not in AUTO_CLASS_MAPPINGS or target is None or target in self.classes:
+            return False
+        if self.upstream.auto_model("AutoModelForCausalLM", self.default_type(build)):
+            return True
+        code = [call for method in self.classes[build.owner].methods.values() for call in calls(method)]
+        runs = [call for call in code if build.attribute and own_attribute(call.func) == build.attribute]
+        return any(keyword.arg == "inputs_embeds" for call in runs for keyword in call.keywords)
 
     def is_model(self, name: str) -> bool:
         """Whether the class is a PreTrainedModel; transformers calls each model's abstract class so, too, and files beside
@@ -235,13 +252,27 @@ class Anatomy:
             pending += [target for build in self.auto_builds(name) if (target := self.target_of(build))]
         return reached
 
+    def _handed_config(self, owner: str) -> str | None:
+        """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
+        init = self.method(owner, "__init__")
+        names, found = parameter_names(init[1]) if init else [], set()
+        for info in self.classes.values():
+            for call in (call for value in info.attributes.values() for call in calls(value)):
+                if self.names.resolve(call.func) == f".{owner}":
+                    given = arguments(call, names).get("config")
+                    own = given is not None and ast.unparse(given) in ("config", "self.config")
+                    found.add(self.config_of(info.name) if own else None)
+        return found.pop() if len(found) == 1 else None
+
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:
         """What `config.text_config` is: the owner's config class, then its `sub_configs`."""
         expression = re.sub(r"\.get_text_config\([^()]*\)", ".get_text_config", expression)
         parts = [part for part in expression.split(".") if part != "self"]
         if not parts or parts[0] != "config":
             return None
-        own = self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None)
+        own = (
+            self.config_of(owner) or next(_annotated_configs(self.classes[owner]), None) or self._handed_config(owner)
+        )
         current = SubConfig(own) if own else None
         for part in parts[1:]:
             known = self.upstream.configs.get(current.config_class) if current else None

@@ -22,6 +22,9 @@ class Operations:
     def matmul(input: Term, other: Term) -> Term | None:
         return ("linear", input, other[1], None, True) if other[0] == "weight" else None
 
+    def bmm(input: Term, mat2: Term) -> Term | None:
+        return ("linear", input, mat2[1], None, True) if mat2[0] == "self" else None
+
     def linear(input: Term, weight: Term, bias: Term | None = None) -> Term | None:
         bias = None if bias == ("const", None) else bias
         if weight[0] != "weight" or (bias is not None and bias[0] != "weight"):
@@ -93,7 +96,12 @@ class Operations:
         return ("routing", *input[1:]) if is_column else None
 
     def reshape(input: Term, *shape: Term) -> Term | None:
-        """Of rows into rows: `reshape(-1, hidden_dim)`; any other width would not go into the next product."""
+        """Of rows into rows: `reshape(-1, hidden_dim)`; any other width would not go into the next product. Of rows into as
+        many for each expert, for a batched product, and back."""
+        if input[0] == "value" and len(shape) == 3 and shape[1] == ("const", -1):
+            return ("shares", input, *shape[::2])
+        if input[0] == "linear" and len(shape) == 2 and shape[0] == ("const", -1):
+            return ("together", input, shape[1])
         if input[0] == "weights" and shape == (("const", -1), ("const", 1)):
             return ("routing", *input[1:])
         is_rows = len(shape) == 2 and shape[0] == ("const", -1) and shape[1][0] != "const"

@@ -7,7 +7,7 @@ transformers' common dialect; they name no model.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     called_names,
+    calls,
     dotted,
     own_attribute,
     parameter_names,
@@ -70,6 +71,33 @@ def assign_roles(anatomy: Anatomy) -> None:
         _assign(info, _COMPOSITE_DETECTORS, anatomy, info)
         if anatomy.is_model(info.name) and "forward" in info.methods:
             _assign(info, _MODEL_DETECTORS, anatomy, info, info.methods["forward"])
+    for name in media_models(anatomy):
+        anatomy.classes[name].roles.pop(Role.DECODER, None)
+
+
+def media_models(anatomy: Anatomy) -> set[str]:
+    """The classes of this file that take media and no token ids, and what they construct."""
+    found = [info.name for info in anatomy.classes.values() if takes_media_alone(info)]
+    return {*found} | built_by(anatomy, found)
+
+
+def takes_media_alone(info: ClassInfo) -> bool:
+    """Whether the class has a forward that takes images, video or audio and no token ids: its embeddings are no tokens'."""
+    parameters = parameter_names(info.methods["forward"]) if "forward" in info.methods else []
+    return bool({*PIXELS, *AUDIO_INPUTS} & {*parameters}) and not any(p.endswith("input_ids") for p in parameters)
+
+
+def built_by(anatomy: Anatomy, owners: Iterable[str], without: Container[str] = ()) -> set[str]:
+    """The classes of this file that these construct, directly or through others that are not in `without`."""
+    found: set[str] = set()
+    pending = list(owners)
+    while pending:
+        name = pending.pop()
+        targets = [anatomy.target_of(build) for build in (*anatomy.builds(name), *anatomy.auto_builds(name))]
+        new = {target for target in targets if target in anatomy.classes and target not in without} - found
+        found |= new
+        pending += new
+    return found
 
 
 def assign_class_roles(anatomy: Anatomy, info: ClassInfo) -> None:
@@ -108,6 +136,8 @@ def _norm(info: ClassInfo, forward: FunctionNode) -> str | None:
 def _rotary(info: ClassInfo, forward: FunctionNode) -> str | None:
     names = called_names(forward)
     if not ({"cos", "sin"} <= names or "polar" in names):
+        return None
+    if len(taken := parameter_names(forward)) == 1 and "time" in taken[0]:  # of a time, not of positions
         return None
     uses_frequencies = any(isinstance(n, ast.Attribute) and "inv_freq" in n.attr for n in ast.walk(info.node))
     return "forward turns inverse frequencies into cos and sin" if uses_frequencies else None
@@ -155,6 +185,9 @@ def _experts(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | 
     subscripts = [node for node in ast.walk(forward) if isinstance(node, ast.Subscript)]
     selected = {own_attribute(node.value) for node in subscripts if isinstance(node.slice, ast.Name)}
     is_alike = len(stacks) > 1 and len({shape[0] for shape in stacks.values()}) == 1
+    batched = [call for call in ast.walk(forward) if isinstance(call, ast.Call) and anatomy.is_a(call, "torch.bmm")]
+    if is_alike and set(stacks) == {own_attribute(arg) for call in batched for arg in call.args} - {None}:
+        return f"stacked weights {', '.join(stacks)} in batched products of all experts"
     if not is_alike or len(parameter_names(forward)) < 3 or not set(stacks) <= selected:
         return None
     return f"stacked weights {', '.join(stacks)} and a forward that takes a routing"
@@ -209,13 +242,38 @@ def is_gated_mlp(anatomy: Anatomy, name: str | None) -> bool:
 
 
 def _decoder(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
+    if not TOKENS & {*parameter_names(forward)}:
+        return None
+    layers = _looped_lists(anatomy, info, forward)
+    if not layers and any(Role.ROTARY in _roles_of(anatomy, build) for build in anatomy.builds(info.name)):
+        called = {own_attribute(call.func) for call in calls(forward)}
+        layers = sorted(
+            b.attribute for b in anatomy.builds(info.name) if b.attribute in called and _is_stack(anatomy, b)
+        )
+    return f"takes token ids or embeddings and runs them through self.{layers[0]}" if layers else None
+
+
+def _looped_lists(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> list[str]:
+    """The attributes with lists of modules that a forward runs through."""
     lists = {build.attribute for build in anatomy.builds(info.name) if build.in_list}
-    lists |= {a for a, v in info.attributes.items() if anatomy.is_a(v, *LISTS)}
+    lists |= {a for a, value in info.attributes.items() if anatomy.is_a(_made(anatomy, info, value), *LISTS)}
     loops = [node for node in ast.walk(forward) if isinstance(node, ast.For | ast.While)]
-    layers = sorted(lists & {own_attribute(node) for loop in loops for node in ast.walk(loop)} - {None})
-    if layers and TOKENS & {*parameter_names(forward)}:
-        return f"takes token ids or embeddings and runs them through self.{layers[0]}"
-    return None
+    return sorted(lists & {own_attribute(node) for loop in loops for node in ast.walk(loop)} - {None})
+
+
+def _made(anatomy: Anatomy, info: ClassInfo, value: ast.expr) -> ast.AST:
+    """A value, for `self.helper()` what that method returns."""
+    helper = anatomy.method(info.name, own_attribute(value.func) or "") if isinstance(value, ast.Call) else None
+    returned = [node.value for node in ast.walk(helper[1]) if isinstance(node, ast.Return)] if helper else []
+    return returned[0] if len(returned) == 1 and returned[0] is not None else value
+
+
+def _is_stack(anatomy: Anatomy, build: Build) -> bool:
+    """Whether a module of this file, and no model, runs through layers of its own."""
+    info = anatomy.classes.get(build.target)
+    if info is None or anatomy.is_model(info.name) or "forward" not in info.methods:
+        return False
+    return bool(_looped_lists(anatomy, info, info.methods["forward"]))
 
 
 def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
@@ -269,6 +327,23 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
         options = [(name, node) for name, node in read if dotted(node.value).endswith("config")]
         signs += [f"{name} reads {dotted(node)}" for name, node in options if "expert" in node.attr]
     return list(dict.fromkeys(signs))
+
+
+def left_alone_experts(anatomy: Anatomy) -> dict[str, str]:
+    """Class -> the sign of experts of another kind than the seam's, in a file that has none of that kind.
+
+    They compute as upstream wrote them, and no rank divides them. Where a class has experts of the seam's kind, or says so
+    by transformers' decorator, a sign is one of theirs that nothing reads.
+    """
+    roles = {role for info in anatomy.classes.values() for role in info.roles}
+    decorators = [one for info in anatomy.classes.values() for one in info.node.decorator_list]
+    is_of_seam = any(is_dispatcher(anatomy, getattr(one, "func", one)) for one in decorators)
+    if is_of_seam or {Role.EXPERTS, Role.EXPERT_LIST} & roles:
+        return {}
+    signs = [sign.split(maxsplit=1) for sign in unread_experts(anatomy)]
+    held = [sign for sign in signs if not sign[1].startswith("reads ")]
+    other = [s for s in signs if not {Role.ROUTER, Role.HEAD, Role.DECODER} & set(anatomy.classes[s[0]].roles)]
+    return dict(reversed(held or other))  # an option that a class reads tells where nothing else does
 
 
 def _signs(anatomy: Anatomy, info: ClassInfo, found: set[str]) -> Iterator[str]:

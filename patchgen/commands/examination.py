@@ -36,14 +36,21 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def generate(model_type: str, version: str) -> tuple[Generated | None, str, str]:
-    """The generated model, why there is none, and what identifies either."""
+def generate(model_type: str, version: str) -> tuple[list[Generated], str, str]:
+    """The generated model with those that it builds by default, why there is none, and what identifies either."""
     try:
-        generated = pipeline.generate(upstream.load(model_type, version))
+        whole = pipeline.generate_whole(upstream.load(model_type, version))
     except PatchgenError as error:
         reason = phrase(error)
-        return None, reason, digest(f"refused: {reason}")
-    return generated, "", digest(generated.text)
+        return [], reason, digest(f"refused: {reason}")
+    return whole, "", digest("".join(one.text for one in whole))
+
+
+def write(whole: list[Generated], folder: Path) -> Path:
+    """Writes a model and its parts into a folder each; returns that of the model."""
+    for one in whole:
+        provenance.write(one, folder / one.model, force=True)
+    return folder / whole[0].model
 
 
 def generated_digest(model_type: str, version: str) -> str:
@@ -62,24 +69,24 @@ def examine(model_type: str, version: str, *, takes_media: bool = False, known: 
     from patchgen.runtime.verify.coverage import REFUSALS
 
     start = time.perf_counter()
-    generated, refusal, found = generate(model_type, version)
-    if generated is None:
+    whole, refusal, found = generate(model_type, version)
+    if not whole:
         return row(model_type, FAILED, refusal, generated=found, seconds=time.perf_counter() - start)
-    facts = _facts(model_type, generated)
+    facts = _facts(model_type, whole)
     if found == known:
         return {"model_type": model_type, **facts, "generated": found}
     generation = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
-        provenance.write(generated, Path(folder), force=True)
         try:
-            outcome = _prove(model_type, Path(folder), takes_media=takes_media)
+            outcome = _prove(model_type, write(whole, Path(folder)), takes_media=takes_media)
         except REFUSALS as error:  # of a head with media that cannot be found
             outcome = {"status": GENERATED, "reason": phrase(error)}
     seconds = time.perf_counter() - start
     return row(model_type, **facts, **outcome, generated=found, seconds=seconds, generation_seconds=generation)
 
 
-def _facts(model_type: str, generated: Generated) -> dict:
+def _facts(model_type: str, whole: list[Generated]) -> dict:
+    generated = whole[0]
     name = model_type if model_type.isidentifier() else model_type.replace("-", "_")
     hits = {step.name: len(step.outcome.hits) for step in generated.steps if step.outcome.hits}
     config = Path(model_configs.__file__).parent / f"{name}.py"
@@ -88,7 +95,7 @@ def _facts(model_type: str, generated: Generated) -> dict:
         "notes": sum(len(step.outcome.notes) for step in generated.steps),
         "config_lines": len(config.read_text().splitlines()) if config.is_file() else 0,
         "changed_lines": emit.changed_lines(generated.diff),
-        "moe": "fused_experts" in hits,
+        "moe": any(step.name == "fused_experts" and step.outcome.hits for one in whole for step in one.steps),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import subprocess
 import time
@@ -19,6 +20,7 @@ from patchgen.commands import own_examples, sweeping
 from patchgen.commands.console import console, print_diff, shown
 from patchgen.errors import ConfigError, PatchgenError, StaleFile, UpstreamNotFound
 from patchgen.pipeline import Generated
+from patchgen.runtime.registry import installed_directory
 from patchgen.runtime.verify import records
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, committed, named
 
@@ -60,10 +62,14 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
+            loaded = upstream.load(name, version, source)
+            has = functools.partial(_is_there, root, loaded.version)
             asked = Committed(name).record.get("asked", ()) if every else heads
-            generated = pipeline.generate(upstream.load(name, version, source), heads=asked)
+            generated, *parts = pipeline.generate_whole(loaded, has, heads=asked)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
+            for part in parts if not dry_run else ():
+                changed += provenance.write(part, root / part.model)
         except PatchgenError as error:
             if not several:
                 raise
@@ -81,6 +87,13 @@ def generate(
     if refused:
         told = "\n".join(f"{name}: {error}" for name, error in refused.items())
         raise PatchgenError(f"{len(refused)} of {len(names)} models were not generated and stay as they are:\n{told}")
+
+
+def _is_there(root: Path, version: str | None, name: str) -> bool:
+    """Whether a model that another builds has a generated file where runs look for it, of the same release."""
+    folders = (root / name, provenance.generated_root() / name, installed_directory() / name)
+    there = (folder for folder in folders if (folder / "provenance.json").is_file())
+    return any(provenance.read(folder)["upstream"]["version"] == version for folder in there)
 
 
 def _show(generated: Generated, changed: list[Path], seconds: float, *, dry_run: bool, root: Path) -> None:

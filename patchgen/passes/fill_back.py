@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Container
 
 import libcst as cst
 import libcst.matchers as m
@@ -41,8 +41,6 @@ class FillBack(SitePass):
       +         # patchgen: fill_back
       +         ops.hold_whole(self.vision_tower)
                 self.language_model = AutoModel.from_config(config.text_config)
-      +         # patchgen: fill_back
-      +         ops.attend_only(self.language_model)
 
             def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
                 mask = (input_ids == self.config.image_token_id).unsqueeze(-1)
@@ -64,10 +62,8 @@ class FillBack(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
-        told = dict.fromkeys(towers_held_whole(anatomy, info, language), "hold_whole")
-        builds = [build for build in anatomy.auto_builds(info.name) if build.attribute in language]
-        told |= {b.attribute: "attend_only" for b in builds if anatomy.target_of(b) not in anatomy.classes}
-        rewriter = _FillBack(told, embedding_names(anatomy, info.methods["forward"], language), self.mark)
+        whole = towers_held_whole(anatomy, info, language)
+        rewriter = _FillBack(whole, embedding_names(anatomy, info.methods["forward"], language), self.mark)
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
@@ -75,7 +71,6 @@ class FillBack(SitePass):
             return Rewritten(insert_first(block, "forward", code, self.mark), f"refuses slices: {what}")
         if not rewriter.scattered:
             raise Missed("`embeddings.masked_scatter(mask, features)`", ast.unparse(info.methods["forward"])[-400:])
-        whole = [name for name, what in told.items() if what == "hold_whole"]
         held = f"; whole on every rank: {', '.join(whole)}" if whole else ""
         return Rewritten(edited, f"{len(rewriter.scattered)} kinds of features{held}")
 
@@ -140,9 +135,9 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
 class _FillBack(MarkStatements):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
-    def __init__(self, told: Mapping[str, str], embeddings: set[str], mark: str) -> None:
+    def __init__(self, whole: Container[str], embeddings: set[str], mark: str) -> None:
         super().__init__(mark)
-        self._told, self._embeddings = told, embeddings
+        self._whole, self._embeddings = whole, embeddings
         self._function: list[str] = []
         self.scattered: list[str] = []
         self.odd: list[str] = []
@@ -198,8 +193,8 @@ class _FillBack(MarkStatements):
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel:
         if m.matches(original_node, _ATTRIBUTE_SET) and self._function[-1:] == ["__init__"] and not self.changed:
             name = original_node.body[0].targets[0].target.attr.value
-            if name in self._told:
-                told = statements(f"ops.{self._told[name]}(self.{name})", depth=2, comment=self.mark)
+            if name in self._whole:
+                told = statements(f"ops.hold_whole(self.{name})", depth=2, comment=self.mark)
                 return cst.FlattenSentinel([updated_node, *told])
         return super().leave_SimpleStatementLine(original_node, updated_node)
 

@@ -11,7 +11,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import dotted
 from patchgen.anatomy.experts import ExpertsFormula, read_experts
 from patchgen.anatomy.imported import imported_code
-from patchgen.anatomy.roles import DISPATCHER, is_dispatcher, unread_experts
+from patchgen.anatomy.roles import DISPATCHER, is_dispatcher, left_alone_experts, unread_experts
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import code_of, format_code, insert_first, replace
 from patchgen.source import Block, Module
@@ -73,7 +73,8 @@ class FusedExperts(SitePass):
     )
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        signs = [sign for sign in unread_experts(anatomy) if module.has(sign.split()[0])]
+        unread = () if left_alone_experts(anatomy) else unread_experts(anatomy)
+        signs = [sign for sign in unread if module.has(sign.split()[0])]
         for part in imported_code(anatomy, module):
             reached = part.anatomy.reached_from([part.name]) if part.anatomy is not None else ()
             names = [
@@ -81,6 +82,12 @@ class FusedExperts(SitePass):
             ]
             signs += [f"{part.users[0]} uses {part.name} of {part.module}, which has the experts {n}" for n in names]
         return signs
+
+    def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
+        found = left_alone_experts(anatomy).items()
+        return [
+            f"{name} {sign}: experts of another kind, left as they are" for name, sign in found if module.has(name)
+        ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         for decorator in anatomy.classes[site.block].node.decorator_list:
@@ -105,8 +112,8 @@ def fused_call(formula: ExpertsFormula) -> str:
     }
     arguments = [
         formula.hidden_states,
-        formula.top_k_index,
-        formula.top_k_weights,
+        formula.top_k_index or "None",
+        formula.top_k_weights or "None",
         f"self.{formula.up_weight}",
         f"self.{formula.down_weight}",
         *(f"{name}={value}" for name, value in options.items() if value),

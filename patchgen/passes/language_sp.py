@@ -9,7 +9,7 @@ import libcst as cst
 
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, calls, own_attribute, parameter_names
-from patchgen.anatomy.roles import TOKENS
+from patchgen.anatomy.roles import TOKENS, media_models
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import (
     code_of,
@@ -64,9 +64,11 @@ class LanguageSP(SitePass):
 
     def evidence(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """Models that take tokens and build a rotary embedding, and are no decoder."""
+        media = media_models(anatomy)
         return [
             f"{name} takes tokens and builds a rotary embedding, and is no decoder"
             for name in anatomy.models_in(module)
+            if name not in media
             if "forward" in (info := anatomy.classes[name]).methods and Role.DECODER not in info.roles
             if TOKENS & set(parameter_names(info.methods["forward"])) and _rotary_attributes(anatomy, info)
         ]
@@ -78,9 +80,12 @@ class LanguageSP(SitePass):
         remarks = []
         for head in anatomy.with_role(Role.HEAD, module):
             below = anatomy.reached_from([head.name])
-            if served & below:
-                continue
+            if served & below or any(anatomy.is_part(build) for name in below for build in anatomy.auto_builds(name)):
+                continue  # a part's own file has the pass
             decoders = [info.name for info in anatomy.with_role(Role.DECODER, module) if info.name in below]
+            roles = {role for name in below for role in anatomy.classes[name].roles}
+            if decoders and Role.MIXER in roles and Role.ATTENTION not in roles:
+                continue  # nothing reads positions: `mixer_sp` says what of these divides
             remarks.append(
                 f"{head.name}: {', '.join(decoders)} takes no position ids: not sequence-parallel"
                 if decoders
@@ -99,9 +104,13 @@ class LanguageSP(SitePass):
             body = function_body(forward)
             anchor = next((i for i, node in enumerate(body) if uses_name(node, POSITIONS)), None)
             embeddings = None if anchor is None else embeddings_above(forward, body[:anchor])
+            if embeddings is None and {*TOKENS} <= {
+                *parameters(forward)
+            }:  # read above them: ids or embeddings, as given
+                embeddings = "inputs_embeds if input_ids is None else input_ids"
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
+                raise Missed(f"{POSITIONS} as a parameter, read below the embeddings [B, S, H] or token ids", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return insert_at(forward, anchor, code, self.mark)
 

@@ -1,4 +1,4 @@
-"""`AutoModel.from_config(...)` becomes the class of this file that it would build."""
+"""`AutoModel.from_config(...)` becomes the generated class that it would build, of this file or of another."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from patchgen.source import Block, Module
 
 
 class LocalClasses(SitePass):
-    """Without this pass the generated file instantiates upstream's towers: no pass acts in them, the loss still matches."""
+    """Without this pass the generated file instantiates upstream's towers and language models: no pass acts in them, the
+    loss still matches. A language model of another file depends on the config: it is bound when the model is built."""
 
     name = "local_classes"
-    purpose = "Auto classes become the classes of this file that they would build."
-    expects = "every Auto.from_config whose class is in this file"
+    purpose = "Auto classes become the generated classes that they would build."
+    expects = "every Auto.from_config of a class in this file, and of a language model of another"
     EXAMPLES = (
         Example("""a language model found through the one class that is written for its config
         class ExampleTextModel(ExamplePreTrainedModel):
@@ -35,6 +36,17 @@ class LocalClasses(SitePass):
       -         self.language_model = AutoModel.from_config(config.text_config)
       +         # patchgen: local_classes
       +         self.language_model = ExampleTextModel._from_config(config.text_config)
+        """),
+        Example("""a language model that the checkpoint's config chooses
+        class ExampleModel(PreTrainedModel):
+            def __init__(self, config: ExampleConfig):
+                super().__init__(config)
+      -         self.language_model = AutoModel.from_config(config.any_config)
+      +         # patchgen: local_classes
+      +         self.language_model = ops.build_part(AutoModel, config.any_config, beside=__file__)
+
+            def forward(self, inputs_embeds):
+                return self.language_model(inputs_embeds=inputs_embeds)
         """),
     )
 
@@ -72,7 +84,7 @@ class LocalClasses(SitePass):
             target = anatomy.target_of(build)
             if target is None:
                 raise Missed(f"one class of this file that is written for the config {build.config}", build.code)
-            wanted[build.code] = target
+            wanted[build.code] = target if target in anatomy.classes else PART
         rewriter = _UseLocalClass(wanted, self.mark)
         rewritten = transform(block, rewriter)
         if rewriter.found != set(wanted):
@@ -89,15 +101,18 @@ class LocalClasses(SitePass):
         ]
 
 
+PART = "the part that the config names"
+
+
 def _local_builds(anatomy: Anatomy, owner: str) -> list[Build]:
-    """The constructions that are not known to be of another file."""
+    """The constructions of classes of this file and of language models of others, and those that nothing is known of."""
     return [build for build in anatomy.classes[owner].auto_builds if not _is_elsewhere(anatomy, build)]
 
 
 def _is_elsewhere(anatomy: Anatomy, build: Build) -> bool:
-    """Whether the class is known to be of another file, or left to the checkpoint's config."""
+    """Whether the class is known to be of another file, or left to the checkpoint's config, and is no language model."""
     target = anatomy.target_of(build)
-    return target is not None and target not in anatomy.classes
+    return target is not None and target not in anatomy.classes and not anatomy.is_part(build)
 
 
 def _foreign(anatomy: Anatomy, info: ClassInfo) -> list[str]:
@@ -132,5 +147,12 @@ class _UseLocalClass(MarkStatements):
             return updated_node
         self.found.add(code)
         self.changed = True
+        if target == PART:
+            given = ", ".join(
+                code_of(argument.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for argument in updated_node.args
+            )
+            return cst.parse_expression(
+                f"ops.build_part({code_of(updated_node.func.value)}, {given}, beside=__file__)"
+            )
         func = cst.Attribute(value=cst.Name(target), attr=cst.Name("_from_config"))
         return updated_node.with_changes(func=func)

@@ -18,16 +18,20 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
+    TOKENS,
     attention_of_torch,
+    built_by,
     convolutions,
     depthwise_convolutions,
     reads_interface,
+    takes_media_alone,
 )
-from patchgen.passes.base import Example, LeftAlone, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import WrapCalls, transform
+from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
+from patchgen.rewrite import WrapCalls, insert_first, transform
 from patchgen.source import Block, Module
 
-CONVOLUTION, DELTA_RULE, SCAN = "causal_conv1d", "delta_rule", "scan"
+CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
+BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
 
@@ -35,10 +39,8 @@ class MixerSP(SitePass):
     """These layers see the whole sequence of some heads or channels, where their rank holds a slice of all of them."""
 
     name = "mixer_sp"
-    purpose = "Causal convolutions and delta rules run over the whole sequence, each rank with some channels or heads."
-    expects = (
-        "one hit per sequence mixer (a convolution, a delta rule, or both); state-space scans are listed as notes"
-    )
+    purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
+    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); unread scans are notes"
     EXAMPLES = (
         Example("""a short convolution
         def causal_conv1d_fn(x, weight, bias=None, activation=None):
@@ -97,21 +99,23 @@ class MixerSP(SitePass):
         for method in anatomy.classes[site.block].methods.values():
             if called & set(operations) & local_names(method):  # another function of that name
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
-        scans = [name for name, kind in operations.items() if kind == SCAN and name in called]
-        if scans:
-            raise LeftAlone(f"{site.name}: the state-space scan {scans[0]} has no sequence-parallel form")
         info = anatomy.classes[site.block]
         needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
-        functions = [function for name, function in anatomy.functions.items() if name in called]
-        needed += [DELTA_RULE] if any(_steps(node) for function in functions for node in ast.walk(function)) else []
+        functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
+        needed += [DELTA_RULE] * any(_steps(node) for function in functions for node in ast.walk(function))
         rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
         missing = [kind for kind in needed if kind not in rewriter.kinds]
         own = depthwise_convolutions(anatomy, info)
         nodes = [node for m in info.methods.values() for part in m.body for node in ast.walk(part)]
         besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
-        if missing or not rewriter.kinds:
-            wanted = " and ".join(_SIGNATURES[kind] for kind in missing or [CONVOLUTION])
+        if not rewriter.kinds or UNKNOWN in rewriter.kinds:  # on one rank upstream's own; a slice is refused
+            code = f'ops.refuse_slices("{info.name}")'
+            return Rewritten(
+                insert_first(block, "forward", code, self.mark), "of no form that divides: refuses slices"
+            )
+        if missing:
+            wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
         named = [node for node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
@@ -126,10 +130,20 @@ _SIGNATURES = {
 
 
 def _of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one, all. A tower's convolutions run along another sequence."""
+    """The classes below a decoder; in a file without one below its heads, or all.
+
+    Models inside that take no tokens, and towers, run along another sequence.
+    """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
-    decoders = [info.name for info in anatomy.with_role(Role.DECODER)]
-    return anatomy.reached_from(decoders, without=towers) if decoders else set(anatomy.classes)
+    towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]
+    roots = [one.name for one in anatomy.with_role(Role.DECODER) or anatomy.with_role(Role.HEAD)]
+    inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
+    return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
+
+
+def _takes_no_tokens(anatomy: Anatomy, name: str) -> bool:
+    found = anatomy.method(name, "forward")
+    return found is not None and (not TOKENS & {*parameter_names(found[1])} or takes_media_alone(found[0]))
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -141,9 +155,25 @@ def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
             found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
         elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
             found[name] = DELTA_RULE
-        elif {"A", "B", "C"} <= set(parameters):
-            found[name] = SCAN
+        elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
+            found[name] = _scan_kind(function)
     return found
+
+
+def _scan_kind(function: FunctionNode) -> str:
+    """What a function does that takes a decay `A`; by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
+    body = function.body[ast.get_docstring(function) is not None :]
+    if [ast.unparse(statement) for statement in body] == ["return None"]:
+        return FUSED  # for a kernel that may take its place
+    first, *others = parameter_names(function)
+    shapes = [len(n.targets[0].elts) for n in body if isinstance(n, ast.Assign) and _is_shape(n, first)]
+    kinds = {4: BY_HEADS, 3: BY_CHANNELS}
+    return kinds.get(shapes[0], UNKNOWN) if shapes and others[:4] == ["dt", "A", "B", "C"] else UNKNOWN
+
+
+def _is_shape(node: ast.Assign, name: str) -> bool:
+    """Whether it is `a, b, ... = name.shape`."""
+    return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
 
 
 def _steps(node: ast.AST) -> bool:

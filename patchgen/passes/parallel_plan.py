@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.experts import read_elsewhere, read_experts
+from patchgen.anatomy.roles import left_alone_experts
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import append_method
 from patchgen.source import Block, Module
@@ -37,18 +38,25 @@ class ParallelPlan(SitePass):
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         experts = {name: stacks for name, (stacks, reader) in _experts(anatomy, site.block).items() if not reader}
         header = "def get_parallel_plan(self) -> ops.ParallelPlan:"
-        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r})"
+        alone = _left_alone(anatomy, site.block)
+        told = f", left_alone={alone!r}" if alone else ""
+        code = f"{header}\n    return ops.parallel_plan(self, experts={experts!r}{told})"
         listed = ", ".join(f"{name}: {len(parameters)} parameters" for name, parameters in experts.items())
         return Rewritten(append_method(block, code, self.mark), listed or "no experts")
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         found = {}
         for head in anatomy.with_role(Role.HEAD, module):
-            found |= {name: reader for name, (_, reader) in _experts(anatomy, head.name).items() if reader}
-        return [
-            f"{name}: {reader}, of which a rank would hold a part: not expert-parallel"
-            for name, reader in found.items()
-        ]
+            found |= _left_alone(anatomy, head.name)
+        return [f"{name}: {why}: not expert-parallel" for name, why in found.items()]
+
+
+def _left_alone(anatomy: Anatomy, head: str) -> dict[str, str]:
+    """The experts below a head that no rank divides, each with the reason."""
+    read = _experts(anatomy, head).items()
+    found = {name: f"{reader}, of which a rank would hold a part" for name, (_, reader) in read if reader}
+    below = anatomy.reached_from([head])
+    return found | {name: sign for name, sign in left_alone_experts(anatomy).items() if name in below}
 
 
 def _experts(anatomy: Anatomy, head: str) -> dict[str, tuple[tuple[str, ...], str]]:

@@ -177,7 +177,7 @@ def prove_against(model: str, to: str, root: Path, python: Path | None = None) -
         Whether it is proven, and the words of the proof.
 
     Raises:
-        PatchgenError: the release, or its environment, cannot be had.
+        PatchgenError: the release, or its environment, is unavailable.
     """
     place = releases.find(to)
     version = place.release.version

@@ -1,4 +1,4 @@
-"""Conversations to tokens, of which the assistant's turns are learned.
+"""Conversations to tokens, with loss only on assistant turns.
 
 A chat template that marks its assistant turns (`{% generation %}`) says itself which tokens those are. For any other the
 turns are found by rendering the conversation up to them and through them:

@@ -242,7 +242,7 @@ class PrepareMultimodal:
         if self.config.on_long == "error":
             raise refuse_long(where, length, limit)
         if self.config.on_long == "truncate" and not is_media[limit:].any():
-            tokens = ("input_ids", "labels", "position_ids", "mm_token_type_ids", "token_type_ids")
+            tokens = {name for name in sample if rule_of(name).pack_dim == -1}
             cut = {name: value[..., :limit] if name in tokens else value for name, value in sample.items()}
             outcome: Outcome = "truncated" if bool((cut["labels"][1:] != IGNORED).any()) else "skipped"
             problem = (outcome, where, told_long(length, limit, cut=True, outcome=outcome))

@@ -94,6 +94,7 @@ RULES: dict[str, FieldRule] = {
     "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
     "mm_token_type_ids": WHOLE_TOKENS,
     "token_type_ids": WHOLE_TOKENS,
+    "moe_mm_token_type_ids": TOKENS,  # read layer by layer, beside the hidden states
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
     "pixel_attention_mask": ITEMS,

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import parallel
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -74,27 +73,6 @@ def _leave_whole(module: nn.Module, arguments: object, output: object) -> None:
 def inside_whole() -> bool:
     """Whether a module that holds whole inputs runs now: masks made here are of its own sequence."""
     return _INSIDE > 0
-
-
-def attend_only(model: nn.Module) -> None:
-    """Makes a language model of another modeling file refuse a slice of the sequence if it mixes tokens by convolution.
-
-    Its attention goes through our names whatever file it is from; its convolutions and recurrences are upstream's.
-    """
-    if isinstance(model, nn.Module):
-        model.register_forward_pre_hook(_refuse_convolutions)
-
-
-def _refuse_convolutions(module: nn.Module, arguments: object) -> None:
-    state = parallel.current()
-    if state is None or state.sp == 1:
-        return
-    for path, one in module.named_modules():
-        if isinstance(one, nn.Conv1d) and one.kernel_size[0] > 1:
-            raise ValueError(
-                f"{type(module).__name__} is upstream's own class, and its {path} runs along the sequence, of which "
-                f"this rank holds a slice (sp={state.sp}). Train this model with sp=1."
-            )
 
 
 # ------------------------------------------------------------------------------------- the rows of a tower

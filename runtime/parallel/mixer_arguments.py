@@ -23,16 +23,17 @@ class Role(enum.Enum):
     VALUE_HEADS = "(value heads, ...)"
     SEQUENCE = "(B, channels, S)"
     CHANNELS = "(channels, ...)"
+    STATES = "(B, states, S)"
     LENGTHS = "(documents + 1,)"
     DOCUMENTS = "(B, S), the document of each token"
     STATE = "a decoding cache"
 
 
 TOKENS = (Role.KEY_TOKENS, Role.VALUE_TOKENS)
-_LENGTHS = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens"), Role.LENGTHS)
+LENGTHS = dict.fromkeys(("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens"), Role.LENGTHS)
 
 # The parameters of upstream's torch functions and of the kernels of `fla` that take their place.
-RULE_ROLES: Mapping[str, Role] = _LENGTHS | {
+RULE_ROLES: Mapping[str, Role] = LENGTHS | {
     "query": Role.KEY_TOKENS,
     "key": Role.KEY_TOKENS,
     "q": Role.KEY_TOKENS,
@@ -48,7 +49,7 @@ RULE_ROLES: Mapping[str, Role] = _LENGTHS | {
     "initial_state": Role.STATE,
 }
 # The same of short convolutions, and of the package `causal_conv1d`.
-CONVOLUTION_ROLES: Mapping[str, Role] = _LENGTHS | {
+CONVOLUTION_ROLES: Mapping[str, Role] = LENGTHS | {
     "hidden_states": Role.SEQUENCE,
     "x": Role.SEQUENCE,
     "weight": Role.CHANNELS,
@@ -59,6 +60,19 @@ CONVOLUTION_ROLES: Mapping[str, Role] = _LENGTHS | {
     "conv_state": Role.STATE,
     "conv_states": Role.STATE,
     "final_states_out": Role.STATE,
+}
+# The same of state-space scans by heads, with B and C of groups of heads (Mamba-2), and by channels (Mamba).
+HEAD_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
+    **dict.fromkeys(("hidden_states", "x", "dt", "z"), Role.VALUE_TOKENS),
+    **dict.fromkeys(("B", "C"), Role.KEY_TOKENS),
+    **dict.fromkeys(("A", "D", "dt_bias"), Role.VALUE_HEADS),
+    "seq_idx": Role.DOCUMENTS,
+    "initial_states": Role.STATE,
+}
+CHANNEL_SCAN_ROLES: Mapping[str, Role] = LENGTHS | {
+    **dict.fromkeys(("hidden_states", "u", "dt", "delta", "z"), Role.SEQUENCE),
+    **dict.fromkeys(("B", "C"), Role.STATES),
+    **dict.fromkeys(("A", "D", "delta_bias", "dt_bias"), Role.CHANNELS),
 }
 
 

@@ -1,8 +1,8 @@
-"""Layers that mix tokens without attention: short convolutions and linear-attention recurrences.
+"""Layers that mix tokens without attention: short convolutions, linear-attention recurrences and state-space scans.
 
-Both run over the whole sequence, so each rank gets all of it for some channels or heads, as attention does. Packed
-documents are kept apart by the kernels of `causal_conv1d` and `fla`; upstream's torch forms mix them or refuse, so
-there one call is made per document.
+All run over the whole sequence, so each rank gets all of it for some channels or heads, as attention does. Packed
+documents are kept apart by the kernels of `causal_conv1d`, `fla` and `mamba_ssm` (scans by heads); upstream's torch forms
+mix them or refuse, so there one call is made per document.
 
     B rows   S whole sequence   s this rank's slice   C channels   N_k, N_v key and value heads   D head size
 """
@@ -16,9 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from patchgen.runtime import model_calls
 from patchgen.runtime.parallel import sequence
 from patchgen.runtime.parallel.mixer_arguments import (
+    CHANNEL_SCAN_ROLES,
     CONVOLUTION_ROLES,
+    HEAD_SCAN_ROLES,
+    LENGTHS,
     RULE_ROLES,
     TOKENS,
     Call,
@@ -38,17 +42,43 @@ def causal_conv1d(
         ValueError: channels that the ranks do not divide; a decoding cache, or `seq_idx` without the lengths of the
             documents, while the sequence is divided or packed; a tensor of which nothing says what it spans.
     """
+    call = Call.of(convolution, CONVOLUTION_ROLES, args, kwargs)
+    return _over_channels(call, state, keeps_apart=keeps_documents_apart(convolution, "causal_conv1d"))
+
+
+def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState | None, **kwargs: Any) -> Tensor:
+    """`ops.selective_scan`, with `state` and packed documents; the first argument is `(B, C, s)`, the same shape back.
+
+    Raises:
+        ValueError: see `causal_conv1d`.
+    """
+    return _over_channels(Call.of(scan, CHANNEL_SCAN_ROLES, args, kwargs), state)  # its kernel knows no documents
+
+
+def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
+    """`ops.fused_scan`: what upstream's kernel gives, None where the sequence is divided or packed."""
+    lengths = [model_calls.bounds_of_call(), *(kwargs.pop(name, None) for name in LENGTHS)]
+    is_whole = (state is None or state.sp == 1) and all(one is None for one in lengths)
+    return kernel(*args, **kwargs) if is_whole else None
+
+
+def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool = False) -> Tensor:
+    """A call on `(B, C, s)`, by each rank for some channels of the whole sequence; `keeps_apart`: it takes `seq_idx`."""
     size = state.sp if state is not None else 1
-    call, bounds = _take_lengths(Call.of(convolution, CONVOLUTION_ROLES, args, kwargs))
+    call, bounds = _take_lengths(call)
     if size == 1 and bounds is None:
         return call.run()
     call.require_roles()
-    (name, hidden_states), *_ = call.having(Role.SEQUENCE).items()
-    channels = hidden_states.shape[1]
-    call.require_shapes({Role.CHANNELS: (channels,)})
-    if call.having(Role.STATE) or call.values.get("return_final_states"):
+    B, channels, s = next(iter(call.having(Role.SEQUENCE).values())).shape
+    call.require_shapes({Role.SEQUENCE: (B, channels, s), Role.CHANNELS: (channels,)})
+    for name, value in call.having(Role.STATES).items():
+        if value.ndim != 3 or (value.shape[0], value.shape[2]) != (B, s):
+            raise ValueError(
+                f"'{name}' of {call.name} has the shape {tuple(value.shape)}: expected ({B}, states, {s})."
+            )
+    if call.having(Role.STATE) or call.values.get("return_final_states") or call.values.get("return_last_state"):
         raise ValueError(
-            "The cache of a convolution cannot be used while the sequence is divided or packed: set use_cache=False."
+            f"The cache of {call.name} cannot be used while the sequence is divided or packed: set use_cache=False."
         )
     if bounds is None and call.having(Role.DOCUMENTS):
         raise ValueError(
@@ -56,28 +86,33 @@ def causal_conv1d(
             "cu_seq_lens_q of the whole, as batch.slice_batch makes it."
         )
     call = call.without(Role.DOCUMENTS)
-    values_BsC1 = hidden_states.transpose(1, 2).unsqueeze(-1)
+    tensors = {name: value.transpose(1, 2) for name, value in call.having(Role.SEQUENCE, Role.STATES).items()}
     if size > 1:
         if channels % size:
-            raise ValueError(f"A convolution over {channels} channels cannot be divided over sp={size} ranks.")
-        (values_BsC1,) = sequence.scatter_heads([values_BsC1], state, operation="exchange channels of a convolution")
+            raise ValueError(f"{call.name} over {channels} channels cannot be divided over sp={size} ranks.")
+        is_whole = call.having(Role.STATES)  # each rank gets all of it
+        parts = [
+            one.unsqueeze(2).expand(-1, -1, size, -1) if name in is_whole else one.unsqueeze(-1)
+            for name, one in tensors.items()
+        ]
+        exchanged = sequence.scatter_heads(parts, state, operation=f"exchange channels of {call.name}")
+        tensors = dict(zip(tensors, (one.flatten(2) for one in exchanged), strict=True))
         call = call.with_values(_own_parts(call, Role.CHANNELS, state))
-    values_BSC = values_BsC1.squeeze(-1)
 
-    def convolve(part_BSC: Tensor, **more: Any) -> Tensor:
-        return call.with_values({name: part_BSC.transpose(1, 2), **more}).run().transpose(1, 2)
+    def run(*parts_BSC: Tensor, **more: Any) -> Tensor:
+        turned = {name: part.transpose(1, 2) for name, part in zip(tensors, parts_BSC, strict=True)}
+        return call.with_values(turned | more).run().transpose(1, 2)
 
+    values = list(tensors.values())
     if bounds is None:
-        out_BSC = convolve(values_BSC)
-    elif keeps_documents_apart(convolution, "causal_conv1d"):
-        flat = values_BSC.flatten(0, 1)[None]
-        tokens = torch.arange(flat.shape[1], device=flat.device, dtype=torch.int32)
-        document = torch.searchsorted(bounds[1:].to(torch.int32), tokens, right=True, out_int32=True)[None]
-        out_BSC = convolve(flat, seq_idx=document).view_as(values_BSC)
+        out_BSC = run(*values)
+    elif keeps_apart:
+        flat = [value.flatten(0, 1)[None] for value in values]
+        out_BSC = run(*flat, seq_idx=_documents(bounds, flat[0])).view_as(values[0])
     else:
-        out_BSC = _per_document(convolve, [values_BSC], bounds)
+        out_BSC = _per_document(run, values, bounds)
     if size > 1:
-        out_BsC1 = sequence.gather_heads(out_BSC.unsqueeze(-1), state, operation="return channels of a convolution")
+        out_BsC1 = sequence.gather_heads(out_BSC.unsqueeze(-1), state, operation=f"return channels of {call.name}")
         out_BSC = out_BsC1.squeeze(-1)
     return out_BSC.transpose(1, 2)
 
@@ -92,24 +127,49 @@ def delta_rule(rule: Callable[..., Any], *args: Any, state: ParallelState | None
         ValueError: a recurrent state is handed in or asked for while the sequence is divided: it is a decoding cache; a
             tensor of which nothing says what it spans, or that does not span what its name says.
     """
+    lengths = "cu_seqlens" if keeps_documents_apart(rule, "fla") else ""
+    return _over_heads(Call.of(rule, RULE_ROLES, args, kwargs), state, lengths)
+
+
+def state_space_scan(scan: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
+    """`ops.state_space_scan`, with `state` and packed documents: its groups of B and C are key heads of `delta_rule`.
+
+    Raises:
+        ValueError: see `delta_rule`.
+    """
+    lengths = "seq_idx" if keeps_documents_apart(scan, "mamba_ssm") else ""
+    return _over_heads(Call.of(scan, HEAD_SCAN_ROLES, args, kwargs), state, lengths)
+
+
+def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
+    """A call on `(B, s, N, ...)`, by each rank for some heads of the whole sequence.
+
+    `lengths` is the argument that tells it the documents of one row; empty where it knows none.
+    """
     size = state.sp if state is not None else 1
-    call, bounds = _take_lengths(Call.of(rule, RULE_ROLES, args, kwargs))
+    call, bounds = _take_lengths(call)
     if size == 1 and bounds is None:
         return call.run()
     call.require_roles()
     keys, values = (list(call.having(role).values()) for role in TOKENS)
     call.require_shapes(dict(zip(TOKENS, (tuple(keys[0].shape[:3]), tuple(values[0].shape[:3])), strict=True)))
-    if call.having(Role.STATE) or (size > 1 and call.values.get("output_final_state")):
+    asked = call.values.get("output_final_state") or call.values.get("return_final_states")
+    if call.having(Role.STATE) or (size > 1 and asked):
         raise ValueError(
             "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
         )
+    if bounds is None and call.having(Role.DOCUMENTS):
+        raise ValueError(
+            f"{call.name} is told by seq_idx the documents of a slice: hand over cu_seq_lens_q of the whole."
+        )
+    call = call.without(Role.DOCUMENTS)
     if size > 1:
         call = _scatter(call, state)
 
     if bounds is None:
         result = call.run()
-    elif keeps_documents_apart(rule, "fla"):
-        result = _flattened(call, bounds)
+    elif lengths:
+        result = _flattened(call, bounds, lengths)
     else:
         result = _rule_per_document(call, bounds)
     if size == 1:
@@ -150,11 +210,11 @@ def _scatter(call: Call, state: ParallelState) -> Call:
 
 
 def _take_lengths(call: Call) -> tuple[Call, Tensor | None]:
-    """The call without the document bounds among its arguments, and the bounds."""
+    """The call without the document bounds among its arguments, and the bounds, else those that the model was called with."""
     given = [
         value for name, value in call.values.items() if call.roles.get(name) is Role.LENGTHS and value is not None
     ]
-    return call.without(Role.LENGTHS), given[0] if given else None
+    return call.without(Role.LENGTHS), given[0] if given else model_calls.bounds_of_call()
 
 
 _spans = PerTensor(lambda bounds: list(itertools.pairwise(bounds.tolist())))  # one host sync per batch, not per layer
@@ -189,12 +249,19 @@ def _rule_per_document(call: Call, bounds: Tensor) -> Any:
     return (out, *rest) if rest else out
 
 
-def _flattened(call: Call, bounds: Tensor) -> Any:
-    """One call on all rows as one: `fla` keeps documents of a single row apart."""
+def _documents(bounds: Tensor, row: Tensor) -> Tensor:
+    """The document of each token of one row, `(1, tokens)` int32."""
+    tokens = torch.arange(row.shape[1], device=row.device, dtype=torch.int32)
+    return torch.searchsorted(bounds[1:].to(torch.int32), tokens, right=True, out_int32=True)[None]
+
+
+def _flattened(call: Call, bounds: Tensor, lengths: str) -> Any:
+    """One call on all rows as one: `fla` and `mamba_ssm` keep documents of a single row apart, told by `lengths`."""
     tensors = call.having(*TOKENS)
     B, S = next(iter(tensors.values())).shape[:2]
     one_row = {name: tensor.flatten(0, 1)[None] for name, tensor in tensors.items()}
-    result = call.with_values({**one_row, "cu_seqlens": bounds}).run()
+    told = bounds if lengths == "cu_seqlens" else _documents(bounds, next(iter(one_row.values())))
+    result = call.with_values({**one_row, lengths: told}).run()
     out = result[0] if isinstance(result, tuple) else result
     out = out.view(B, S, *out.shape[2:])
     return (out, *result[1:]) if isinstance(result, tuple) else out

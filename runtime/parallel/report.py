@@ -30,6 +30,7 @@ from patchgen.kernels import choices
 from patchgen.runtime import seams
 from patchgen.runtime.experts_interface import SEAM, named_instead_of_seam
 from patchgen.runtime.parallel import peer_units
+from patchgen.runtime.parallel.sharding import left_alone
 from patchgen.runtime.parallel.state import ParallelState
 
 HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
@@ -71,6 +72,7 @@ def describe(
         modules = ", ".join(f"{count} {label}" for label, count in users.items())
         label = name.partition(":")[0]
         lines.append(f"  {label:<16} {_served_by(name, state):<64} {modules}")
+    lines += [f"  {'experts':<16} {name} left alone: {why}" for name, why in left_alone(model).items()]
     lines += [f"  {line}" for line in kinds.splitlines()]
     lines.append(f"{'parameters':<52} {'count':>6} {'whole':>11} {'this rank':>11}")
     for group in parameter_groups(model):

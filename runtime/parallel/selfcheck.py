@@ -1,7 +1,7 @@
 """Whether a model computes on slices of a sequence what upstream computes on the whole: one small forward at start-up.
 
-A layer that mixes tokens by other means than attention, a convolution or a recurrence that `ops` serves (a state-space
-scan, positions derived from token ids, hand-written attention) runs on a slice without any error, and trains wrongly.
+A layer that mixes tokens by other means than attention, a convolution, a recurrence or a scan that `ops` serves
+(positions derived from token ids, hand-written attention) runs on a slice without any error, and trains wrongly.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import inspect
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -150,6 +150,12 @@ def own_plan(model: nn.Module) -> tuple[str, ...]:
     return plan().expert_parameters if plan is not None else ()
 
 
+def left_alone(model: nn.Module) -> Mapping[str, str]:
+    """Class -> why no rank divides its experts, of those that a generated class reports."""
+    plan = getattr(model, "get_parallel_plan", None)
+    return plan().left_alone if plan is not None else {}
+
+
 def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
     """Raises unless every path is a parameter of `model` whose first dimension divides by `ep`."""
     parameters = dict(model.named_parameters())
@@ -161,9 +167,10 @@ def check_plan(model: nn.Module, paths: Sequence[str], ep: int) -> None:
             f"parameters: {stacked or 'none'}."
         )
     if not paths:
+        alone = "".join(f" {name} is left alone: {why}." for name, why in left_alone(model).items())
         raise ValueError(
             f"ep={ep}, but {type(model).__name__} reports no expert parameters: train it with ep=1, or generate it "
-            "with the pass `parallel_plan`."
+            f"with the pass `parallel_plan`.{alone}"
         )
     for path in paths:
         count = parameters[path].shape[0]

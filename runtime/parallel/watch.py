@@ -82,7 +82,7 @@ class Watch:
         model: its modules report when they are entered, forward and backward.
         timeout: seconds without progress after which the process ends.
         on_stall: called with the message instead of ending the process.
-        hurried: says, in the watching thread, whether this process was asked to end, because another rank has died
+        stop_requested: says, in the watching thread, whether this process was asked to end, because another rank has died
             perhaps: then it waits less long, three times its longest silence or `HURRIED_SECONDS`.
     """
 
@@ -91,10 +91,10 @@ class Watch:
         model: nn.Module,
         timeout: float,
         on_stall: Callable[[str], None] | None = None,
-        hurried: Callable[[], bool] = lambda: False,
+        stop_requested: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model = model
-        self.hurried = hurried
+        self.stop_requested = stop_requested
         self.timeout = timeout
         self.on_stall = on_stall or _end_process
         self._handles: list = []
@@ -121,7 +121,7 @@ class Watch:
         while not self._stop.wait(min(1.0, self.timeout / 4)):
             silent = time.monotonic() - _PROGRESS.changed
             allowed = self.timeout
-            if self.hurried():
+            if self.stop_requested():
                 allowed = min(allowed, max(HURRIED_SECONDS, 3 * longest))
             elif not _PROGRESS.paused:
                 longest = max(longest, silent)

@@ -23,6 +23,7 @@ from patchgen.runtime.objectives import choose
 from patchgen.runtime.objectives.heads import SequenceClassifier, UnknownHeadError, sequence_classifier
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
 from patchgen.runtime.verify import head_kinds
@@ -240,11 +241,16 @@ def find_head(config: PreTrainedConfig, own: architecture.Heads = None) -> type[
 def find_head_and_config(
     config: PreTrainedConfig, own: architecture.Heads = None
 ) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
-    """`find_head`, and the config, or the part of it, that this head takes."""
+    """`find_head`, and the config, or the part of it, that this head takes.
+
+    Raises:
+        registry.UnknownModelError: no generated file has the head, or a model that it builds.
+    """
     head = find_head(config, own)
-    if head.config_class is type(config):
-        return head, config
-    return head, next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
+    if head.config_class is not type(config):
+        config = next(sub for sub in _sub_configs(config) if type(sub) is head.config_class)
+    part_files(head, config)
+    return head, config
 
 
 def _sub_configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:

@@ -32,6 +32,7 @@ from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
+from patchgen.runtime.parts import UnknownPartError, part_files
 from patchgen.runtime.train import architecture, attention_choice, data_check, modalities
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
@@ -149,7 +150,7 @@ def _head(recipe: Recipe) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
         return models.find_head_and_config(config, architecture.register(recipe.model))
     except (registry.UnknownModelError, ReleaseMismatch) as error:
         kind = config.model_type
-        if isinstance(error, ReleaseMismatch):
+        if isinstance(error, ReleaseMismatch | UnknownPartError):
             raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
         raise RecipeError(
             f"model.source = '{recipe.model.source}': no generated model takes a {type(config).__name__}; make one with "
@@ -264,9 +265,10 @@ def _key(
     media: bool,
     dtype: torch.dtype,
 ) -> str:
-    folder = Path(sys.modules[head.__module__].__file__).parent  # a configuration of one's own stands beside the model
+    modules = [Path(sys.modules[head.__module__].__file__), *part_files(head, config)]
+    files = [file for one in modules for file in sorted(one.parent.glob("*.py"))]  # with a configuration of one's own
     parts = {
-        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))],
+        "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],
         "head": head.__name__,
         "compared": _upstream_class(architecture.generated_of(head), head) is not None,
         "config": config.to_dict(),

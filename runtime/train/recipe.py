@@ -142,14 +142,14 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
 
 
 class _EachKeyOnce(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error: plain readers keep the last in silence."""
+    """YAML in which a duplicated key is an error: plain readers silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and not key.tag.endswith(":merge")]
         for place, key in enumerate(keys):
             if key.value in {other.value for other in keys[:place]}:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{key.value}' stands twice", key.start_mark
+                    None, None, f"the key '{key.value}' is duplicated", key.start_mark
                 )
         return super().construct_mapping(node, deep)
 

@@ -95,7 +95,7 @@ class Summary:
 
 
 class Listener:
-    """Is told what happens, on rank 0. Override what you need; all of it is called between steps."""
+    """Receives training events (rank 0). Override what you need; all of it is called between steps."""
 
     def on_start(self, start: RunStart) -> None:
         """Before the first step."""

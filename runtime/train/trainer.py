@@ -134,8 +134,10 @@ class Trainer:
             self.announce()
             choices.forget()  # what a proof in this process, or the reference of an objective, has taken
             # Not in the first step: kernels are compiled there, and nothing says yet how long a silence is usual.
-            hurried = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
-            watched.enter_context(watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, hurried=hurried))
+            stop_requested = lambda: stop.reached() and self.step > self.first_step  # noqa: E731
+            watched.enter_context(
+                watch.Watch(self.model, timeout=recipe.parallel.stall_timeout, stop_requested=stop_requested)
+            )
             watched.enter_context(parallel.using(self.state))
             profiler = watched.enter_context(setup.profiler(recipe))
             feed = self.feed(self.loader, self.num_micro_batches, stop.requested)

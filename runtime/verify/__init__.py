@@ -10,7 +10,7 @@
 
 | file | does |
 | --- | --- |
-| `small_config.py` | a small config from any config class, with `field_semantics.py` and `layer_selection.py` |
+| `small_config.py` | a small config from any config class, with `field_semantics.py`, `field_relations.py`, `layer_selection.py` |
 | `inputs.py` | the fixed inputs of text: plain, padded, packed |
 | `multimodal_inputs.py` | batches with images, videos and audio, upstream telling what the config does not; items in `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |

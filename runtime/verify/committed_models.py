@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import emit, provenance
 from patchgen.errors import UpstreamNotFound
+from patchgen.runtime.compatibility import digest
 
 IN_ONE_PROCESS = ""
 
@@ -47,7 +47,7 @@ class Committed:
     @property
     def present_proofs(self) -> dict[str, dict]:
         """Those that are of the very file that stands there."""
-        present = hashlib.sha256((self.folder / f"modeling_{self.name}.py").read_bytes()).hexdigest()
+        present = digest(self.folder / f"modeling_{self.name}.py")
         return {layout: proof for layout, proof in self.proofs.items() if proof.get("sha256") == present}
 
 

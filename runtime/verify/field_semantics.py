@@ -31,6 +31,8 @@ POSITIONS = 64
 SEQUENCE = 24
 IMAGE = 32
 PATCH = 8
+IMAGE_TOKENS = (IMAGE // PATCH // 2) ** 2
+"""Where two by two patches of an image are merged."""
 MAMBA_HEADS = 8
 INDEX_HEADS = 16  # fewer that all vote zero leave keys equal, and which of them is chosen is nobody's promise
 NUM_RESERVED_IDS = 32
@@ -66,6 +68,12 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("period of layer kinds", r".*(_interval|_period|_step|_pattern|every_n_layers|layer_group_size)", 2),
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
+    _rule("layer of a tower behind which it merges patches", r"insert_layer_id", 0),
+    Rule(
+        "layers of a tower that features are taken from, counted from either end",
+        re.compile(r"vision_feature_layers?$"),
+        lambda declared: max(-2, min(declared, 1)),
+    ),
     _rule(
         "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
     ),
@@ -83,6 +91,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("indexed keys", r"(.*_)?index(er)?_budget", WINDOW),
     _rule("indexed keys", r"(.*_)?index(er)?_topk", 4),
     _rule("indexed blocks", r"(.*_)?index_topk_blocks", 2),
+    _rule("keys that an indexer pools", r"(.*_)?index_kpool", 2),
     _rule("index block", r"(.*_)?index_block_size", 4),
     _rule("compression of indexed keys", r"(.*_)?compress_ratio", 4),
     _rule("compression of keys", r"(.*_)?compress_rates", WINDOW),
@@ -115,16 +124,23 @@ INTEGER_RULES: tuple[Rule, ...] = (
     # towers
     _rule("image", r"(.*_)?image_size", IMAGE),
     _rule("patch", r"(.*_)?patch_size", PATCH),
-    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", (IMAGE // PATCH // 2) ** 2),
+    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", IMAGE_TOKENS),
     _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
+    _rule("stages of a tower of convolutions", r"depths", 1),
+    _rule("steps between the stages of a tower", r"downsampling_ratios", 2),
+    _rule("filters of the first stage, doubled by each", r"num_filters", 4),
     # widths
     _rule(
         "width of a feed-forward layer",
         r"(.*_)?(intermediate_size(_.*)?|ffn_(hidden_size|dim)|ffn_.*|dff|dim_ff|d_inner|n_inner|d_ff|feed_forward_size|inner_dim)",
         96,
     ),
-    _rule("input width of a later part", r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim)", HIDDEN),
+    _rule(
+        "input width of a later part",
+        r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim|downsample_channels)",
+        HIDDEN,
+    ),
     _rule(
         "model width",
         r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
@@ -144,6 +160,8 @@ REQUIRED = frozenset(
         "heads of an indexer",
     }
 )  # fmt: skip
+
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}

@@ -2,13 +2,15 @@
 
 | layout | told by | tensors |
 | --- | --- | --- |
-| packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]`, grids `[N, 3]` in patches |
+| packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]` or `[P, C, p, p]`, grids `[N, 3]` |
 | whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
+| recordings | the forward takes `input_values` | `input_values [N, F]`, `input_values_mask [N, F]` |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
-from patchgen.runtime.media_forms import REFUSALS, candidates, image_forms, whole_frames
+from patchgen.runtime.media_forms import REFUSALS, beside_image, candidates, image_forms, whole_frames
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -27,19 +29,24 @@ if TYPE_CHECKING:
 
 SOUND = "sound"
 """The kind of a video with its audio."""
+RECORDING = "input_values"
+"""The samples of a sound."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 """What is made of each modality."""
 OTHER_INPUTS = {
     IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
-    AUDIO: ("input_values", "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+    AUDIO: (RECORDING, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
 }
-"""Other names under which a forward takes a modality: nothing is made of them."""
+"""Other names under which a forward takes a modality: but for recordings nothing is made of them."""
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
+FREE_MERGE = 2
+"""Patches of an item that are merged in each direction, where the item itself says how many."""
 SECONDS_PER_GRID = (1.0, 0.5)
+TOKENS_OF_RECORDING = (2, 4, 3)
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
 
 
@@ -66,13 +73,14 @@ class MediaMaker:
         self._counts: dict[tuple, int] = {}
         self._frames: dict[int, int] | None = None
         self._form: tuple[tuple[int, ...], bool] | None = None
+        self._patch: tuple[int, ...] | None = None
         self._candidates: dict[str, dict[str, Tensor]] = {}
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
         """What the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
-        return tuple(kind for kind, name in INPUTS.items() if name in known)
+        return tuple(kind for kind, name in INPUTS.items() if name in known or (kind == AUDIO and RECORDING in known))
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
@@ -106,7 +114,7 @@ class MediaMaker:
             AttributeError: the model has no `get_<modality>_features`.
         """
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
-        key += tuple(t.sum().item() for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
         if key not in self._counts:
             self._counts[key] = self._ask(item)
         return self._counts[key]
@@ -138,10 +146,8 @@ class MediaMaker:
         found = dict(inspect.signature(self._features(kind)).parameters)
         if any(one.kind is one.VAR_KEYWORD for one in found.values()):
             inner = [getattr(model, name) for model in self.model.children() if hasattr(model, name)]
-            found = {
-                **{n: one for method in inner for n, one in inspect.signature(method).parameters.items()},
-                **found,
-            }
+            # What the model in it requires is required, even where the head has a default for it.
+            found |= {n: one for method in inner for n, one in inspect.signature(method).parameters.items()}
         return {n: one for n, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
 
     # ------------------------------------------------------------------------------------------------ vision
@@ -187,7 +193,9 @@ class MediaMaker:
         arguments = {"pixel_values": self._noise(1, *dimensions, layout.channels(vision), height, width)}
         if with_sizes:
             arguments["image_sizes"] = torch.tensor([[height, width]])
-        return Item(IMAGE, arguments)
+        beside = beside_image(self.config, self._parameters(IMAGE), dimensions, torch.zeros(()))
+        noise = {name: self._noise(*one.shape) for name, one in beside.items() if one.is_floating_point()}
+        return Item(IMAGE, arguments | beside | noise)
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
         """The form of a whole image that upstream takes: `[N, C, H, W]`, or in so many crops `[N, crops, C, H, W]`."""
@@ -204,7 +212,10 @@ class MediaMaker:
 
     def _video(self, number: int) -> Item:
         if "video_grid_thw" in self.known:
-            return self.with_seconds(self.patches(VIDEO, VIDEO_GRIDS[number]), SECONDS_PER_GRID[number])
+            grids = VIDEO_GRIDS
+            if self._takes_one_frame_only:
+                grids = [(1, *merged) for _, *merged in VIDEO_GRIDS]
+            return self.with_seconds(self.patches(VIDEO, grids[number]), SECONDS_PER_GRID[number])
         if VIDEO in self._candidates:
             return self._candidate(VIDEO)
         image = self._image(0).arguments["pixel_values"]
@@ -217,6 +228,11 @@ class MediaMaker:
             return self._candidate(VIDEO)
         return item
 
+    @functools.cached_property
+    def _takes_one_frame_only(self) -> bool:
+        """Whether upstream refuses packed clips of several steps in time, and takes one."""
+        return not self._is_taken(self.patches(VIDEO, (2, 1, 2))) and self._is_taken(self.patches(VIDEO, (1, 1, 2)))
+
     def with_seconds(self, item: Item, seconds: float) -> Item:
         """A video that says how long a step in time is, where the model takes that."""
         for name in ("video_second_per_grid", "second_per_grid_ts"):
@@ -226,16 +242,32 @@ class MediaMaker:
 
     def patches(self, kind: str, merged: tuple[int, int, int]) -> Item:
         """An image or video of packed patches, of so many merged tokens in time, height and width."""
-        vision = layout.tower_config(self.config, kind)
-        merge = layout.merge_size(vision)
-        t, h, w = merged[0], merged[1] * merge, merged[2] * merge
-        values = layout.patch_values(vision)
-        grid = "image_grid_thw" if kind == IMAGE else "video_grid_thw"
-        return Item(kind, {INPUTS[kind]: self._noise(t * h * w, values), grid: torch.tensor([[t, h, w]])}, frames=t)
+        if self._patch is None:
+            self._patch = self._accepted_patch(kind, merged)
+        return self._packed(kind, merged, self._patch)
+
+    def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
+        tower = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(tower)
+        steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == VIDEO else 1
+        arguments = {}
+        if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
+            merge *= FREE_MERGE
+            arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
+        t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
+        arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), f"{kind}_grid_thw": torch.tensor([[t, h, w]])}
+        return Item(kind, arguments, frames=t)
+
+    def _accepted_patch(self, kind: str, merged: tuple[int, int, int]) -> tuple[int, ...]:
+        """The shape of a packed patch that upstream takes; the first where it refuses all."""
+        first, *others = layout.patch_shapes(layout.tower_config(self.config, kind))
+        return next((shape for shape in (first, *others) if self._is_taken(self._packed(kind, merged, shape))), first)
 
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
+        if INPUTS[AUDIO] not in self.known:
+            return self.recording(TOKENS_OF_RECORDING[number])
         if self._frames is None and AUDIO not in self._candidates:
             try:
                 self._frames = self._accepted_frames()
@@ -244,6 +276,23 @@ class MediaMaker:
         if self._frames is None:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
+
+    def recording(self, tokens: int) -> Item:
+        """The samples of a sound of so many tokens.
+
+        Raises:
+            ValueError: the config does not say how many samples a token has.
+        """
+        tower = layout.tower_config(self.config, AUDIO)
+        samples = tokens * layout.samples_per_token(tower)
+        if not samples:
+            raise ValueError(
+                f"no input is made for the argument {RECORDING}: {type(tower).__name__} has no samples_per_token"
+            )
+        arguments = {RECORDING: self._noise(1, samples)}
+        if f"{RECORDING}_mask" in self.known:
+            arguments[f"{RECORDING}_mask"] = torch.ones(1, samples, dtype=torch.long)
+        return Item(AUDIO, arguments)
 
     def _accepted_frames(self) -> dict[int, int]:
         """The lengths of sounds where upstream takes one length only; empty where it takes any."""
@@ -300,7 +349,9 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
-    if name not in ("input_features", *AUDIO_MASKS) and not name.endswith("padding_mask"):
+    if name not in ("input_features", RECORDING, f"{RECORDING}_mask", *AUDIO_MASKS) and not name.endswith(
+        "padding_mask"
+    ):
         return tensors
     longest = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]

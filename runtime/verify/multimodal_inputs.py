@@ -37,6 +37,10 @@ TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 """The modality of a token in `mm_token_type_ids`; 0 is text."""
 
 
+TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+"""The arguments that say the modality of each token."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How an item stands in the text."""
@@ -264,8 +268,7 @@ class SampleBuilder:
             "input_ids": padded((sample.ids for sample in samples), pad),
             "labels": padded((sample.labels for sample in samples), IGNORED),
             "attention_mask": padded(([1] * len(sample.ids) for sample in samples), 0),
-            "mm_token_type_ids": types,
-            "token_type_ids": types,
+            **dict.fromkeys(TYPES, types),
             **collate_items(item for sample in samples for item in sample.items),
         }
         if any(item.inside for sample in samples for item in sample.items):
@@ -278,10 +281,9 @@ class SampleBuilder:
         if source is None or batch.get("use_audio_in_video"):
             return None
         wanted = set(inspect.signature(source.compute_3d_position_ids).parameters)
-        known = {"audio_feature_lengths": _lengths(batch), **batch}
-        arguments = {name: known.get(name) for name in wanted}
-        arguments |= {"inputs_embeds": self.model.get_input_embeddings()(batch["input_ids"]), "past_key_values": None}
-        positions = source.compute_3d_position_ids(**arguments)
+        embeds = self.model.get_input_embeddings()(batch["input_ids"])
+        known = {"audio_feature_lengths": _lengths(batch), **batch, "inputs_embeds": embeds}
+        positions = source.compute_3d_position_ids(**{name: known.get(name) for name in wanted})
         source.rope_deltas = None
         if positions is None:
             return None
@@ -296,7 +298,7 @@ class SampleBuilder:
         labels = batch["labels"].clone()
         labels[:, 0] = IGNORED  # the first token of a document has no context
         out = {name: value for name, value in batch.items() if name not in ("attention_mask", "labels")}
-        for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+        for name in ("input_ids", *TYPES):
             if name in out:
                 out[name] = out[name][mask][None]
         return Case("packed media", {**out, "labels": labels[mask][None], "position_ids": positions})

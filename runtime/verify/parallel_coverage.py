@@ -199,18 +199,16 @@ def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    from patchgen import provenance
     from patchgen.commands import examination
 
     pool = RankPool(world)
     with tempfile.TemporaryDirectory(prefix="patchgen-sweep-") as folder:
         for model_type in separates:
-            generated, refusal, digest = examination.generate(model_type, transformers.__version__)
-            if generated is None:
+            whole, refusal, digest = examination.generate(model_type, transformers.__version__)
+            if not whole:
                 row = Row(model_type, reason=f"not generated: {refusal}")
             else:
-                provenance.write(generated, Path(folder) / model_type)
-                file = Path(folder) / model_type / f"modeling_{generated.model}.py"
+                file = examination.write(whole, Path(folder) / model_type) / f"modeling_{whole[0].model}.py"
                 head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
                 row = _compared(pool, model_type, head, str(file), sp, ep, separates[model_type])
             row = replace(row, generated=digest)

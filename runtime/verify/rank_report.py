@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify.media_ranks import RankResult
 
 FILE_NAME = "verify_ranks.json"
@@ -31,9 +31,9 @@ def write_results(
         made_with: the sources and releases that this proof depends on.
     """
     path = file.parent / FILE_NAME
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    sha256 = digest(file)
     before = json.loads(path.read_text()) if path.is_file() else {}
-    layouts = before.get("layouts", {}) if before.get("sha256") == digest else {}
+    layouts = before.get("layouts", {}) if before.get("sha256") == sha256 else {}
     layouts[layout] = {
         "cases": {
             one.case: {"loss": _bound(one.loss), "gradient": _bound(one.gradient)}
@@ -44,7 +44,7 @@ def write_results(
         "made_with": dict(made_with or {}),
     }
     record = {
-        "sha256": digest,
+        "sha256": sha256,
         "layouts": dict(sorted(layouts.items())),
     }
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from patchgen.runtime.attention_kinds import Kind
+from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import source_closure, verdict
 from patchgen.runtime.verify.comparison import Difference
 from patchgen.runtime.verify.proof import Proof
@@ -161,7 +162,7 @@ def read_training(directory: Path, file: Path, head: str) -> dict | None:
         record.get("status") == verdict.PROVEN
         and record.get("made_with", {}).get("prover") == source_closure.prover()
         and record["head"] == head
-        and record["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+        and record["sha256"] == digest(file)
         and record.get("copies", {}) == _copies(directory, record["model"])
         and transformers.__version__ in record["transformers"]
         and record["torch"] == torch.__version__.partition("+")[0]

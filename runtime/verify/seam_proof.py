@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from patchgen.runtime import seams
+from patchgen.runtime.parts import parts_of
 from patchgen.runtime.verify.comparison import EQUAL, Difference, Step, compare_gradients, compare_outputs, train_step
 from patchgen.runtime.verify.conditioning import SHAKES, is_rounding, shaken_step
 
@@ -58,7 +59,7 @@ def prove_seams(
     ]
     if not wanted:
         return []
-    with seams_reached(type(model).__module__) as reached:
+    with seams_reached(type(model).__module__, *(file.__name__ for _, _, file in parts_of(model))) as reached:
         train_step(model, case)
     results = []
     for seam, implementation in wanted:
@@ -129,18 +130,18 @@ def _counted(seam: str, implementation: str) -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def seams_reached(module_name: str) -> Iterator[set[str]]:
-    """Collects the seams that stand in the functions of a module that run inside the block.
+def seams_reached(*module_names: str) -> Iterator[set[str]]:
+    """Collects the seams that stand in the functions of modules that run inside the block.
 
     A function that a small config never calls (the other of two rotary forms) has a seam that could not be reached; one
     that ran and did not reach its seam is a defect.
     """
-    file = sys.modules[module_name].__file__
+    files = {sys.modules[name].__file__ for name in module_names}
     reached: set[str] = set()
 
     def on_event(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename == file and "ops" in code.co_names:
+        if event == "call" and code.co_filename in files and "ops" in code.co_names:
             reached.update(name for name in code.co_names if name in known)
 
     known = set(seams.names())

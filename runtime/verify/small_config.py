@@ -6,7 +6,7 @@
 The class is built once with its defaults. Each field is then read by its meaning (`field_semantics.py`), the layers
 are thinned to one of each kind (`layer_selection.py`), sub-configs are treated alike, and relations that hold among
 the defaults (as many key/value heads as heads, hidden = heads x head size, ...) are made to hold again. What a class
-derives for itself (fields declared as None) is left for it to derive.
+derives for itself (fields declared as None) is left for it to derive. Relations between sub-configs: `field_relations.py`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
 
+from patchgen.runtime.media_layout import merge_size
+from patchgen.runtime.verify import field_relations
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.layer_selection import select_layers
 
@@ -47,6 +49,8 @@ class SmallConfig:
     """A small config, and what was given to its class to get it (nested for sub-configs)."""
 
     config: PreTrainedConfig
+    full: PreTrainedConfig
+    """The config that it is the small form of."""
     overrides: dict[str, object]
     unclassified: tuple[str, ...] = ()
     """Fields with a large number whose meaning no rule knows: they keep upstream's value."""
@@ -122,6 +126,14 @@ def _all_fields(config: PreTrainedConfig) -> set[str]:
     return names
 
 
+def _needs_window(config_class: type[PreTrainedConfig], fields: Mapping[str, dataclasses.Field]) -> bool:
+    """Whether a config that gives no window has windowed layers all the same: by `layer_types`, without a switch."""
+    if not {"sliding_window", "layer_types"} <= fields.keys() or "use_sliding_window" in fields:
+        return False
+    is_open = _declared(fields["sliding_window"]) is None and _declared(fields["layer_types"]) is None
+    return is_open and "create_sliding_window_causal_mask(" in _modeling_source(config_class)
+
+
 def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:
     return {field.name: field for field in dataclasses.fields(config_class)}.get(name)
 
@@ -149,14 +161,18 @@ def shrink(
         )  # the causal form of a class that is an encoder by default
     if "mlp_only_layers" in fields and not _declared(fields["mlp_only_layers"]):
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
+    if _needs_window(config_class, fields):
+        explicit.setdefault("sliding_window", sizes.WINDOW)
     overrides, sub_overrides, unclassified = {}, {}, []
+    parts: dict[str, SmallConfig] = {}
     for key, make in (sub_configs if sub_configs is not None else _default_sub_configs(config_class, variant)).items():
         own_ids = SpecialIds()
-        sub = make(own_ids)
+        parts[key] = sub = make(own_ids)
         special_ids.skip(own_ids)
         overrides[key] = sub.config
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
+    field_relations.relate_parts(parts, _modeling_source(config_class))
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
     common_names = {own: common for common, own in config_class.attribute_map.items()}
@@ -178,16 +194,20 @@ def shrink(
             if rule is not None and rule.meaning in sizes.REQUIRED:
                 overrides[name] = rule.small(sys.maxsize)
     for name in _undeclared_ids(config_class):
-        if not hasattr(prototype, name):
+        is_placeholder = name in sizes.PLACEHOLDERS  # None: of a checkpoint that takes no such input
+        if not hasattr(prototype, name) or (is_placeholder and getattr(prototype, name) is None):
             overrides[name] = next(special_ids)
-    overrides |= {name: value for name, value in given.items() if name not in fields}
+    overrides |= {
+        name: _small_value(value, (name,), special_ids) for name, value in given.items() if name not in fields
+    }
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(fields, values, explicit, overrides)
+    overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunks_of_hops(values, parts)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
         overrides["rope_parameters"] = rope
     config = _construct(config_class, overrides)
-    return SmallConfig(config, overrides | sub_overrides, tuple(unclassified))
+    return SmallConfig(config, prototype, overrides | sub_overrides, tuple(unclassified))
 
 
 def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTrainedConfig:
@@ -294,22 +314,27 @@ def _small_id(declared: object, special_ids: Iterator[int]) -> object:
     return declared
 
 
+# Read off rotary parameters with nothing or a list to fall back to; of time, height and width where nothing is said.
+_SECTIONS_READ = re.compile(r"""rope_\w+(?:\.get\(|\[)["']mrope_section["'](?:,\s*\[([\d, ]+)\])?[)\]]""")
+_SECTIONS = [24, 20, 20]
+
+
 def _with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
-    """Rotary parameters with the sections that the modeling file falls back to where a config names none."""
-    source = _modeling_source(config_class)
-    fallback = re.search(r"""["']mrope_section["'],\s*\[([\d, ]+)\]""", source)
-    if fallback is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
+    """Rotary parameters with the sections that the modeling file reads, or falls back to, where a config names none."""
+    read = _SECTIONS_READ.search(_modeling_source(config_class))
+    if read is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
         return rope
     if rope["rope_type"] == "axial":  # of a tower
         return rope
-    return {**rope, "mrope_section": [int(number) for number in fallback[1].split(",")]}
+    fallback = [int(number) for number in read[1].split(",")] if read[1] else _SECTIONS
+    return {**rope, "mrope_section": fallback}
 
 
 def _small_rope(rope: object, overrides: Mapping[str, object], values: Mapping[str, object]) -> dict | None:
     """Rotary parameters with sections that fit the small head, None where nothing in them is a size."""
     kinds = overrides.get("layer_types") or values.get("layer_types")
     if rope == {} and kinds:  # per kind of layer, left to the checkpoint
-        section = _split(sizes.HEAD_DIM // 2, [24, 20, 20])
+        section = _split(sizes.HEAD_DIM // 2, _SECTIONS)
         return {kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section} for kind in set(kinds)}
     if not isinstance(rope, dict) or "section" not in str(rope):
         return None
@@ -325,9 +350,12 @@ def _small_rope(rope: object, overrides: Mapping[str, object], values: Mapping[s
 
 
 def _split(total: int, shares: list[int]) -> list[int]:
-    """Splits `total` in proportion to `shares`, each part at least 1 while that is possible."""
+    """Splits `total` in proportion to `shares`, each part at least 1 and equal shares into equal parts while that is possible."""
     parts = [max(1, total * share // sum(shares)) for share in shares]
-    parts[0] += total - sum(parts)
+    rest = total - sum(parts)
+    first = next((share for share in shares if rest % shares.count(share) == 0), None)
+    for place in [place for place, share in enumerate(shares) if share == first] or [0]:
+        parts[place] += rest // max(shares.count(first), 1)
     return parts
 
 
@@ -439,6 +467,15 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if crops:  # sizes of crops, multiples of the image's
         unit = min(side for crop in crops for side in crop)
         found["image_grid_pinpoints"] = [[side * sizes.IMAGE // unit for side in crop] for crop in crops]
+    if {"out_hidden_size", "vision_config"} <= own_fields.keys():  # of the tower's merged patches
+        tower = small["vision_config"]
+        found["out_hidden_size"] = tower.hidden_size * merge_size(tower) ** 2
+    queries = values.get("projector_patch_to_query_dict")
+    if queries:  # by the number of patches of an image
+        found["projector_patch_to_query_dict"] = {
+            sizes.IMAGE_TOKENS * 4 ** (n + 1): min(count, sizes.IMAGE_TOKENS + n)
+            for n, count in enumerate(queries.values())
+        }
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
     if "hash_seed" in own_fields:

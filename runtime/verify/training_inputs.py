@@ -21,7 +21,7 @@ from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.inputs import drawable_ids
 from patchgen.runtime.verify.media import REFUSALS
-from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, takes_media
+from patchgen.runtime.verify.multimodal_inputs import TYPES, SampleBuilder, takes_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -31,7 +31,6 @@ Batch = dict[str, Any]
 LENGTHS = (9, 15, 2, 12)
 """Of the documents of a packed row: longer and shorter than a window, none that a chunk or a row divides."""
 NUM_PADDED = 7
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def _sample(row: Mapping[str, Any], positions: Any) -> Batch:
     sample = {
         name: value for name, value in row.items() if isinstance(value, Tensor) and name not in ("attention_mask",)
     }
-    for name in ("input_ids", "labels", *TOKEN_TYPES):
+    for name in ("input_ids", "labels", *TYPES):
         if name in sample:
             sample[name] = sample[name][0]
     text = torch.arange(len(sample["input_ids"]))

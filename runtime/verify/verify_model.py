@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from patchgen.runtime import registry
+from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
@@ -117,7 +117,7 @@ def verify_model(
     merged.not_compared = merged.not_compared | _without_example(upstream_class, fed)
     merged.inputs = tuple(sorted(fed))
     merged.model, merged.head = generated.name, head
-    merged.file_sha256 = hashlib.sha256(generated.file.read_bytes()).hexdigest()
+    merged.file_sha256 = digest(generated.file)
     merged.upstream_version = generated.upstream_version
     if training_path and merged.is_equal:
         merged.training = _training_path(upstream_class, generated_class, trained)

@@ -17,6 +17,8 @@ from cases_sequence import state_of
 from rounding import require_rounding
 from torch import Tensor
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback as served_by
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_chunk_gated_delta_rule
 
 from patchgen.runtime import attention, ops, parallel
@@ -124,6 +126,87 @@ def recurrence_agrees(packed: bool, sp: int, key_heads: int, value_heads: int) -
     _agrees(whole, sliced, tensors, dict.fromkeys(tensors, 1), 1, packed, state_of(sp=sp))
 
 
+def scan_by_heads_agrees(packed: bool, sp: int, groups: int, kernels: bool = False) -> None:
+    """Mamba-2's: `B` and `C` of fewer groups than ranks are those of the rank's heads."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    heads = 4
+    tensors = {
+        "hidden_states": normal(ROWS, LENGTH, heads, 6),
+        "dt": normal(ROWS, LENGTH, heads),
+        "A": -normal(heads).exp(),
+        "B": normal(ROWS, LENGTH, groups, 5),
+        "C": normal(ROWS, LENGTH, groups, 5),
+        "D": normal(heads),
+        "dt_bias": normal(heads),
+    }
+    plain = inspect.unwrap(mamba2_chunk_scan)
+    with kernel_packages(kernels):
+        scan = served_by("mamba_chunk_scan_combined", "mamba_ssm")(plain)
+
+    def whole(hidden_states, dt, A, B, C, **more):
+        return plain(hidden_states, dt, A, B, C, chunk_size=4, dt_softplus=True, **more)
+
+    def sliced(hidden_states, dt, A, B, C, cu_seq_lens_q=None, **more):
+        more |= {"z": None, "initial_states": None, "return_final_states": False, "cu_seq_lens_q": cu_seq_lens_q}
+        return ops.state_space_scan(scan, hidden_states, dt, A, B, C, chunk_size=4, dt_softplus=True, **more)
+
+    along = dict.fromkeys(("hidden_states", "dt", "B", "C"), 1)
+    _agrees(whole, sliced, tensors, along, 1, packed, state_of(sp=sp))
+
+
+def scan_by_channels_agrees(packed: bool, sp: int) -> None:
+    """Mamba's: each rank has all of `B` and `C`. As many channels as tokens and states: no size tells them apart."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    channels = states = LENGTH
+    tensors = {
+        "hidden_states": normal(ROWS, channels, LENGTH),
+        "dt": normal(ROWS, channels, LENGTH),
+        "A": -normal(channels, states).exp(),
+        "B": normal(ROWS, states, LENGTH),
+        "C": normal(ROWS, states, LENGTH),
+        "D": normal(channels),
+        "z": normal(ROWS, channels, LENGTH),
+        "delta_bias": normal(channels),
+    }
+
+    def whole(hidden_states, dt, A, B, C, **more):
+        return mamba_selective_scan(hidden_states, dt, A, B, C, delta_softplus=True, **more)
+
+    def sliced(hidden_states, dt, A, B, C, **more):
+        return ops.selective_scan(mamba_selective_scan, hidden_states, dt, A, B, C, delta_softplus=True, **more)
+
+    along = dict.fromkeys(("hidden_states", "dt", "B", "C", "z"), 2)
+    _agrees(whole, sliced, tensors, along, 2, packed, state_of(sp=sp))
+
+
+def kernels_of_whole_mixers_see_whole_rows() -> None:
+    """A kernel for all of a mixer is called on whole unpacked rows alone; what mixes otherwise refuses a slice."""
+    given = {"cu_seq_lens_q": torch.tensor([0, 3, 8])}
+    for state, lengths, expected in (
+        (None, {}, "whole"),
+        (None, {"cu_seq_lens_q": None}, "whole"),
+        (None, given, None),
+        (state_of(sp=dist.get_world_size()), {}, None),
+        (state_of(sp=1), {}, "whole"),
+    ):
+        with parallel.using(state):
+            assert ops.fused_scan(lambda x: x, "whole", **lengths) == expected
+            try:
+                ops.refuse_slices("AnyMixer")
+                refused = False
+            except ValueError as error:
+                refused = "AnyMixer mixes tokens along the sequence" in str(error)
+        assert refused is (state is not None and state.sp > 1)
+
+
 # ------------------------------------------------------------------------------------ numbers of documents
 
 PACKAGES = Path(__file__).parent / "kernel_packages"
@@ -131,7 +214,7 @@ PACKAGES = Path(__file__).parent / "kernel_packages"
 
 @contextlib.contextmanager
 def kernel_packages(there: bool) -> Iterator[None]:
-    """Within the block, what is imported finds `fla` and `causal_conv1d`: stand-ins with their signatures."""
+    """Within the block, what is imported finds `fla`, `mamba_ssm` and `causal_conv1d`: stand-ins with their signatures."""
     if not there:
         yield
         return
@@ -141,8 +224,8 @@ def kernel_packages(there: bool) -> Iterator[None]:
         yield
     finally:
         sys.path.remove(str(PACKAGES))
-        for name in ("fla", "causal_conv1d"):
-            sys.modules.pop(name, None)
+        for name in [one for one in sys.modules if one.partition(".")[0] in ("fla", "causal_conv1d", "mamba_ssm")]:
+            del sys.modules[name]
 
 
 def bounds_of(documents: int, total: int) -> list[int]:

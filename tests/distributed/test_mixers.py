@@ -1,4 +1,4 @@
-"""Convolutions and delta rules over slices of a sequence against upstream's functions, document by document."""
+"""Convolutions, delta rules and state-space scans over slices of a sequence against upstream's functions, document by document."""
 
 from __future__ import annotations
 
@@ -16,6 +16,28 @@ def test_convolution(sp, packed, two_ranks, four_ranks):
 @pytest.mark.parametrize(("sp", "key_heads", "value_heads"), [(1, 2, 4), (2, 2, 4), (2, 1, 4), (4, 2, 4), (4, 4, 4)])
 def test_recurrence(sp, key_heads, value_heads, packed, two_ranks, four_ranks):
     (four_ranks if sp == 4 else two_ranks).run(cases.recurrence_agrees, packed, sp, key_heads, value_heads)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize(("sp", "groups"), [(1, 2), (2, 1), (2, 2), (4, 1), (4, 2)])
+def test_scan_by_heads(sp, groups, packed, two_ranks, four_ranks):
+    (four_ranks if sp == 4 else two_ranks).run(cases.scan_by_heads_agrees, packed, sp, groups)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("sp", [1, 2])
+def test_scan_by_heads_through_the_package(sp, packed, two_ranks):
+    two_ranks.run(cases.scan_by_heads_agrees, packed, sp, 1, True)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("sp", [1, 2, 4])
+def test_scan_by_channels(sp, packed, two_ranks, four_ranks):
+    (four_ranks if sp == 4 else two_ranks).run(cases.scan_by_channels_agrees, packed, sp)
+
+
+def test_kernels_of_whole_mixers(two_ranks):
+    two_ranks.run(cases.kernels_of_whole_mixers_see_whole_rows)
 
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["torch", "packages"])

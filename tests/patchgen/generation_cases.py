@@ -16,7 +16,11 @@ from patchgen.source import bound_names
 from patchgen.upstream import ConfigClass, SubConfig, Upstream
 
 EXAMPLE_CONFIGS = {
-    "ExampleConfig": ConfigClass("ExampleConfig", "example", {"text_config": SubConfig("ExampleTextConfig")}),
+    "ExampleConfig": ConfigClass(
+        "ExampleConfig",
+        "example",
+        {"text_config": SubConfig("ExampleTextConfig"), "any_config": SubConfig("AutoConfig")},
+    ),
     "ExampleTextConfig": ConfigClass("ExampleTextConfig", "example_text"),
 }
 

@@ -107,3 +107,30 @@ def test_shared_experts_run_where_upstream_runs_them_without_expert_parallelism(
     events.append("routed")
     assert torch.equal(take(), torch.full((2,), 2.0))
     assert events == order
+
+
+@pytest.mark.parametrize(("act", "computed"), [(nn.SiLU(), 6), (nn.Sigmoid(), 12)])
+def test_equal_parts_of_experts_compute_what_bmm_does_and_no_row_of_zeros(act, computed, monkeypatch):
+    torch.manual_seed(0)
+    E, R, H, INNER = 3, 4, 8, 5
+    rows, up, down = (
+        torch.randn(*s, dtype=torch.float64, requires_grad=True)
+        for s in ((E * R, H), (E, H, 2 * INNER), (E, INNER, H))
+    )
+    scaled = rows * torch.tensor([1.0, 0.0]).repeat(E * R // 2)[:, None]
+    gate, other = torch.bmm(scaled.view(E, R, H), up).chunk(2, dim=-1)
+    expected = torch.bmm(other * act(gate), down).view(-1, H)
+    seen = []
+
+    def counting(hidden_states, top_k_index, *args, **options):
+        seen.append(int((top_k_index < E).sum()))
+        return experts(hidden_states, top_k_index, *args, **options)
+
+    with seams.using(fused_moe="torch"):
+        experts = seams.implementation("fused_moe")
+        monkeypatch.setattr(ops, "experts_kernel", lambda: counting)
+        found = ops.fused_moe(scaled, None, None, up, down, num_experts=E, activation=act, is_transposed=True)
+    torch.testing.assert_close(found, expected)
+    assert seen == [computed]
+    wanted = torch.autograd.grad(expected.square().sum(), (rows, up, down), retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(found.square().sum(), (rows, up, down)), wanted)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from patchgen.runtime.parallel.report import describe
+from patchgen.runtime.parallel.sharding import check_plan, own_plan
 from patchgen.runtime.parallel_plan import parallel_plan
 
 
@@ -47,3 +49,13 @@ def test_a_parameter_per_expert_that_the_plan_forgets_is_an_error():
     found = model()
     found["c"].norm = nn.Parameter(torch.ones(3))  # not one per expert: replicated
     assert "c.norm" not in parallel_plan(found, {"Experts": ("gate_up_proj", "down_proj")})
+
+
+def test_experts_that_no_rank_divides_are_named_with_the_reason():
+    found = model()
+    plan = parallel_plan(found, {}, left_alone={"Experts": "has tables", "Linear": "is plain", "Other": "is not here"})
+    assert plan.left_alone == {"Experts": "has tables", "Linear": "is plain"}
+    found.get_parallel_plan = lambda: plan
+    with pytest.raises(ValueError, match=r"reports no expert parameters: .* Experts is left alone: has tables\."):
+        check_plan(found, own_plan(found), 2)
+    assert "Experts left alone: has tables" in describe(found, None)

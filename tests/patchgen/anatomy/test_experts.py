@@ -15,6 +15,7 @@ from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_ops import FusedOps
 
 MODELS = {"Qwen3MoeExperts": "qwen3_moe", "GptOssExperts": "gpt_oss", "MuseSparkExperts": "muse_spark"}
+MODELS |= {"Llama4TextExperts": "llama4"}
 UPSTREAM = {name: load(model) for name, model in MODELS.items()}
 ZEROS = "final_hidden_states = torch.zeros_like(hidden_states)\n"
 DOWN = "current_hidden_states = nn.functional.linear(current_hidden_states, self.down_proj[expert_idx])\n"
@@ -125,6 +126,35 @@ def test_a_weight_that_may_be_something_else_is_unread():
     with pytest.raises(Missed) as outside:
         read("Qwen3MoeExperts", above("def change(experts):\n    experts.down_proj = None"))
     assert outside.value.found == "no self.down_proj"
+
+
+BATCHED = {
+    "tokens where experts stand": ("view(self.gate_up_proj.shape[0], -1,", "view(-1, self.gate_up_proj.shape[0],"),
+    "another count than the experts'": ("view(self.gate_up_proj.shape[0], -1,", "view(self.intermediate_size, -1,"),
+    "another dimension of the stack": ("view(self.gate_up_proj.shape[0], -1,", "view(self.gate_up_proj.shape[1], -1,"),
+    "the other half activated": ("up * self.act_fn(gate)", "gate * self.act_fn(up)"),
+    "halves of the rows": ("gate_up.chunk(2, dim=-1)", "gate_up.chunk(2, dim=1)"),
+    "put together with another width": ("next_states.view(-1, self.hidden_size)", "next_states.view(-1, self.expert_dim)"),
+    "left in parts": ("next_states = next_states.view(-1, self.hidden_size)", "next_states = next_states"),
+    "scaled": ("return next_states", "return next_states * 2"),
+    "something added": ("(up * self.act_fn(gate))", "(up * self.act_fn(gate) + up)"),
+    "no gate": ("up * self.act_fn(gate)", "self.act_fn(gate_up)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BATCHED)
+def test_what_only_looks_like_products_of_all_experts_is_unread(case):
+    with pytest.raises(Missed):
+        read("Llama4TextExperts", BATCHED[case])
+
+
+def test_products_of_all_experts_are_read():
+    found = read("Llama4TextExperts")
+    assert (found.hidden_states, found.top_k_index, found.top_k_weights) == ("hidden_states", "", "")
+    assert (found.up_weight, found.down_weight, found.activation) == ("gate_up_proj", "down_proj", "act_fn")
+    assert found.is_transposed and found.is_gated and found.num_experts == "self.num_experts"
+    counted = ("view(self.gate_up_proj.shape[0], -1,", "view(self.num_experts, -1,")
+    assert read("Llama4TextExperts", counted) == found
 
 
 def test_a_norm_of_each_row_is_read():

@@ -170,6 +170,40 @@ def test_what_an_auto_class_builds_by_default():
     assert [build.attribute for build in ANATOMY.builds("Below")] == []
 
 
+PART = """
+from torch import nn
+from ..auto import AutoModel
+from ...modeling_utils import PreTrainedModel
+
+class Part(nn.Module):
+    def __init__(self, config, width=8):
+        self.text = AutoModel.from_config(config.text_config)
+
+class TextModel(PreTrainedModel):
+    config: TextConfig
+
+class Model(PreTrainedModel):
+    config: Config
+    def __init__(self, config):
+        self.parts = nn.ModuleList([{built} for _ in range(2)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("built", "target"),
+    [
+        ("Part(config)", "TextModel"),
+        ("Part(width=4, config=self.config)", "TextModel"),
+        ("Part(config.text_config)", None),
+        ("Part(config) if config.a else Part(config.text_config)", None),
+        ("nn.Linear(8, 8)", None),
+    ],
+)
+def test_a_part_without_annotation_has_the_config_of_the_model_that_builds_it(built: str, target: str | None):
+    anatomy = anatomy_of(PART.replace("{built}", built), configs=CONFIGS)
+    assert [anatomy.target_of(build) for build in anatomy.auto_builds("Part")] == [target]
+
+
 def test_what_is_reached_by_name():
     assert ANATOMY.reached_from(["Alone"]) == {"Alone", "Quoted", "Returned", "ByKey", "Sizes", "InTable"}
     assert ANATOMY.reached_from(["Head"]) == {"Head", "Model", "TextModel", "OtherModel", "Quoted"}

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 from generation_cases import anatomy_of
 
-from patchgen.anatomy.roles import Role, stack_shapes, unread_experts, unread_heads
+from patchgen.anatomy.roles import Role, left_alone_experts, stack_shapes, unread_experts, unread_heads
 from patchgen.source import parse
 
 HEADER = """
@@ -293,3 +293,22 @@ def test_a_listed_head_without_the_role_is_named():
     assert len(told) == 1 and told[0].startswith("upstream lists Head as a head")
     good = f"{HEADER}\nclass Head({MODEL}, GenerationMixin):\n    def forward(self, labels):\n        pass\n"
     assert unread_heads(parse(good), anatomy_of(good, heads=("Head",))) == []
+
+
+TABLES = "def __init__(self, config):\n    self.keys = nn.Embedding(config.num_experts, 8)"
+
+
+def test_experts_of_another_kind_are_left_alone_where_a_file_has_no_others():
+    def found(members: str, more: str = "") -> dict[str, str]:
+        body = textwrap.indent(members, "    ")
+        return left_alone_experts(
+            anatomy_of(f"import torch\nfrom torch import nn\n\nclass Example(nn.Module):\n{body}\n{more}")
+        )
+
+    assert found(TABLES) == {"Example": "reads config.num_experts"}
+    beside = "\nclass Block(nn.Module):\n    def __init__(self):\n        self.experts = make()\n"
+    assert found(TABLES, beside) == {"Block": "sets self.experts"}  # which says more than an option that is read
+    decorated = "\n@use_experts_implementation\nclass Other(nn.Module):\n    pass\n"
+    assert found(TABLES, decorated) == {}  # the decorator says that they are of the seam's kind
+    router = TABLES.replace("    self.keys", "    self.top = torch.topk(config.num_experts)\n    self.keys")
+    assert found(router) == {}

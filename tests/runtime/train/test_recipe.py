@@ -103,7 +103,7 @@ def test_what_is_not_yaml_is_told_with_its_line(path):
     with pytest.raises(recipes.RecipeError, match=r"(?s)mine.yaml is not YAML: .* line 3"):
         recipes.load(path)
     path.write_text("model: {source: qwen3_moe}\ntrain:\n  steps: 3\n  steps: 5\ndata: {}\n")
-    with pytest.raises(recipes.RecipeError, match=r"(?s)the key 'steps' stands twice.* line 4"):
+    with pytest.raises(recipes.RecipeError, match=r"(?s)the key 'steps' is duplicated.* line 4"):
         recipes.load(path)
 
 

@@ -28,6 +28,9 @@ KINDS = {
     "Dots3NoteForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},
     "FuyuForCausalLM": {"images"},  # the model's own config says what a patch is, and patches do not say where they lie
     "Gemma4UnifiedForConditionalGeneration": {"images", "video", "audio", "mixed"},  # patches that are pooled already
+    # whose videos have whole pairs of frames, and whose layers read the modality of each token
+    "Ernie4_5_VLMoeForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
+    "VoxtralForConditionalGeneration": {"audio"},  # which groups frames; its placeholder's id is the checkpoint's
     "MossTranscribeDiarizeForConditionalGeneration": {"audio"},  # whose features require a mask that the head hands on
 }  # fmt: skip
 
@@ -60,6 +63,23 @@ def test_every_name_that_is_handed_over_has_a_rule(head: str) -> None:
     assert len(names) > 3
     for name in names:
         rule_of(name)
+
+
+def test_images_of_one_area_may_take_different_numbers_of_tokens() -> None:
+    """A token at the end of each row: two rows of three are eight, three rows of two are nine, and two around them."""
+    model, media = upstream("HunYuanVLForConditionalGeneration")
+    assert "images" in {case.name for case in media.cases}
+    maker = MediaMaker(model, torch.Generator())
+    counts = [maker.count(maker.patches(IMAGE, grid)) for grid in ((1, 2, 3), (1, 3, 2))]
+    assert counts[1] == counts[0] + 1
+
+
+def test_the_modality_of_a_token_reaches_the_layers_that_read_it() -> None:
+    """Else the experts of images and video are compared with no token."""
+    _, media = upstream("Ernie4_5_VLMoeForConditionalGeneration")
+    images = next(case for case in media.cases if case.name == "images").batch
+    assert images["moe_mm_token_type_ids"].any()
+    assert rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:

@@ -166,3 +166,15 @@ def test_a_config_of_one_layer_shrinks(config_class: str):
 
     small = shrink(getattr(transformers, config_class)(num_hidden_layers=1)).config
     assert len(getattr(small, "layer_types", None) or range(small.num_hidden_layers)) == small.num_hidden_layers
+
+
+def test_what_a_composite_config_says_of_its_tower_fits_the_small_tower():
+    tower = small_config("mistral3").config.vision_config  # is given a head size that its own class does not declare
+    assert tower.head_dim == tower.hidden_size // tower.num_attention_heads
+    layers = small_config("vipllava").config
+    count = layers.vision_config.num_hidden_layers
+    assert all(-count <= layer <= count for layer in layers.vision_feature_layer)
+    queries = small_config("aria").config
+    patches = (queries.vision_config.image_size // queries.vision_config.patch_size) ** 2
+    assert patches in queries.projector_patch_to_query_dict
+    assert small_config("minicpmv4_6").config.image_token_id < sizes.VOCAB  # None by default

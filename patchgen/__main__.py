@@ -1,0 +1,5 @@
+"""`python -m patchgen` is the command `patchgen`."""
+
+from patchgen.cli import main
+
+main()

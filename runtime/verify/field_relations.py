@@ -1,0 +1,88 @@
+"""Relations between the configs of a composite: what a field of one says of another holds for the small ones as well.
+
+| relation | read off |
+| --- | --- |
+| `vision_feature_layer` names layers of `vision_config` | the field's name |
+| `x.reshape(-1, self.config.audio_config.intermediate_size)` groups frames: it is a whole number of widths | the modeling file |
+| a chunk of samples holds whole hops | `hop_length` of the part that takes them |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from patchgen.runtime.verify import field_semantics as sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+LAYERS_OF_A_TOWER = re.compile(r"(\w+)_feature_layers?$")
+GROUPS = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)\s*,?\s*\)")
+
+
+class Part(Protocol):
+    """A sub-config: as its class gives it, and its small form."""
+
+    full: PreTrainedConfig
+    config: PreTrainedConfig
+
+
+def relate_parts(parts: Mapping[str, Part], source: str) -> None:
+    """Sets the fields of the small parts that say something of each other.
+
+    Args:
+        parts: by the name of the sub-config.
+        source: the modeling file of the composite.
+    """
+    for part in parts.values():
+        for name, value in layer_numbers(vars(part.config), parts).items():
+            setattr(part.config, name, value)
+    for key, name in GROUPS.findall(source):
+        if key not in parts:
+            continue
+        width, grouped = (getattr(parts[key].full, field, None) for field in ("hidden_size", name))
+        if type(width) is int and type(grouped) is int and grouped % width == 0:
+            setattr(parts[key].config, name, grouped // width * parts[key].config.hidden_size)
+
+
+def layer_numbers(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, object]:
+    """The fields among `values` that name layers which a small tower lacks, with layers that it has, in the same order."""
+    found = {}
+    for name, value in values.items():
+        match = LAYERS_OF_A_TOWER.match(name)
+        tower = parts.get(f"{match[1]}_config") if match else None
+        count = getattr(tower.config, "num_hidden_layers", None) if tower else None
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        if type(count) is not int or any(type(number) is not int for number in numbers):
+            continue
+        small = [_small_number(number, numbers, count) for number in numbers]
+        if small != list(numbers):
+            found[name] = type(value)(small) if isinstance(value, (list, tuple)) else small[0]
+    return found
+
+
+def _small_number(number: int, numbers: list[int] | tuple[int, ...], count: int) -> int:
+    if number < 0:
+        return max(number, -count)
+    if all(other < count for other in numbers):
+        return number
+    later = len({other for other in numbers if other > number})
+    return max(count - 1 - later, 0)
+
+
+def chunks_of_hops(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, int]:
+    """Lengths of chunks in samples: as many hops of a part as a window has tokens."""
+    hops = {
+        full: part.config.hop_length
+        for part in parts.values()
+        if type(full := getattr(part.full, "hop_length", None)) is int and full > 1
+    }
+    return {
+        name: sizes.WINDOW * small
+        for name, value in values.items()
+        if type(value) is int and (rule := sizes.rule_for(name)) is not None and rule.meaning == "chunk of a scan"
+        for full, small in hops.items()
+        if value >= full and value % full == 0
+    }

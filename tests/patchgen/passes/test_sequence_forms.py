@@ -1,0 +1,230 @@
+"""Which code runs along the language model's sequence, and how: scans, mixers of other forms, decoders, towers."""
+
+from __future__ import annotations
+
+import pytest
+from generation_cases import anatomy_of, applied
+
+from patchgen.anatomy import Role
+from patchgen.errors import PassMismatch
+from patchgen.passes.language_sp import LanguageSP
+from patchgen.passes.mixer_sp import MixerSP, sequence_operations
+
+SCANS = """
+def by_heads(x, dt, A, B, C, chunk_size, D=None):
+    \"\"\"A docstring.\"\"\"
+    batch, length, heads, width = x.shape
+    return x
+
+def by_channels(u, dt, A, B, C, D=None, z=None):
+    batch, channels, length = u.shape
+    return u
+
+def step(state, x, dt, A, B, C):
+    return x
+
+def all_at_once(xz, weight, A, D):
+    return None
+
+def in_another_order(x, A, dt, B, C):
+    batch, length, heads, width = x.shape
+    return x
+
+def of_another_shape(x, dt, A, B, C):
+    length, width = x.shape
+    return x
+
+def of_another_tensor(x, dt, A, B, C):
+    batch, length, heads, width = B.shape
+    return x
+
+def all_at_once_with_a_form(xz, weight, A, D):
+    return xz * A
+"""
+
+
+def test_scans_are_told_by_what_they_take_and_how_it_is_laid_out():
+    assert sequence_operations(anatomy_of(SCANS)) == {
+        "by_heads": "state_space_scan",
+        "by_channels": "selective_scan",
+        "all_at_once": "fused_scan",
+        "in_another_order": "unread_scan",
+        "of_another_shape": "unread_scan",
+        "of_another_tensor": "unread_scan",
+        "all_at_once_with_a_form": "unread_scan",
+    }
+
+
+MIXER = """
+import torch.nn.functional as F
+from torch import nn
+{scans}
+def conv(x, weight, bias=None):
+    return F.conv1d(x, weight, bias)
+
+class Mixer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.conv = nn.Conv1d(8, 8, 3, groups=8)
+
+    def forward(self, x, dt, **kwargs):
+        fused = all_at_once(x, self.conv.weight, self.A, self.D)
+        if fused is not None:
+            return fused
+        x = {convolved}
+        return {scan}(x, dt, self.A, self.B, self.C)
+"""
+SERVED = "conv(x, self.conv.weight, self.conv.bias)"
+
+
+def mixer(convolved: str = SERVED, scan: str = "by_heads") -> str:
+    return MIXER.format(scans=SCANS, convolved=convolved, scan=scan)
+
+
+def test_a_scan_and_its_kernel_are_served_together():
+    (hit,) = (outcome := applied(MixerSP(), mixer())).hits
+    assert hit.what == "fused_scan and causal_conv1d and state_space_scan"
+    assert "return ops.state_space_scan(by_heads, x, dt, self.A" in outcome.module.text
+    assert "return ops.selective_scan(by_channels, x, " in applied(MixerSP(), mixer(scan="by_channels")).module.text
+
+
+@pytest.mark.parametrize("scan", ["in_another_order", "of_another_shape", "all_at_once_with_a_form"])
+def test_a_scan_of_another_form_refuses_slices(scan: str):
+    outcome = applied(MixerSP(), mixer(scan=scan))
+    assert 'ops.refuse_slices("Mixer")' in outcome.module.text
+    assert "ops.causal_conv1d" not in outcome.module.text  # half of a mixer helps nobody
+
+
+def test_a_convolution_beside_a_served_scan_is_missed():
+    with pytest.raises(PassMismatch, match="a causal convolution of this file"):
+        applied(MixerSP(), mixer("self.conv(x)"))
+
+
+def test_a_mixer_without_any_known_operation_refuses_slices():
+    text = mixer("self.conv(x)", "self.recurrence").replace("all_at_once(x, self.conv.weight, self.A, self.D)", "None")
+    (hit,) = (outcome := applied(MixerSP(), text)).hits
+    assert hit.what == "of no form that divides: refuses slices"
+    first = outcome.module.text.split("def forward(self, x, dt, **kwargs):")[1].splitlines()[1:3]
+    assert [line.strip() for line in first] == ["# patchgen: mixer_sp", 'ops.refuse_slices("Mixer")']
+
+
+MODEL = """
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+class Rotary(nn.Module):
+    def forward(self, x, position_ids):
+        angles = self.inv_freq * position_ids
+        return angles.cos(), angles.sin()
+
+class Time(nn.Module):
+    def forward(self, time):
+        angles = self.inv_freq * time
+        return torch.cat([angles.cos(), angles.sin()])
+
+class Conv(nn.Module):
+    def __init__(self, config):
+        self.conv = nn.Conv1d(8, 8, 3, groups=8)
+
+    def forward(self, x):
+        return self.conv(x)
+
+class Stack(nn.Module):
+    def __init__(self, config):
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+class Encoder(PreTrainedModel):
+    def __init__(self, config):
+        self.rotary = Rotary(config)
+        self.layers = nn.ModuleList([Conv(config)])
+
+    def forward(self, {media}, inputs_embeds=None, position_ids=None):
+        places = self.rotary(inputs_embeds, position_ids)
+        for layer in self.layers:
+            inputs_embeds = layer(inputs_embeds)
+        return inputs_embeds
+
+class Decoder(PreTrainedModel):
+    def __init__(self, config):
+        self.encoder = Encoder(config)
+        self.time = Time(config)
+        {built}
+
+    def layer_list(self):
+        found = []
+        return {returned}
+
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        t = self.time(self.clock)
+        {read}
+        {run}
+        return inputs_embeds
+"""
+LOOP = "for layer in self.layers: inputs_embeds = layer(inputs_embeds)"
+ROTARY = "self.rotary = Rotary(config); "
+READ = "places = self.rotary(inputs_embeds, position_ids)"
+
+
+def model(
+    built: str, run: str = LOOP, returned: str = "nn.ModuleList(found)", media: str = "pixel_values", **more: str
+) -> str:
+    return MODEL.format(built=built, run=run, returned=returned, media=media, **{"read": READ} | more)
+
+
+def decoders(text: str) -> list[str]:
+    return [info.name for info in anatomy_of(text).with_role(Role.DECODER)]
+
+
+def test_a_decoder_has_its_layers_from_a_list_a_helper_or_a_stack():
+    assert decoders(model("self.layers = nn.ModuleList([Stack(config)])")) == ["Decoder"]
+    assert decoders(model("self.layers = self.layer_list()")) == ["Decoder"]
+    assert decoders(model("self.layers = self.layer_list()", returned="found")) == []
+    stacked = "inputs_embeds = self.high(inputs_embeds)"
+    assert decoders(model(f"{ROTARY}self.high = Stack(config)", stacked)) == ["Decoder"]
+    assert decoders(model("self.high = Stack(config)", stacked)) == []  # a projector may be a stack, too
+    assert decoders(model(f"{ROTARY}self.high = nn.Linear(8, 8)", stacked)) == []
+
+
+def test_a_model_of_media_is_no_decoder_and_its_positions_are_its_own():
+    text = model("self.layers = nn.ModuleList([Stack(config)])")
+    assert [hit.site for hit in applied(LanguageSP(), text).hits] == ["Decoder.forward"]
+    of_tokens = text.replace("pixel_values, inputs_embeds=None", "input_ids, inputs_embeds=None")
+    assert decoders(of_tokens) == ["Encoder", "Decoder"]
+
+
+def test_mixers_of_a_model_inside_that_takes_no_tokens_are_not_the_language_models():
+    text = model("self.layers = nn.ModuleList([Stack(config)])")
+    assert not applied(MixerSP(), text).hits
+    of_frames = text.replace("pixel_values, inputs_embeds=None, position_ids=None", "frames, mask")
+    assert not applied(MixerSP(), of_frames.replace("inputs_embeds, position_ids)", "frames, mask)", 1)).hits
+    shared = text.replace("nn.ModuleList([Stack(config)])", "nn.ModuleList([Conv(config)])")
+    assert [hit.site for hit in applied(MixerSP(), shared).hits] == ["Conv"]
+
+
+def test_an_embedding_of_times_is_no_sign_of_a_decoder_and_one_of_positions_is():
+    run, built = "inputs_embeds = self.language_model(inputs_embeds)", "self.language_model = build(config)"
+    assert not applied(LanguageSP(), model(built, run, read="pass")).hits
+    for parameters in ("x, places", "position_ids"):
+        text = model(ROTARY + built, run).replace(
+            "def forward(self, x, position_ids):", f"def forward(self, {parameters}):"
+        )
+        with pytest.raises(PassMismatch, match="Decoder takes tokens and builds a rotary embedding"):
+            applied(LanguageSP(), text)
+
+
+def test_positions_read_above_the_embeddings_are_those_of_what_is_given():
+    above = "position_ids = self.places[: input_ids.shape[1]] if position_ids is None else position_ids"
+    text = model("self.layers = nn.ModuleList([Stack(config)])")
+    text = text.replace("        if inputs_embeds is None:\n", f"        {above}\n        if inputs_embeds is None:\n")
+    wanted = "ops.sequence_position_ids(position_ids, inputs_embeds if input_ids is None else input_ids)"
+    assert wanted in applied(LanguageSP(), text).module.text
+    with pytest.raises(PassMismatch, match="below the embeddings"):
+        applied(LanguageSP(), text.replace("input_ids=None, position_ids", "tokens=None, position_ids"))

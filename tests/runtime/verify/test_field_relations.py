@@ -1,0 +1,98 @@
+"""Relations between the configs of a composite hold in the small ones as in the full ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedConfig
+
+from patchgen.runtime.verify.field_relations import chunks_of_hops, layer_numbers, relate_parts
+from patchgen.runtime.verify.small_config import _split, small_config
+
+
+@dataclass
+class Half:
+    full: PreTrainedConfig
+    config: PreTrainedConfig
+
+
+def half(full: dict, **small: object) -> Half:
+    return Half(PreTrainedConfig(**full), PreTrainedConfig(**small))
+
+
+@given(st.lists(st.integers(-24, 23), min_size=1, max_size=4), st.integers(1, 24))
+def test_layers_of_a_tower_are_layers_that_it_has(numbers, count):
+    vision = half({"num_hidden_layers": 24}, num_hidden_layers=count)
+    found = layer_numbers({"vision_feature_layers": numbers}, {"vision_config": vision})
+    small = found.get("vision_feature_layers", numbers)
+    assert all(-count <= number < count for number in small)
+    assert [number < 0 for number in small] == [number < 0 for number in numbers]
+    pairs = sorted(zip(numbers, small, strict=True))
+    assert all(a[1] <= b[1] for a, b in itertools.pairwise(pairs) if (a[0] < 0) == (b[0] < 0))
+
+
+def test_two_layers_stay_two_and_in_their_order():
+    """Else a model that swapped them would compute the same."""
+    adapter = small_config("molmo2").config.adapter_config
+    assert adapter.vision_feature_layer == [1, 0]  # of two; 24 and 18 of upstream's 25
+
+
+def test_another_towers_layers_are_left_alone():
+    assert layer_numbers({"audio_feature_layer": 20}, {"vision_config": half({}, num_hidden_layers=2)}) == {}
+
+
+@pytest.mark.parametrize("model_type", ["voxtral", "glmasr"])
+def test_frames_that_a_projector_groups_are_whole(model_type):
+    audio = small_config(model_type).config.audio_config
+    assert audio.intermediate_size == 4 * audio.hidden_size
+
+
+def test_groups_are_read_off_the_modeling_file():
+    def part() -> Half:
+        return half({"hidden_size": 8, "inner": 24}, hidden_size=4, inner=5)
+
+    read, other = part(), part()
+    relate_parts({"audio_config": read}, "y = x.reshape(x.shape[0], -1, self.config.audio_config.inner)")
+    relate_parts({"audio_config": other}, "nn.Linear(config.audio_config.inner, 3)")
+    assert read.config.inner == 12
+    assert other.config.inner == 5
+
+
+def test_a_chunk_of_samples_holds_whole_hops():
+    config = small_config("vibevoice_asr").config
+    hop = config.acoustic_tokenizer_encoder_config.hop_length
+    assert hop < 100
+    assert config.acoustic_tokenizer_chunk_size % hop == 0
+    tower = half({"hop_length": 100}, hop_length=6)
+    assert chunks_of_hops({"chunk_size": 700}, {"audio_config": tower}) == {"chunk_size": 48}
+    assert chunks_of_hops({"chunk_size": 701}, {"audio_config": tower}) == {}
+
+
+@given(st.integers(1, 20).flatmap(lambda a: st.tuples(st.just(a), st.integers(1, 20))), st.integers(0, 3))
+def test_equal_sections_stay_equal(sizes, extra):
+    twin, single = sizes
+    parts = _split(8 + 2 * extra, [twin, twin, single])
+    assert sum(parts) == 8 + 2 * extra
+    assert parts[0] == parts[1] or single == twin
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sections"),
+    [
+        ("ernie4_5_vl_moe", [3, 3, 2]),  # interleaves the first two: they are equal
+        ("hunyuan_vl", [4, 2, 2]),  # falls back to nothing
+        ("qwen2_vl", [2, 3, 3]),
+    ],
+)
+def test_sections_of_the_rotary_embedding(model_type, sections):
+    assert small_config(model_type).config.text_config.rope_parameters["mrope_section"] == sections
+
+
+def test_a_mask_that_is_always_made_gets_its_window():
+    """By default the class gives none, and its model refuses every batch."""
+    assert small_config("step3p7").config.text_config.sliding_window == 8
+    assert small_config("smollm3").config.sliding_window is None  # has a switch, which is off
