@@ -271,7 +271,10 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
 
 
 def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:
-    """The generated head (the first in `provenance.json`) whose config class is that of `config`."""
+    """The generated head whose config class is that of `config`: the first language model in `provenance.json`, else the
+    first of the others that were asked for by name."""
+    from patchgen.runtime.verify.head_kinds import kind_of
+
     models = generated_models(directory)
     package = type(config).__module__.rpartition(".")[0]
     for model in models:
@@ -279,7 +282,7 @@ def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> typ
         if config.model_type not in model.model_types and model.upstream_module.rpartition(".")[0] != package:
             continue
         module = model.load()
-        for head in model.heads:
+        for head in sorted(model.heads, key=lambda name: kind_of(name) is not None):
             if getattr(module, head).config_class is type(config):
                 return getattr(module, head)
     what = f"No generated model takes a {type(config).__name__} (model type '{config.model_type}')."

@@ -26,6 +26,7 @@ MAPS = {
     "classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "token": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "answers": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "conditional": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "base": "MODEL_MAPPING_NAMES",
 }
 """Kind -> upstream's mapping, as `runtime/verify/head_kinds.py` has them, which loads torch."""
@@ -34,7 +35,7 @@ MAPS = {
 def heads_of(release: upstream.Release) -> dict[str, dict[str, str]]:
     """Model type -> kind -> class, of the types that take text: those with a causal head, or with one of these."""
     found: dict[str, dict[str, str]] = {}
-    text = {kind for name in (CAUSAL_MAP, *list(MAPS.values())[:3]) for kind in release.auto_map(name)}
+    text = {kind for name in (CAUSAL_MAP, *list(MAPS.values())[:-1]) for kind in release.auto_map(name)}
     for kind, mapping in MAPS.items():
         for model_type, name in release.auto_map(mapping).items():
             path = release.file_of(model_type) if model_type in text else None

@@ -4,6 +4,7 @@ classification   a class of each row        labels (B,)
 token            a class of each token      labels (B, S)
 answers          where an answer stands     start_positions, end_positions (B,)
 base             the model without a head   no labels
+conditional      an encoder-decoder         labels (B, S), which are the targets: they are not shifted
 
 B rows   S tokens per row
 """
@@ -23,12 +24,14 @@ from patchgen.runtime.parallel.batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
 
-CLASSIFICATION, TOKEN, ANSWERS, BASE = "classification", "token", "answers", "base"
+CLASSIFICATION, TOKEN, ANSWERS, BASE, CONDITIONAL = "classification", "token", "answers", "base", "conditional"
 MAPPINGS = {
     CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     TOKEN: "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     ANSWERS: "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    CONDITIONAL: "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     BASE: "MODEL_MAPPING_NAMES",
 }
 """Kind -> transformers' mapping of the classes that are of it."""
@@ -60,6 +63,10 @@ def _is_language_model(class_name: str) -> bool:
 def prepared(config: PreTrainedConfig, kind: str | None) -> PreTrainedConfig:
     """A small config with what heads of a kind need: the token that fills rows, behind which no row is classified."""
     text = config.get_text_config()
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
     if kind == CLASSIFICATION and getattr(text, "pad_token_id", None) is None:
         text.pad_token_id = 0
     return config
@@ -77,22 +84,39 @@ def batch_of(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any],
     rows = torch.arange(len(ids))
     if kind == CLASSIFICATION:
         out["labels"] = rows % config.num_labels
-        if mask is not None:
-            out["input_ids"] = ids.masked_fill(mask == 0, config.get_text_config().pad_token_id or 0)
+        out["input_ids"] = _ended(config, ids, mask)
     elif kind == TOKEN:
         out["labels"] = torch.where(labels == IGNORED, labels, ids % config.num_labels)
     elif kind == ANSWERS:
         out |= {"start_positions": 3 + rows, "end_positions": 5 + rows}
-    if "decoder_input_ids" in parameters:
+    elif kind == CONDITIONAL:
+        out["labels"] = labels
+    if kind == BASE and "decoder_input_ids" in parameters:
         out["decoder_input_ids"] = ids.roll(1, dims=1)
     return out
 
 
+def _ended(config: PreTrainedConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Rows `(B, S)` as classifiers read them: the token that ends a text behind the last one, then those that fill."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    text = config.get_text_config()
+    out = ids.masked_fill(mask == 0, text.pad_token_id or 0)
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int):
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        last = places.masked_fill(mask == 0, -1).amax(dim=1, keepdim=True)
+        out = torch.where(places == last, end, out)
+    return out
+
+
 def is_of_rows(upstream_class: type[PreTrainedModel], kind: str) -> bool:
-    """Whether a head reads one place of each row, and no run of ours computes it otherwise (`objectives/heads.py`)."""
+    """Whether upstream takes a head's rows unpacked only, and no run of ours computes them otherwise: it reads one place of
+    each row (but `objectives/heads.py`), or its decoder reads all of what its encoder made of the row."""
     from transformers.modeling_layers import GenericForSequenceClassification
 
-    return kind == CLASSIFICATION and not issubclass(upstream_class, GenericForSequenceClassification)
+    return "decoder_input_ids" in inspect.signature(upstream_class.forward).parameters or (
+        kind == CLASSIFICATION and not issubclass(upstream_class, GenericForSequenceClassification)
+    )
 
 
 def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> type[PreTrainedModel]:
@@ -116,6 +140,8 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
         num_items_in_batch: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutput:
+        if kind == CONDITIONAL:
+            return _own_loss(self, model_class, labels, shift_labels, num_items_in_batch, kwargs)
         scores = _scores(self, model_class, kind, of_rows, kwargs)
         if labels is None and shift_labels is None:
             return CausalLMOutput(logits=scores)
@@ -137,12 +163,36 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
     return type(model_class.__name__, (model_class,), members)
 
 
+def _own_loss(
+    model: PreTrainedModel,
+    model_class: type,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    items: Tensor | None,
+    rows: Mapping[str, Any],
+) -> CausalLMOutput:
+    """An encoder-decoder's loss, the next tokens of the rows its targets; as a share of a step if one is given."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    if labels is None and shift_labels is None:
+        return CausalLMOutput(logits=model_class.forward(model, decoder_input_ids=rows["input_ids"], **rows).logits)
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    output = model_class.forward(model, labels=shift_labels, **rows)
+    share = 1.0 if items is None else (shift_labels != IGNORED).sum() / items
+    return CausalLMOutput(loss=output.loss * share, logits=output.logits)
+
+
 def _scores(model: PreTrainedModel, model_class: type, kind: str, of_rows: bool, rows: Mapping[str, Any]) -> Tensor:
     if kind == CLASSIFICATION and not of_rows:
         return model.score(getattr(model, model.base_model_prefix)(**rows).last_hidden_state)
+    if kind == BASE and "decoder_input_ids" in inspect.signature(model_class.forward).parameters:
+        rows = {**rows, "decoder_input_ids": rows["input_ids"]}
+    if kind == CLASSIFICATION:
+        rows = {**rows, "input_ids": _ended(model.config, rows["input_ids"], rows.get("attention_mask"))}
     output = model_class.forward(model, **rows)
     if kind == ANSWERS:
         return torch.stack([output.start_logits, output.end_logits], dim=-1)
-    if of_rows:
+    if kind == CLASSIFICATION:
         return output.logits[:, None].expand(-1, rows["input_ids"].shape[1], -1)
     return output.last_hidden_state if kind == BASE else output.logits

@@ -6,15 +6,22 @@ import json
 import re
 
 import pytest
+import torch
+import transformers
 from generation_cases import edited, load
 from invoked import invoke
+from rounding import require_rounding
 from transformers.models.auto import modeling_auto
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import generation
 from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import ModelConfig
-from patchgen.runtime import registry
+from patchgen.runtime import attention, registry
+from patchgen.runtime.checkpoint import export_pretrained
+from patchgen.runtime.objectives.heads import sequence_classifier
+from patchgen.runtime.train import recipe as recipes
+from patchgen.runtime.train.model import build_on_meta
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.verify_model import judge, verify_model
@@ -102,8 +109,6 @@ def test_a_committed_file_is_made_again_with_its_heads(folder, monkeypatch, caps
 
 
 def test_auto_classes_build_it(folder):
-    import transformers
-
     mappings = [getattr(modeling_auto, name)._model_mapping for name in registry.AUTO_CLASSES]
     before = [dict(mapping._extra_content) for mapping in mappings]
     try:
@@ -161,3 +166,39 @@ def test_the_config_of_a_model_lists_heads():
 def test_kinds_follow_from_the_mappings():
     kinds = {name: head_kinds.kind_of(name) for name in (*HEADS, "LlamaForCausalLM", "BertForTokenClassification")}
     assert list(kinds.values()) == ["classification", "token", "answers", "base", None, "token"]
+
+
+def test_a_classifier_trains_by_its_objective_and_exports(folder, tmp_path, monkeypatch):
+    """The class that a recipe with objective.name = classification trains, over the generated file's own model."""
+    attention.register()
+    monkeypatch.setattr(registry, "generated_models", lambda directory=None: (registry.read_model(folder),))
+    config = small_config("llama").config
+    head = registry.find_head(config)
+    kind = sequence_classifier(head, config)
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    assert type(model.model).__module__ == head.__module__
+    export_pretrained(model, tmp_path)
+    plain, told = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    assert type(plain).__module__.startswith("transformers.") and not any(told.values()), told
+    ids = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        require_rounding(model(input_ids=ids).logits, plain.eval()(input_ids=ids).logits)
+
+
+def test_a_head_without_an_objective_is_refused_before_ranks_start(folder, monkeypatch):
+    monkeypatch.setattr(registry, "generated_models", lambda directory=None: (registry.read_model(folder),))
+    recipe = recipes.from_dict({"model": {"source": "llama"}, "data": {}})
+    with pytest.raises(recipes.RecipeError, match="LlamaForSequenceClassification .classification., .* is none"):
+        build_on_meta(recipe)
+
+
+def test_a_recipe_takes_the_language_model_of_a_file_with_several_heads(tmp_path, monkeypatch):
+    generated = pipeline.generate(load("llama"), ModelConfig("llama"), (GENERIC[0], "LlamaForCausalLM"))
+    provenance.write(generated, tmp_path / "llama")
+    monkeypatch.setattr(
+        registry, "generated_models", lambda directory=None: (registry.read_model(tmp_path / "llama"),)
+    )
+    assert registry.find_head(small_config("llama").config).__name__ == "LlamaForCausalLM"
