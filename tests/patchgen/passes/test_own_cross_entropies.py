@@ -17,6 +17,7 @@ from patchgen.runtime import parallel, registry, seams
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.config import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.small_config import small_config
 
 UPSTREAM = "loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)"
@@ -278,3 +279,22 @@ def test_a_term_of_all_logits_is_upstreams_and_no_step_has_it(tmp_path, state, w
 def test_a_term_that_no_number_switches_is_refused(switch):
     with pytest.raises(PassMismatch, match="with the loss alone in it"):
         pipeline.generate(edited(load("llama"), (UPSTREAM, SWITCHED.replace("self.weight > 0", switch))))
+
+
+@pytest.mark.parametrize("written", [ALIGNED, KEPT])
+def test_the_yardstick_of_ranks_weighs_the_mean_of_each_batch_by_its_labels(tmp_path, state, written):
+    """Upstream's head hears nothing of a step, and where labels are aligned takes those of the next token."""
+    model = built(tmp_path, (UPSTREAM, written))
+    batches = [{"input_ids": IDS, "labels": LABELS}, {"input_ids": IDS[:1, :5], "labels": LABELS[:1, :5]}]
+    expected, known = reference_loss.one_rank(model, batches, generated_class=type(model))
+    model.zero_grad()
+    items = sum((one["labels"][:, 1:] != -100).sum() for one in batches)
+    with parallel.using(state), loss.step(items, len(batches)):
+        found = sum(
+            model(**one, shift_labels=pad(one["labels"], (0, 1), value=-100)[:, 1:], use_cache=False).loss
+            for one in batches
+        )
+    found.backward()
+    torch.testing.assert_close(float(found.detach()), expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, known[name])
