@@ -15,7 +15,7 @@ IS_NEW_ENOUGH := import sys; v = sys.version_info; sys.exit(None if v >= (3, 11)
 FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test regen regen-all check report verify verify-all verify-ranks sweep sweep-media sweep-ranks records \
+.PHONY: help setup setup-test regen regen-all check report verify verify-all verify-ranks sweep sweep-media sweep-heads sweep-ranks records \
 	test test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
@@ -78,6 +78,9 @@ sweep: $(VENV)/.setup-test  ## generate and prove every text model type into doc
 sweep-media: $(VENV)/.setup-test  ## the same for every type that takes images, video or audio
 	@$(PATCHGEN) sweep --family media --jobs 2 $(FROM)
 
+sweep-heads: $(VENV)/.setup-test  ## the same for classifiers, token classifiers, question answering and base models
+	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --family heads --jobs 2 $(FROM)
+
 sweep-ranks: $(VENV)/.setup-test  ## compare every text type on two ranks that share a sequence, and that share experts (minutes)
 	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --sp 2
 	@OMP_NUM_THREADS=1 $(PATCHGEN) sweep --ep 2
@@ -86,6 +89,7 @@ sweep-ranks: $(VENV)/.setup-test  ## compare every text type on two ranks that s
 records: $(VENV)/.setup-test  ## renew every recorded proof that does not hold
 	-@$(MAKE) --no-print-directory sweep
 	-@$(MAKE) --no-print-directory sweep-media
+	-@$(MAKE) --no-print-directory sweep-heads
 	-@$(MAKE) --no-print-directory sweep-ranks
 	-@$(MAKE) --no-print-directory verify-all
 	-@$(MAKE) --no-print-directory verify-ranks

@@ -50,16 +50,20 @@ def generate(
     every: Every = False,
     transformers: Transformers = None,
     source: Source = None,
+    config: Annotated[Path | None, Option("--config", help="of --source; else patchgen_NAME.py beside it")] = None,
     output: Annotated[Path | None, Option(help="instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
     force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
     reviewed: Reviewed = None,
+    head: Annotated[
+        list[str] | None, Option(help="a class that the file is for instead of upstream's causal head; several: again")
+    ] = None,
 ) -> None:
     """Write modeling file, diff and provenance of models. Exit 1 if one is refused; the others are written.
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    what = {"dry_run": dry_run, "force": force, "reviewed": reviewed or []}
+    what = {"config": config, "dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
     commands.generation.generate(models or [], every, transformers, source, output, **what)
 
 
@@ -231,7 +235,7 @@ def verify(
 
 @app.command()
 def sweep(
-    family: Annotated[str, Option(help="text, moe, media, vision, audio or omni")] = "text",
+    family: Annotated[str, Option(help="text, moe, media, vision, audio, omni or heads")] = "text",
     jobs: Annotated[int, Option(help="processes at once")] = 2,
     transformers: Transformers = None,
     only: Annotated[list[str] | None, Option(help="just these model types")] = None,
@@ -247,6 +251,8 @@ def sweep(
     """
     if sp > 1 or ep > 1:
         raise typer.Exit(commands.sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
+    if family == commands.head_sweep.FAMILY:
+        raise typer.Exit(commands.head_sweep.sweep(jobs, transformers, only or [], output, fresh=fresh))
     raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))
 
 

@@ -8,17 +8,18 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from patchgen import emit, provenance, source
-from patchgen.anatomy import Anatomy, study
+from patchgen import emit, outside, provenance, source
+from patchgen.anatomy import Anatomy, Role, study
 from patchgen.errors import ConfigError, PassMismatch
-from patchgen.model_configs import Expect, ModelConfig, config_for, shown_file
+from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
 from patchgen.passes.prune import default_roots
 from patchgen.source import Module
-from patchgen.upstream import Upstream, load_from
+from patchgen.upstream import AUTO_CLASS_MAPPINGS, Upstream, load_from
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,30 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
                 f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
                 f"Nearest: {', '.join(nearest) or 'none'}."
             )
-    steps = []
+    steps: list[Step] = []
+    refusals: list[PassMismatch] = []
     for current in passes:
         start = time.perf_counter()
-        outcome = _apply(current, module, anatomy, config)
+        try:
+            outcome = _apply(current, module, anatomy, config)
+        except PassMismatch as error:
+            if not outside.tells_all(anatomy.upstream):
+                raise
+            refusals.append(error)
+            continue
+        except Exception:
+            if refusals:  # it builds on what an earlier pass refused
+                break
+            raise
         steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
             anatomy = study(module, anatomy.upstream)
+            _take_heads(config.heads, anatomy)
         for name in outcome.added:
             anatomy.add(name, module)
+    if refusals:
+        raise outside.refused(anatomy.upstream, config, refusals)
     return steps
 
 
@@ -117,7 +132,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
-            f"{shown_file(config.model)}.",
+            f"{outside.config_place(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )
@@ -126,54 +141,82 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
     return Outcome(module, upstream=outcome.upstream, notes=(nothing, *outcome.notes))
 
 
-def generate(upstream: Upstream, config: ModelConfig | None = None) -> Generated:
+def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Sequence[str] = ()) -> Generated:
     """Generates one model.
 
     Args:
         upstream: the source.
         config: what is particular to the model; by default its file in `model_configs`, if any.
+        heads: the classes that the file is for, in place of those that the config or upstream's auto maps name.
 
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
     """
-    config = config or config_for(upstream.model)
+    own = Path(upstream.config_file) if upstream.config_file else None
+    config = (config or config_for(upstream.model, own)).for_heads(heads)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
     if not anatomy.classes:
         raise ConfigError(f"{upstream.path} defines no class: there is no model in it to generate.")
+    _take_heads(config.heads, anatomy)
     steps = run_passes(original, anatomy, default_pipeline(config), config)
     anatomy = steps[-1].anatomy
-    _check_config(config, original, steps[-1].outcome.module)
+    if not heads:  # else the config may speak of what other heads reach
+        _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
+    outside.check_imports(module, upstream)
 
     outcomes = [(step.name, step.outcome) for step in steps]
-    record = emit.header(module, upstream, outcomes, provenance.command(upstream))
+    record = emit.header(module, upstream, outcomes, provenance.command(upstream, heads))
     text = record + "".join(block.text for block in module) + module.footer
     emit.check_parses(text, upstream.path)
 
-    roots = config.roots or default_roots(original, anatomy)
+    roots = config.kept or default_roots(original, anatomy)
     kept = {block.line for block in module if block.line}
     dropped = [block.name for block in original if block.name and block.line not in kept]
     before, before_lines = _what_stayed(original, kept)
     body = emit.without_banner(original.header) + text[len(record) :]
     named = provenance.shown_root()
     diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
-    facts = provenance.record(upstream, steps, roots, dropped, _files(upstream, text, diff), config.edits)
+    files = _files(upstream, text, diff)
+    facts = provenance.record(upstream, steps, roots, dropped, files, config.edits, heads=config.heads, asked=heads)
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 
-def generate_whole(upstream: Upstream, has: Callable[[str], bool] = lambda name: False) -> list[Generated]:
-    """Generates a model and those of other files that it builds by default, but for those that there are already.
+def generate_whole(
+    upstream: Upstream, has: Callable[[str], bool] = lambda name: False, heads: Sequence[str] = ()
+) -> list[Generated]:
+    """Generates a model, with `heads`, and those of other files that it builds by default, but for those already there.
 
     Raises:
         PatchgenError: as `generate`, for any of them.
     """
-    found = [generate(upstream)]
+    found = [generate(upstream, heads=heads)]
     for one in found:  # grows
         named = [name for name in one.parts if name not in {other.model for other in found} and not has(name)]
         found += [generate(load_from(upstream.release, name)) for name in dict.fromkeys(named)]
     return found
+
+
+def _take_heads(heads: Sequence[str], anatomy: Anatomy) -> None:
+    """Marks the heads that were asked for.
+
+    Raises:
+        ConfigError: one is no model of this file, or none that an Auto class of `upstream.AUTO_CLASS_MAPPINGS` builds.
+    """
+    release, models = anatomy.upstream.release, [name for name in anatomy.classes if anatomy.is_model(name)]
+    maps = [release.auto_map(name) for name in AUTO_CLASS_MAPPINGS.values()] if release else []
+    served = {name for one in maps for name in one.values()} if release else {*models}
+    for head in heads:
+        if head not in models or head not in served:
+            near = difflib.get_close_matches(head, [name for name in models if name in served], n=4, cutoff=0.0)
+            why = "which neither a run nor a proof serves: no Auto class of these kinds builds it"
+            raise ConfigError(
+                f"{anatomy.upstream.path} has {f'the model {head}, {why}' if head in models else f'no model {head}'} "
+                f"({', '.join(AUTO_CLASS_MAPPINGS)}). Heads of this file: {', '.join(near) or 'none'}."
+            )
+        anatomy.classes[head].roles[Role.ASKED] = "asked for by name"
 
 
 def _what_stayed(original: Module, kept: set[int]) -> tuple[str, list[int]]:

@@ -43,13 +43,18 @@ def shown_root() -> str:
     return Path(project.generated).as_posix() if project is not None and project.generated else "generated_models"
 
 
-def command(upstream: Upstream) -> str:
+def command(upstream: Upstream, heads: Sequence[str] = ()) -> str:
     """The command that regenerates the model."""
+    asked = "".join(f" --head {head}" for head in heads)
     if upstream.version is None:
-        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}"
+        config = f" --config {shlex.quote(upstream.config_file)}" if upstream.config_file else ""
+        source = shlex.quote(upstream.given or upstream.path)
+        return f"patchgen generate {upstream.model} --source {source}{config}{asked}"
     if _project_root() is not None:
-        return f"patchgen generate {upstream.model} --transformers {upstream.version}"
-    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}"
+        return f"patchgen generate {upstream.model} --transformers {upstream.version}{asked}"
+    return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}" + (
+        f' ARGS="{asked[1:]}"' if asked else ""
+    )
 
 
 def record(
@@ -59,26 +64,40 @@ def record(
     dropped: Sequence[str],
     files: dict,
     edits: tuple[Edit, ...] = (),
+    *,
+    heads: Sequence[str] = (),
+    asked: Sequence[str] = (),
 ) -> str:
     """`provenance.json`, byte-stable: no time, no machine.
 
     Args:
         files: file name -> text of what was generated, the modeling file first, and of what is copied along.
         edits: the hand edits of the model's config; the record keeps what their targets were.
+        heads: those that the config or the command names; else those among the roots that are causal.
+        asked: those that the command names, with which the file is made again.
     """
     anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
     models = anatomy.models_in(module)
-    heads = [name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles]
+    heads = list(heads) or [
+        name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles
+    ]
     heads = heads or list(roots)
+    written = {
+        name: steps[0].before.block(name).node
+        for step in steps
+        for name in step.outcome.added
+        if steps[0].before.has(name)
+    }
     nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
     hashes = [_sha256(text.encode()) for text in files.values()]
     facts = {
         "model": upstream.model,
         "patchgen": __version__,
         "upstream": {name: getattr(upstream, name) for name in ("version", "module", "path", "sha256")},
-        "command": command(upstream),
+        "command": command(upstream, asked),
         "roots": list(roots),
         "heads": heads,
+        **({"asked": list(asked)} if asked else {}),
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
         "passes": [
@@ -96,7 +115,7 @@ def record(
         "dropped": list(dropped),
         **({"edits": targets} if (targets := targets_record(edits, steps[0].before)) else {}),
         "symbols": {
-            name: symbol_hash(node)
+            name: symbol_hash(written.get(name, node))
             for name, node in nodes.items()
             if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
         },

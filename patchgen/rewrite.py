@@ -63,7 +63,9 @@ def _with_members(block: Block, change: Callable[[list[cst.BaseStatement]], list
     owner = next((node for node in tree.body if isinstance(node, cst.ClassDef)), None)
     if owner is None:
         return block.with_text(tree.with_changes(body=change(list(tree.body))).code)
-    changed = owner.with_changes(body=owner.body.with_changes(body=change(list(owner.body.body))))
+    is_line = isinstance(owner.body, cst.SimpleStatementSuite)  # `class A(B): ...`
+    body = cst.IndentedBlock([cst.SimpleStatementLine(owner.body.body)]) if is_line else owner.body
+    changed = owner.with_changes(body=body.with_changes(body=change(list(body.body))))
     return block.with_text(tree.with_changes(body=[changed if n is owner else n for n in tree.body]).code)
 
 

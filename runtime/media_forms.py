@@ -37,6 +37,10 @@ CROPS = ((), *((crops,) for crops in range(1, 7)))
 VIDEO_FRAMES = (1, 2, 4, 8)
 AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
+WAVEFORM = "input_values"
+"""The argument of a sound as it was recorded."""
+CHANNELS = ((), (1,))
+"""What stands before its samples: nothing, or one channel."""
 MEL_BINS = (80, 128, 64, 32)
 """Of towers whose configs do not say."""
 PATCHED_SIDES = (1, 2, 3, 4, 6, 8, 16)
@@ -93,11 +97,12 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
         ValueError: the model has no config of such a tower.
     """
     kind = kind_of(features.__name__)
-    tower = layout.tower_config(features.__self__.config, kind)
     parameters = inspect.signature(features).parameters
-    if kind == layout.AUDIO:
-        return _sounds(tower, parameters, like)
-    return _pictures(features, tower, kind, sp, like)
+    if WAVEFORM in parameters:
+        samples = layout.samples_per_token(features.__self__.config)
+        return ({WAVEFORM: like.new_zeros(1, *channel, samples)} for channel in CHANNELS)
+    tower = layout.tower_config(features.__self__.config, kind)
+    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(features, tower, kind, sp, like)
 
 
 def kind_of(method: str) -> str:
@@ -115,10 +120,6 @@ def _sounds(tower: Any, parameters: Any, like: Tensor) -> Iterator[dict[str, Ten
         n for n in others if n.endswith(("attention_mask", "features_mask")) or (n in required and n.endswith("_mask"))
     ]
     lengths = [name for name in others if name.endswith(("lengths", "lens", "_sizes"))]
-    samples = layout.samples_per_token(tower)
-    if samples and first == "input_values":  # as it was recorded
-        yield {first: like.new_ones(1, samples)}
-        return
     told = layout.mel_bins(tower)
     whole = whole_frames(tower)
     for frames in (*AUDIO_FRAMES, *([whole] if whole else ())):

@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 PACKAGE = "patchgen.generated_models"
-AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+AUTO_CLASSES = (
+    "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM",
+    "AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering",
+    "AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq",
+)  # fmt: skip
 
 
 class UnknownModelError(LookupError):
@@ -151,9 +155,13 @@ def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
     """
     package = importlib.import_module(generated.__package__)
     name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    if str(file.parent) not in package.__path__:
+        package.__path__.append(str(file.parent))
+    return _import_as(name, file)
+
+
+def _import_as(name: str, file: Path) -> ModuleType:
     if name not in sys.modules:
-        if str(file.parent) not in package.__path__:
-            package.__path__.append(str(file.parent))
         spec = importlib.util.spec_from_file_location(name, file)
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
@@ -169,6 +177,9 @@ def import_file(file: Path) -> ModuleType:
     location = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:12]
     package = f"{LOCAL_PACKAGE}{location}"  # the folder as a package: the file may import from its neighbours
     know_packages({package: [str(file.parent.resolve())]})
+    if "." in file.stem:  # of a model type like kosmos-2.5: no name of a module
+        importlib.import_module(package)
+        return _import_as(f"{package}.{file.stem.replace('.', '_')}", file)
     return importlib.import_module(f"{package}.{file.stem}")
 
 
@@ -260,7 +271,10 @@ def build_model(config: PreTrainedConfig, *, directory: Path | None = None, **kw
 
 
 def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> type[PreTrainedModel]:
-    """The generated head (the first in `provenance.json`) whose config class is that of `config`."""
+    """The generated head whose config class is that of `config`: the first language model in `provenance.json`, else the
+    first of the others that were asked for by name."""
+    from patchgen.runtime.verify.head_kinds import kind_of
+
     models = generated_models(directory)
     package = type(config).__module__.rpartition(".")[0]
     for model in models:
@@ -268,7 +282,7 @@ def find_head(config: PreTrainedConfig, *, directory: Path | None = None) -> typ
         if config.model_type not in model.model_types and model.upstream_module.rpartition(".")[0] != package:
             continue
         module = model.load()
-        for head in model.heads:
+        for head in sorted(model.heads, key=lambda name: kind_of(name) is not None):
             if getattr(module, head).config_class is type(config):
                 return getattr(module, head)
     what = f"No generated model takes a {type(config).__name__} (model type '{config.model_type}')."

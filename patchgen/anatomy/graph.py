@@ -93,7 +93,9 @@ class Anatomy:
             if hasattr(child, "lineno"):
                 child.lineno = 0
         self.names = Names([statement for block in module for statement in block.statements], self.upstream.base_of)
+        known = self.classes[name].roles if name in self.classes else {}  # a pass may have written it anew
         self.classes[name] = describe(node, {*self.classes, name}, self.names.resolve)
+        self.classes[name].roles |= known
         assign_class_roles(self, self.classes[name])
         for info in self.classes.values():
             if module.has(info.name) and reads_name(module.block(info.name).node, name):

@@ -43,6 +43,7 @@ class Role:
     MIXER = "sequence mixer"
     DECODER = "decoder"
     HEAD = "causal head"
+    ASKED = "head asked for"
     FUSION = "fusion model"
     VISION = "vision tower"
     AUDIO = "audio tower"

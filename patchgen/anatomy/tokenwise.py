@@ -9,11 +9,31 @@ look like.
 from __future__ import annotations
 
 import ast
-import copy
-from collections.abc import Collection, Iterator, Sequence
+import functools
+from collections.abc import Collection, Sequence
 
+from patchgen.anatomy.axes import (
+    Mixed,
+    Pieces,
+    Result,
+    Size,
+    Unread,
+    Value,
+    axis_of,
+    either,
+    has_rows,
+    indexed,
+    integer,
+    is_tensor,
+    joined,
+    put_together,
+    reshaped,
+    size_of,
+    sizes_of,
+)
 from patchgen.anatomy.classes import (
     FunctionNode,
+    arguments,
     base_name,
     calls,
     dotted,
@@ -21,34 +41,33 @@ from patchgen.anatomy.classes import (
     own_attribute,
     parameter_names,
     stored,
+    targets,
 )
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.known import (
+    ACTIVATIONS,
+    ALONG,
+    LIBRARIES,
+    NUMBERS,
+    POINTWISE,
+    PRODUCTS,
+    REDUCING,
+    ROW_MODULES,
+    TABLES,
+    has_sizes,
+    is_number,
+    is_of_config,
+    is_pointwise,
+)
 from patchgen.anatomy.names import local_names
 
-CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
-# fmt: off
-POINTWISE = CASTS | {
-    "tanh", "sigmoid", "exp", "log", "abs", "sqrt", "rsqrt", "pow", "square", "mul", "div", "add", "sub", "neg", "clamp",
-    "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
-    "softplus", "layer_norm", "minimum", "maximum", "finfo",
-}
-# What works along a dimension, and the place of `dim` among torch's parameters; the tensor is the first, of a method too.
-# `keepdim` follows on `dim` where there is one; without it the last dimension of the result would be another.
-ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2, "cat": 1}
-REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
-PRODUCTS = frozenset({"linear", "matmul"})
-LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
-ACTIVATIONS = frozenset({
-    "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
-    "Hardsigmoid",
-})
-# fmt: on
-NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max"))
-ASSIGNED = ast.Assign | ast.AnnAssign | ast.NamedExpr
-TURNED = {"transpose", "permute"}  # rows may no longer be the first dimension
-# torch's modules that act on the last dimension, row by row.
-ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
-TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
+# What moves axes, with the place of `dim`.
+MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}
+CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
+INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
+LENGTHS_TEST = ".is_flash_attention_requested"
+UPSTREAM = {"get_max_seqlen"}
+HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
 GETTERS = ("transformers.activations.get_activation",)
 CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's own chunks of tokens
 
@@ -71,19 +90,29 @@ def loaded_names(node: ast.AST) -> set[str]:
 
 
 def mixing(
-    body: Sequence[ast.stmt], tensors: set[str], owner: str, anatomy: Anatomy, known: Collection[str] = ()
+    body: Sequence[ast.stmt],
+    tensors: Collection[str] | dict[str, Value],
+    owner: str,
+    anatomy: Anatomy,
+    known: Collection[str] = (),
 ) -> ast.AST | None:
     """The first piece of `body` (code of a method of `owner`) that is not known to treat the tokens one by one.
 
     Args:
         body: statements.
-        tensors: the names that hold values per token where the body begins.
+        tensors: the names that hold values per token where the body begins, of any number of dimensions and a last one;
+            or what they hold (`Value`).
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
         known: classes and operations that may be called besides.
     """
-    reader = _Reader(anatomy, owner, {"self"} | local_names(ast.Module(list(body), [])) | tensors, known=known)
-    return next(reader.statements(body, tensors), None)
+    values = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
+    local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
+    try:
+        _Reader(anatomy, owner, local, values, known=known).run(body)
+    except Mixed as mixed:
+        return mixed.node
+    return None
 
 
 def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) -> ast.AST | str | None:
@@ -96,231 +125,420 @@ def mixing_member(anatomy: Anatomy, owner: str, attribute: str, *, fixed: bool) 
         fixed: whether learned values count too: what is called must be a function of the rows alone.
     """
     call = ast.parse(f"self.{attribute}(rows)", mode="eval").body
-    reader = _Reader(anatomy, owner, {"self", "rows"}, fixed=fixed)
-    found = next(reader.own(attribute, call), None)
-    return reader.reason if found is call else found
+    try:
+        _Reader(anatomy, owner, {"self", "rows"}, {"rows": "*."}, fixed=fixed).own(attribute, call)
+    except Mixed as mixed:
+        return mixed.reason
+    return None
 
 
 class _Reader:
+    """Follows the axes of rows through code: what mixes rows, or rows with another axis, is none of what is known."""
+
     def __init__(
         self,
         anatomy: Anatomy,
         owner: str,
         local: set[str],
+        values: dict[str, Value],
         seen: frozenset = frozenset(),
         *,
         fixed: bool = False,
         known: Collection[str] = (),
     ) -> None:
-        self._known = known
-        self._anatomy, self._owner, self._local, self._seen, self._fixed = anatomy, owner, local, seen, fixed
-        self.reason: ast.AST | str = ""  # the innermost code that was in the way
+        self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
+        self._fixed, self._known = fixed, known
+        self.values, self._attends, self._memo = dict(values), set(), {}
+        self.returned: Value = None
+        self._in_pieces = False  # in a loop over pieces of rows
 
-    def statements(self, body: Sequence[ast.stmt], tensors: set[str]) -> Iterator[ast.AST]:
-        made = tensors | {name for statement in body for name in stored_names(statement)} - {"self"}
-        given = [statement for statement in body if not self._mentions(statement, made)]  # of modules and config alone
-        others = {name for statement in body if statement not in given for name in stored_names(statement)}
-        tensors = tensors | others - {"self"}
+    def run(self, body: Sequence[ast.stmt]) -> None:
         for statement in body:
-            if isinstance(statement, ast.If):
-                if _is_inference(statement.test):
-                    yield from self._inference(statement.body, tensors)
-                else:
-                    yield from self._expression(statement.test, tensors)
-                    yield from self.statements(statement.body, tensors)
-                yield from self.statements(statement.orelse, tensors)
-            elif isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Return):
-                yield from self._expression(statement, tensors)
-            elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-                continue  # a docstring
-            elif isinstance(statement, ast.Expr) and _is_in_place(getattr(statement.value, "func", statement.value)):
-                yield from self._expression(statement, tensors)
-            else:
-                yield statement
+            match statement:
+                case ast.If(test, inside) if _is_inference(test):
+                    self._inference(inside)
+                    self.run(statement.orelse)
+                case ast.If(ast.Call(function), inside) if self._resolve(function).endswith(LENGTHS_TEST):
+                    self.run(inside)  # ranks that divide rows attend by lengths
+                    if isinstance(inside[-1], ast.Return):
+                        return
+                case ast.If():
+                    if has_rows(self.value(statement.test)):
+                        raise Mixed(statement.test)
+                    before = dict(self.values)
+                    self.run(statement.body)
+                    after, self.values = self.values, before
+                    self._memo.clear()
+                    self.run(statement.orelse)
+                    names = {*after, *self.values}
+                    self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
+                    self._memo.clear()
+                case ast.For(ast.Name(name), source) if isinstance(pieces := self.value(source), list):
+                    self._in_pieces = isinstance(pieces, Pieces)
+                    appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
+                    if len(appended) > len(set(appended)):
+                        raise Mixed(statement)
+                    for _ in range(2):  # what a piece leaves meets the next
+                        self._set(name, pieces[0])
+                        self.run(statement.body)
+                    self._in_pieces = False
+                case ast.Return(value):
+                    self.returned = either(self.returned, value and self.value(value), statement)
+                case ast.Assign() | ast.AnnAssign():
+                    self._assign(statement)
+                case ast.AugAssign(target, _, value):
+                    self._store(target, joined([self.value(target), self.value(value)], statement), statement)
+                case ast.Expr(ast.Constant()):
+                    continue  # a docstring
+                case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [part])) if isinstance(
+                    self.values.get(name), list
+                ):
+                    self._set(name, (Pieces if self._in_pieces else list)([self.value(part)]))
+                case ast.Expr(ast.Call(function) as call) if _is_in_place(function):
+                    self._store(function.value, self.value(call), statement)
+                case _:
+                    raise Mixed(statement)
 
-    def _inference(self, body: Sequence[ast.stmt], tensors: set[str]) -> Iterator[ast.AST]:
+    def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
+        source = statement.value
+        if isinstance(source, ast.Call) and self._resolve(source.func).endswith(INTERFACE):
+            self._attends |= set(stored(statement))
+        elif source is not None:
+            for target in targets(statement):
+                self._store(target, self.value(source), statement)
+
+    def _store(self, target: ast.expr, value: Value, node: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            self._set(target.id, value)
+        elif isinstance(target, ast.Tuple) and not isinstance(value, Size | Pieces):
+            number = len(target.elts)
+            if isinstance(value, list):
+                value = tuple(value * number)
+            elif value is None or isinstance(value, Result):
+                value = (value,) * number
+            if not isinstance(value, tuple) or len(value) != number:
+                raise Mixed(node)
+            for part, one in zip(target.elts, value, strict=True):
+                self._store(part, one, node)
+        elif has_rows(value) or (has_rows(self.values.get(base_name(target))) and not self._is_column(target)):
+            raise Mixed(node)
+
+    def _is_column(self, target: ast.expr) -> bool:
+        """Whether it is `x[:, :, fixed]`, of all rows."""
+        *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
+        if not rows or not is_tensor(axes := self.value(target.value)):
+            return False
+        self._plain(last)
+        return bool(indexed(axes, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+
+    def _set(self, name: str, value: Value) -> None:
+        self.values[name] = value
+        self._memo.clear()
+
+    def _inference(self, body: Sequence[ast.stmt]) -> None:
         """A branch that training never takes may go through the logits piece by piece: `x[s] = f(x[s])`."""
         for statement in body:
             if isinstance(statement, ast.With | ast.While):
-                yield from self._inference(statement.body, tensors)
+                self._inference(statement.body)
                 continue
             if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
                 target, call = statement.targets[0], statement.value
                 same = isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == ast.unparse(target)
-                if same and not any(self._mentions(arg, tensors) for arg in call.args[1:]):
+                if same and not any(self._mentions(arg) for arg in call.args[1:]):
                     continue  # upstream itself divides the tokens here
-            if any(self._mentions(node, tensors - stored_names(statement)) for node in ast.walk(statement)):
-                yield statement
+            if self._mentions(statement):
+                raise Mixed(statement)
 
-    def _expression(self, node: ast.AST, tensors: set[str]) -> Iterator[ast.AST]:
-        called = {id(child.func) for child in ast.walk(node) if isinstance(child, ast.Call)}
-        for child in ast.walk(node):
-            match child:
-                case ast.Call() if self._mentions(child, tensors):
-                    yield from self._called(child, tensors)
-                case ast.Subscript(value) if self._mentions(value, tensors) and not self._keeps(child, tensors):
-                    yield child
-                case ast.BinOp(_, ast.MatMult(), right) if self._mentions(right, tensors):
-                    yield child
-                case ast.Attribute(value, "T" | "mT" | "H" | "mH") if self._mentions(value, tensors):
-                    yield child
-                case ast.comprehension() | ast.Lambda() | ast.Yield() | ast.Await() | ast.Starred():
-                    yield child
-            own = own_attribute(child) if self._fixed and id(child) not in called else None
-            if own and not is_number(self._anatomy, self._owner, own):
-                yield child
-        shapes = [n for n in ast.walk(node) if isinstance(n, ast.Attribute) and n.attr == "shape"]
-        last = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Subscript) and _is_last(n.slice)}
-        yield from (shape for shape in shapes if self._mentions(shape.value, tensors) and id(shape) not in last)
+    def _is_size(self, node: ast.expr) -> bool:
+        return isinstance(self.value(node), Size)
 
-    def _called(self, call: ast.Call, tensors: set[str]) -> Iterator[ast.AST]:
-        resolved = self._anatomy.names.resolve(call.func, self._local)
-        attribute = own_attribute(call.func) or (own_attribute(call.args[0]) if resolved == CHUNKED else None)
-        if attribute is not None:
-            yield from self.own(attribute, call)
-        elif resolved is not None and resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
-            yield from self._body("", self._anatomy.names.functions[resolved[1:]], call)
-        elif resolved == "builtins.isinstance":
-            return
-        elif resolved is None and isinstance(call.func, ast.Attribute) and self._mentions(call.func.value, tensors):
-            bound = [call.func.value, *call.args]
-            yield from self._operation(call.func.attr.rstrip("_"), call, bound, tensors)
-        else:
-            library, _, name = (resolved or "").rpartition(".")
-            yield from self._operation(name, call, call.args, tensors) if library in LIBRARIES else (call,)
+    def _mentions(self, node: ast.AST) -> bool:
+        return any(has_rows(self.values.get(name)) for name in loaded(node))
 
-    def _operation(self, name: str, call: ast.Call, args: list[ast.expr], tensors: set[str]) -> Iterator[ast.AST]:
-        """A function of torch, or a method of a tensor, with its arguments by position."""
+    def _resolve(self, node: ast.expr) -> str:
+        return self._anatomy.names.resolve(node, self._local) or ""
+
+    # ---------------------------------------------------------------------------------------- expressions
+
+    def value(self, node: ast.expr) -> Value:
+        """What an expression holds of rows.
+
+        Raises:
+            Mixed: it is not known to keep rows apart.
+        """
+        if node not in self._memo:  # until a name is set
+            self._memo[node] = self._value(node)
+        return self._memo[node]
+
+    def _value(self, node: ast.expr) -> Value:
+        match node:
+            case ast.Constant():
+                return None
+            case ast.Name(name):
+                return self.values.get(name)
+            case ast.List([]):
+                return [None]
+            case ast.NamedExpr(target, source):
+                self._store(target, self.value(source), node)
+                return self.values[target.id]
+            case ast.Tuple(parts) | ast.List(parts):
+                return tuple(map(self.value, parts))
+            case ast.Attribute(owner, name):
+                return self._attribute(node, owner, name)
+            case ast.Subscript():
+                return self._part(node)
+            case ast.BinOp(left, ast.MatMult(), right):
+                return self._operation("matmul", node, [left, right], {})
+            case ast.Compare(left, [ast.Is() | ast.IsNot()]):
+                self.value(left)
+                return None
+            case ast.Call():
+                return self._called(node)
+            case ast.IfExp(test, left, right):
+                if has_rows(self.value(test)):
+                    raise Mixed(test)
+                return either(self.value(left), self.value(right), node)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+                parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+                return joined([self.value(part) for part in parts], node)
+            case ast.Dict(_, parts) if all(self.value(part) is None or self._is_size(part) for part in parts):
+                return joined([self.value(part) for part in parts], node)
+            case ast.JoinedStr() if not self._mentions(node):
+                return None
+        raise Mixed(node)
+
+    def _attribute(self, node: ast.Attribute, owner: ast.expr, name: str) -> Value:
+        own = own_attribute(node)
+        if own:
+            if self._fixed and not is_number(self._anatomy, self._owner, own):
+                raise Mixed(node)
+            return None
+        found = self.value(owner)
+        if found is None or name in ("dtype", "device"):
+            return None
+        if name in ("T", "mT", "H", "mH"):
+            raise Mixed(node)
+        return sizes_of(found, node) if name == "shape" else found
+
+    def _part(self, node: ast.Subscript) -> Value:
+        place = integer(node.slice)
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and place is not None:
+            return size_of(self.value(node.value.value), node.slice, node)
+        found = self.value(node.value)
+        match found:
+            case None:
+                if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+                    raise Mixed(node)
+                self._plain(node.slice)
+                return None
+            case Size():
+                return Size("~")
+            case Result() if place is not None:
+                return found
+            case tuple() if place is not None and -len(found) <= place < len(found):
+                return found[place]
+            case list() if place is not None and not isinstance(found, Pieces):
+                return found[0]
+            case str():
+                self._plain(node.slice)
+                return indexed(found, node)
+        raise Mixed(node)
+
+    def _plain(self, node: ast.AST) -> None:
+        """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
+        parts = node.elts if isinstance(node, ast.Tuple) else [node]
+        for part in parts:
+            for bound in (part.lower, part.upper, part.step) if isinstance(part, ast.Slice) else [part]:
+                if bound is not None and has_rows(self.value(bound)):
+                    raise Mixed(node)
+
+    def _called(self, call: ast.Call) -> Value:
+        resolved, function = self._resolve(call.func), call.func
+        library, _, name = resolved.rpartition(".")
         named = {keyword.arg: keyword.value for keyword in call.keywords}
-        place = (ALONG | REDUCING).get(name)
-        if name in PRODUCTS:
-            others = [*args[1:], *(value for key, value in named.items() if key != "input")]
-            is_known = not any(self._mentions(value, tensors) for value in others)
-        elif place is not None:
-            given = dict(enumerate(args))
-            is_known = _is_last(named.get("dim", named.get("axis", given.get(place))))
-            kept = named.get("keepdim", given.get(place + 1) if name not in ("var", "std") else None)
-            is_known &= name in ALONG or (isinstance(kept, ast.Constant) and kept.value is True)
-        else:
-            is_known = is_pointwise(name, args, named) or name in self._known
-        if not is_known:
-            yield call
+        if resolved == CHUNKED and own_attribute(call.args[0]):
+            inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
+            return self.own(own_attribute(call.args[0]), inner)
+        if resolved == "builtins.isinstance":
+            return None
+        if isinstance(function, ast.Name) and function.id in self._attends:
+            return self._attended(call, named)
+        if own := own_attribute(function):
+            return self.own(own, call) if self._is_handed(call) else None
+        if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
+            return self._inside("", self._anatomy.names.functions[resolved[1:]], call)
+        if not resolved and isinstance(function, ast.Attribute) and has_rows(self.value(function.value)):
+            return self._operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
+        if not self._is_handed(call):
+            return None
+        if library in LIBRARIES or name in self._known:
+            return self._operation(name, call, call.args, named)
+        makes_number = resolved in NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
+        if makes_number and all(self.value(a) is None or self._is_size(a) for a in (*call.args, *named.values())):
+            return Size("~")
+        raise Mixed(call)
 
-    def own(self, attribute: str, call: ast.Call) -> Iterator[ast.AST]:
+    def _is_handed(self, call: ast.Call) -> bool:
+        """Whether a call is handed something of rows."""
+        return any(
+            has_rows(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
+            for arg in (*call.args, *(keyword.value for keyword in call.keywords))
+        )
+
+    def _attended(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
+        """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
+        query, *others = [self.value(arg) for arg in call.args[1:4]]
+        more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
+        if (
+            query not in ("1.r.", "..r.")
+            or any(one != query for one in others)
+            or any(map(has_rows, map(self.value, more)))
+        ):
+            raise Mixed(call)
+        return (f"{query[0]}r..", None)
+
+    def _operation(
+        self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
+    ) -> Value:
+        """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
+        args = [*([named.pop("input")] if "input" in named and not args else []), *args]
+        found = self.value(args[0]) if args else None
+        others = [*args[1:], *named.values()]
+        along = named.get("dim", named.get("axis", dict(enumerate(args)).get((ALONG | REDUCING | MOVES).get(name))))
+        if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
+            return Size("~")
+        if name in self._known:
+            return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
+        if is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
+            return joined([self.value(arg) for arg in (*args, *named.values())], call)
+        if name == "cat":
+            return put_together(found, along, call)
+        if name in ("view", "reshape"):
+            sizes = self.value(args[1]) if len(args) == 2 else None
+            sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            return reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
+        if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
+            raise Mixed(call)
+        if name in PRODUCTS and found[-1] == ".":
+            return found
+        if name == "size":
+            return sizes_of(found, call) if along is None else size_of(found, along, call)
+        if name == "permute" and not set(found) & set("*&"):
+            order = [axis_of(found, place, call) for place in (getattr(args[1], "elts", args[1:]))]
+            return "".join(found[axis] for axis in order)
+        if name == "transpose":
+            letters = list(found)
+            one, two = (axis_of(found, place, call) for place in args[1:3])
+            letters[one], letters[two] = letters[two], letters[one]
+            return "".join(letters)
+        if name == "unsqueeze":
+            place = axis_of(found + ".", along, call)
+            return found[:place] + "1" + found[place:]
+        axis = axis_of(found, along, call) if name in (ALONG | REDUCING) or name == "unbind" else None
+        if axis is None or (found[axis] == "r" and name != "split"):
+            raise Mixed(call)
+        return self._along(name, found, axis, args, named, call)
+
+    def _along(
+        self,
+        name: str,
+        axes: str,
+        axis: int,
+        args: Sequence[ast.expr],
+        named: dict[str | None, ast.expr],
+        call: ast.AST,
+    ) -> Value:
+        if name in ("chunk", "split"):
+            return Pieces([axes]) if axes[axis] == "r" else [axes]
+        if name in ("unbind", *REDUCING):
+            kept = named.get(
+                "keepdim", dict(enumerate(args)).get(REDUCING.get(name, 0) + 1) if name not in ("var", "std") else None
+            )
+            rest = axes[:axis] + ("1" if getattr(kept, "value", None) is True else "") + axes[axis + 1 :]
+            if rest == "*":
+                raise Mixed(call)  # the last dimension would be another
+            return [rest] if name == "unbind" else rest
+        return axes
+
+    def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
         held = self._anatomy.held(self._owner, attribute)
-        if not held or not all(self._is_known(value, call) for value in held):
-            meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
-            self.reason = self.reason or f"self.{attribute}, which is {meaning}"[:400]
-            yield call
+        if held:
+            try:
+                return functools.reduce(
+                    lambda left, right: either(left, right, call), [self._result(value, call) for value in held]
+                )
+            except Unread:
+                pass
+        meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
+        raise Mixed(call, f"self.{attribute}, which is {meaning}"[:400])
 
-    def _is_known(self, value: ast.expr | ast.stmt, call: ast.Call) -> bool:
-        """Whether calling the value, or the method, treats every row by itself."""
+    def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
+        """What calling the value, or the method, makes of rows."""
         if isinstance(value, FunctionNode):
-            return not list(self._body(self._owner, value, call))
-        handed = self._anatomy.handed(self._owner, value)
-        if handed:
-            return all(self._is_known(part, call) for part in handed)
-        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and _is_of_config(value)):
-            return True  # None, or a function that a caller put into the config for an activation
-        resolve = self._anatomy.names.resolve
-        function = value.func if isinstance(value, ast.Call) else value
-        resolved = resolve(function.value if isinstance(function, ast.Subscript) else function) or ""
-        library, _, name = resolved.rpartition(".")
-        if isinstance(function, ast.Subscript):
-            return resolved in TABLES
-        if isinstance(value, ast.Call):
-            if library == "torch.nn":
-                if name == "Sequential":
-                    return all(self._is_known(part, call) for part in value.args)
-                sizes = _has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
-                return name in ACTIVATIONS or (name in ROW_MODULES and not self._fixed and not sizes)
-            found = self._anatomy.method(name, "forward") if not library else None
-            return (
-                resolved in GETTERS
-                or name in self._known
-                or (found is not None and not list(self._body(name, found[1], call)))
+            return self._inside(self._owner, value, call)
+        if handed := self._anatomy.handed(self._owner, value):
+            return functools.reduce(
+                lambda left, right: either(left, right, call), [self._result(part, call) for part in handed]
             )
-        if not library and name in self._anatomy.names.functions:
-            return not list(self._body("", self._anatomy.names.functions[name], call))
-        return library in LIBRARIES and name in POINTWISE
+        given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
+        same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
+        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and is_of_config(value)):
+            return same  # None, or a function that a caller put into the config for an activation
+        function = value.func if isinstance(value, ast.Call) else value
+        resolved = self._resolve(function.value if isinstance(function, ast.Subscript) else function)
+        library, _, name = resolved.rpartition(".")
+        if isinstance(function, ast.Subscript) and resolved in TABLES:
+            return same
+        if isinstance(value, ast.Call) and not isinstance(function, ast.Subscript):
+            if library == "torch.nn" and name == "Sequential":
+                for part in value.args:
+                    self._result(part, call)
+                return same
+            sizes = has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
+            is_row = name in ROW_MODULES and not self._fixed and not sizes and (same or ".")[-1] == "."
+            if resolved in GETTERS or (library == "torch.nn" and (name in ACTIVATIONS or is_row)):
+                return same
+            if name in self._known:
+                return Result(next((one for one in given if isinstance(one, str)), "*."))
+            if (
+                resolved in CONVOLVED
+                and not self._fixed
+                and isinstance(same, str)
+                and same in (CONVOLVED[resolved], "r&", "r.&", "r1&")
+            ):
+                return CONVOLVED[resolved]
+            found = self._anatomy.method(name, "forward") if not library else None
+            if found is not None:
+                return self._inside(name, found[1], call)
+        elif not library and name in self._anatomy.names.functions:
+            return self._inside("", self._anatomy.names.functions[name], call)
+        elif library in LIBRARIES and name in POINTWISE:
+            return same
+        raise Unread
 
-    def _body(self, owner: str, function: FunctionNode, call: ast.Call) -> Iterator[ast.AST]:
-        """`call`, if the code that it runs is not known to treat every row by itself. `owner` is the class of self."""
+    def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
+        """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""
+        names = parameter_names(function)
+        values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
+        if not any(map(has_rows, values.values())) and not self._is_handed(call):
+            return None
         if (owner, function.name) in self._seen:
-            return
+            return next(filter(has_rows, values.values()), None)
         seen = self._seen | {(owner, function.name)}
-        reader = _Reader(self._anatomy, owner, local_names(function), seen, fixed=self._fixed, known=self._known)
-        wrong = next(reader.statements(function.body, set(parameter_names(function))), None)
-        if wrong is not None or self._anatomy.names.is_wrapped(function):
-            self.reason = reader.reason or wrong or function.decorator_list[0]
-            yield call
-
-    def _keeps(self, node: ast.Subscript, tensors: set[str]) -> bool:
-        """Whether it is some of the last dimension, or all of what is written there by a fixed index."""
-        columns = node.slice.elts[-1:] if isinstance(node.slice, ast.Tuple) and isinstance(node.ctx, ast.Store) else []
-        if columns and not self._mentions(columns[0], tensors):
-            node = copy.deepcopy(node)
-            node.slice.elts[-1] = ast.Slice()
-        return keeps_tokens(node)
-
-    @staticmethod
-    def _mentions(node: ast.AST, tensors: set[str]) -> bool:
-        return bool(loaded_names(node) & tensors)
-
-
-def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
-    held = anatomy.held(owner, attribute)
-    return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
-
-
-def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str] = frozenset()) -> bool:
-    """A constant, something of a config, or what arithmetic and a choice make of them."""
-    if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
-        parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
-        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, seen) for part in parts)
-    if isinstance(value, ast.Call):
-        is_plain = anatomy.names.resolve(value.func) in NUMBERS
-        return is_plain and all(_is_number(part, anatomy, owner, seen) for part in value.args)
-    if isinstance(value, ast.Subscript):
-        return _is_number(value.value, anatomy, owner, seen)
-    if isinstance(value, ast.Name) and value.id != "config":
-        return value.id not in seen and _is_number_by_name(value, anatomy, owner, seen | {value.id})
-    return isinstance(value, ast.Constant) or _is_of_config(value)
-
-
-def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: frozenset[str]) -> bool:
-    """A parameter of `__init__`: by its annotation, else by what it is handed, else by its default; or a local name there."""
-    init = anatomy.method(owner, "__init__")
-    if init is None:
-        return False
-    args = init[1].args
-    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
-    defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
-    known = [node.value for node in ast.walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)]
-    if annotations.get(name.id) not in ("float", "int", "bool"):
-        known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
-        known = known or [name.ctx]  # nothing tells
-    return all(_is_number(value, anatomy, owner, seen) for value in known)
-
-
-def _is_of_config(value: ast.AST) -> bool:
-    """`config` and `self.config` hold the configuration, by transformers' contract: no tensor, nothing that is learned."""
-    return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
-
-
-def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether an operation with these arguments, the tensor first, treats each row by itself wherever its rows are."""
-    if name == "where":
-        return len(args) + len(named) == 3  # of a condition alone: the places where it holds
-    return name in POINTWISE and not (name == "layer_norm" and _has_sizes(args[1:2], named))
-
-
-def _has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
-    """Whether a norm is over several dimensions."""
-    shapes = [*args, named.get("normalized_shape")]
-    return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) != 1 for shape in shapes)
+        reader = _Reader(
+            self._anatomy, owner, local_names(function), values, seen, fixed=self._fixed, known=self._known
+        )
+        try:
+            if self._anatomy.names.is_wrapped(function):
+                raise Mixed(function.decorator_list[0])
+            is_plain = len(call.args) <= len(names) and set(values) <= {*names} and None not in arguments(call, names)
+            if not is_plain or any(isinstance(arg, ast.Starred) for arg in call.args):
+                raise Mixed(call)
+            reader.run(function.body)
+        except Mixed as mixed:
+            raise Mixed(call, mixed.reason) from mixed
+        return reader.returned
 
 
 def _is_in_place(function: ast.expr) -> bool:
@@ -328,86 +546,6 @@ def _is_in_place(function: ast.expr) -> bool:
     return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
-def _is_last(node: ast.AST | None) -> bool:
-    return isinstance(node, ast.UnaryOp) and ast.unparse(node) == "-1"
-
-
 def _is_inference(test: ast.expr) -> bool:
     parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
     return any(ast.unparse(part) == "not self.training" for part in parts)
-
-
-def keeps_tokens(node: ast.Subscript) -> bool:
-    """`x[..., a:b]`, `x[:, :, a:b]`, or a dimension of the shape; only the last dimension is touched."""
-    if isinstance(node.value, ast.Attribute) and node.value.attr == "shape":
-        return _is_last(node.slice)
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if not (isinstance(parts[-1], ast.Slice) or ast.unparse(parts[-1]) == "None"):
-        return False  # the last dimension would be another
-    if isinstance(parts[0], ast.Constant) and parts[0].value is ...:
-        return len(parts) == 2
-    whole = [isinstance(p, ast.Slice) and p.lower is p.upper is p.step is None for p in parts]
-    return len(parts) == 3 and all(whole[:2])
-
-
-def is_size(node: ast.AST, sized: set[str]) -> bool:
-    """Whether an expression is made of a tensor's sizes: `x.shape[0]`, names of such, arithmetic of them."""
-    match node:
-        case ast.Attribute(_, "shape") | ast.Call(ast.Attribute(_, "size" | "numel")) | ast.Call(ast.Name("len")):
-            return True
-        case ast.Name(name):
-            return name in sized
-        case ast.Subscript(value) | ast.Starred(value) | ast.UnaryOp(_, value):
-            return is_size(value, sized)
-        case ast.BinOp(left, _, right) | ast.IfExp(_, left, right):
-            return is_size(left, sized) or is_size(right, sized)
-        case ast.Tuple(parts) | ast.List(parts):
-            return any(is_size(one, sized) for one in parts)
-        case ast.Call(ast.Attribute(value)) if is_size(value, sized):
-            return True
-        case ast.Call(function, arguments) if not isinstance(function, ast.Attribute) or dotted(function).startswith(
-            "math."
-        ):
-            return any(is_size(one, sized) for one in arguments)
-    return False
-
-
-def sized_names(code: ast.AST, sized: set[str]) -> set[str]:
-    """The names that hold sizes, `sized` and what code assigns; of `a, b = x, len(x)` the second."""
-    assigned = [n for n in ast.walk(code) if isinstance(n, ASSIGNED) and n.value]
-    pairs = [(target, n.value) for n in assigned for target in getattr(n, "targets", None) or [n.target]]
-    for target, value in list(pairs):
-        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs.remove((target, value))
-            pairs += zip(target.elts, value.elts, strict=False)
-    for target, value in pairs * 3:  # sizes of sizes
-        sized = sized | (set(stored(target)) - set(loaded(value)) if is_size(value, sized) else set())
-    return sized
-
-
-def turned_before(code: ast.AST, attends: set[str]) -> set[ast.AST]:
-    """What is called on, or made of, rows that a statement before has turned; the attention turns them back."""
-    names, coming, found = set(), set(), set()
-    for node in _in_order(code):
-        if isinstance(node, ast.stmt):
-            names |= coming
-            coming = set()
-        made = getattr(node, "func", getattr(node, "value", None) if isinstance(node, ASSIGNED) else None)
-        inner = [c for c in calls(made) if dotted(c.func) in attends] if made is not None else []
-        if made is None or (inner and not isinstance(node, ASSIGNED)):
-            continue
-        is_turned = not inner and bool(names & set(loaded(made)))
-        if isinstance(node, ast.Call):
-            found |= {node} if is_turned else set()
-            continue
-        turns = [c for c in calls(made) if getattr(c.func, "attr", "") in TURNED]
-        if is_turned or any(not inner or any(one in inner for one in calls(c.func)) for c in turns):
-            coming = set(stored(node))
-    return found
-
-
-def _in_order(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes in the order of the source."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        yield from _in_order(child)

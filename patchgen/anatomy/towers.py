@@ -13,10 +13,10 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from patchgen.anatomy.axes import Size
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
-    base_name,
     calls,
     dotted,
     loaded,
@@ -26,38 +26,16 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import (
-    ACTIVATIONS,
-    POINTWISE,
-    TABLES,
-    is_pointwise,
-    is_size,
-    keeps_tokens,
-    mixing,
-    mixing_member,
-    sized_names,
-    turned_before,
-)
+from patchgen.anatomy.tokenwise import ACTIVATIONS, LENGTHS_TEST, TABLES, mixing, mixing_member
 from patchgen.errors import LeftAlone
 
 # Modules that treat each row by itself.
 PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
 CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
-# What turns, cuts and joins dimensions, and the call of the attention that was chosen.
-MOVES = {"view", "reshape", "permute", "transpose", "unsqueeze", "squeeze", "unbind", "split", "cat"}
-MOVES |= {"size", "tolist", "append"}
-TURNS = (".transpose", ".permute", ".unbind", ".split", ".flatten", ".cat", ".view")
 KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
-INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
-LENGTHS_TEST = "is_flash_attention_requested"
-# What an attention may call besides, of transformers by the last name; what counts, or makes, numbers takes sizes too.
-UPSTREAM = {"get_interface", LENGTHS_TEST, "get_max_seqlen"}
-NUMBERS = {f"builtins.{name}" for name in ("len", "int", "float", "isinstance", "getattr", "range", "enumerate")}
-PLAIN = NUMBERS | {f"builtins.{name}" for name in ("zip", "list", "tuple")}
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
-HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
 
 
@@ -157,19 +135,16 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
             raise LeftAlone(f"self.{built} is not known to treat each group of rows by itself")
     for name in attentions:
         _, forward = anatomy.method(name, "forward")
-        moved = forward if anatomy.names.is_wrapped(forward) else _first_unknown(anatomy, name, forward)
-        after = [n for n, one in enumerate(forward.body) if LENGTHS_TEST in loaded(one)][-1:]
-        turned = (
-            (c for s in forward.body[after[0] + 1 :] for c in calls(s) if dotted(c.func).endswith(TURNS))
-            if after
-            else ()
-        )
-        if (moved := moved or next(iter(turned), None)) is not None:
+        moved = forward if anatomy.names.is_wrapped(forward) else _mixed(anatomy, name, forward)
+        if moved is not None:
             raise LeftAlone(f"{name} does more than to attend: {ast.unparse(moved)[:200]}")
 
 
 def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     """Whether all that `self.<attribute>` holds, or a list there, treats each row or each group of rows by itself."""
+    match anatomy.held(owner, attribute):
+        case [ast.FunctionDef(body=[*_, ast.Return(value)], decorator_list=[_])] if own_attribute(value):
+            return _treats_groups(anatomy, owner, own_attribute(value))  # a property
     builds = [build.target or "" for build in anatomy.builds(owner) if build.attribute == attribute]
     found = [anatomy.method(target, "forward") for target in builds]
     if not found or None in found:  # nothing of this file
@@ -203,67 +178,11 @@ def _other_use(anatomy: Anatomy, owner: str, layers: str, loop: ast.For) -> ast.
     return None
 
 
-def _first_unknown(
-    anatomy: Anatomy, owner: str, code: ast.Module | FunctionNode, seen: frozenset[str] = frozenset()
-) -> ast.AST | None:
-    """The first piece that may mix rows of different inputs, or arithmetic with their number. Rows turn with the
-    dimensions here, so nothing is known that works along one."""
-    chosen = [n for n in ast.walk(code) if isinstance(n, ast.Assign | ast.AnnAssign) and isinstance(n.value, ast.Call)]
-    chosen = [n for n in chosen if (anatomy.names.resolve(n.value.func) or "").endswith(INTERFACE)]
-    attends = {name for node in chosen for name in stored(node)}
-    sized, turned = sized_names(code, BOUNDS | LONGEST), turned_before(code, attends)
-    for node in (n for one in code.body for n in ast.walk(one)):
-        parts = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
-        parts = (node.left, *node.comparators) if isinstance(node, ast.Compare) else parts
-        if len({is_size(p, sized) for p in parts}) > 1 and not any(isinstance(p, ast.Constant) for p in parts):
-            return node
-        if isinstance(getattr(node, "op", None), ast.MatMult) or getattr(node, "attr", "") in ("T", "mT", "H", "mH"):
-            return node
-        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.Subscript) and not _is_plain_part(node, attends)):
-            return node
-        if isinstance(node, ast.Call):
-            meaning, own = anatomy.names.resolve(node.func) or "", own_attribute(node.func)
-            library, _, last = meaning.rpartition(".")
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            function = anatomy.names.functions.get(meaning[1:]) if meaning[1:] not in seen else None
-            is_upstream = library.startswith("transformers.") and last in UPSTREAM
-            given = [*node.args, *(k.value for k in node.keywords if name not in attends or k.arg not in HANDED)]
-            takes_sizes = is_upstream or meaning in NUMBERS or name in MOVES
-            is_known = is_upstream or meaning in PLAIN or name in MOVES | attends or set(loaded(node)) <= BOUNDS
-            if name in POINTWISE:
-                tensor = [] if library.startswith("torch") else [node.func]
-                is_known |= is_pointwise(name, [*tensor, *node.args], {k.arg: k.value for k in node.keywords})
-            is_known |= anatomy.is_a(anatomy.attribute(owner, own or ""), *CONVOLUTIONS, *SOUND_CONVOLUTIONS)
-            is_known |= own is not None and mixing_member(anatomy, owner, own, fixed=False) is None
-            is_known |= function is not None and _first_unknown(anatomy, "", function, seen | {meaning[1:]}) is None
-            if name == "cat":  # of pieces listed by hand: of the last dimension
-                last = any(k.arg == "dim" and ast.unparse(k.value) == "-1" for k in node.keywords)
-                is_known = last or not isinstance(node.args[0], ast.List | ast.Tuple | ast.Subscript | ast.Call)
-            elif name in ("view", "reshape") and (library or not node.args or _first_size(node) == "-1"):
-                is_known = False
-            elif name in ("view", "reshape"):  # of rows that were turned: of other rows
-                is_known &= not any(dotted(c.func).endswith((".transpose", ".mT")) for c in calls(node.func))
-                is_known &= node not in turned
-            if not is_known or (not takes_sizes and any(is_size(one, sized) for one in given)):
-                return node
-    return None
-
-
-def _first_size(call: ast.Call) -> str:
-    """Of `x.view(a, b)` or `x.view((a, b))`."""
-    return ast.unparse(getattr(call.args[0], "elts", call.args)[0])
-
-
-def _is_plain_part(node: ast.Subscript, attends: set[str]) -> bool:
-    """A size, the attention's result, bounds from place to place, a learned table, or a part of the last dimension."""
-    base, index = node.value, ast.unparse(node.slice)
-    if isinstance(base, ast.Call) and index == "0":
-        return getattr(base.func, "id", "") in attends
-    is_bound = isinstance(base, ast.Name) and base.id in BOUNDS and index in ("1:", ":-1")
-    is_bound |= index.strip("()") == ":, None, :"  # a new dimension
-    return (
-        getattr(base, "attr", "") == "shape" or is_bound or base_name(base) in ("self", "torch") or keeps_tokens(node)
-    )
+def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
+    """The first piece of an attention that may mix rows of different inputs, or that is made of their number."""
+    names = parameter_names(forward)
+    values = {names[0]: "r."} | dict.fromkeys(BOUNDS | LONGEST, Size("~")) | {name: ["r."] for name in ROWS}
+    return mixing(forward.body, values, owner, anatomy)
 
 
 def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef) -> ChunkedConvolution | None:
@@ -284,11 +203,14 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     above = {name for statement in forward.body[:start] for name in stored(statement)}
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
     read = {name for statement in forward.body[start:end] for name in _read(statement)}
-    read = {name for name in read if name in above and not _is_empty_list(name, forward)}
+    lists = {name for name in read if _is_empty_list(name, forward)}
+    read = {name for name in read - lists if name in above}
     # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
     chunks = {name for name in read if name.startswith("padded_") and name not in inside}
-    between = ast.Module(forward.body[start:end], [])
-    if not chunks or chunks != read or source not in inside or _first_unknown(anatomy, info.name, between):
+    if not chunks or chunks != read or source not in inside:
+        return None
+    values = dict.fromkeys(chunks, "r&") | {name: [None] for name in lists}
+    if mixing(forward.body[start:end], values, info.name, anatomy):
         return None
     convolved = _read(convolution)
     return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
@@ -364,7 +286,7 @@ def _attentions(anatomy: Anatomy, info: ClassInfo, layers: str) -> tuple[str, ..
     for one in found:
         method = anatomy.method(one.name, "forward")
         called = [anatomy.names.resolve(call.func) or "" for call in calls(method[1])] if method is not None else []
-        if not any(name.startswith("transformers.") and name.endswith(f".{LENGTHS_TEST}") for name in called):
+        if not any(name.startswith("transformers.") and name.endswith(LENGTHS_TEST) for name in called):
             raise LeftAlone(f"{one.name} does not choose between lengths and one call per input")
     if not found:
         raise LeftAlone(f"self.{layers} holds no attention of this file")

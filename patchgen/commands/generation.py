@@ -35,21 +35,29 @@ def generate(
     source: Path | None,
     output: Path | None,
     *,
+    config: Path | None = None,
     dry_run: bool,
     force: bool,
     reviewed: Sequence[str] = (),
+    heads: Sequence[str] = (),
 ) -> None:
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
     Args:
+        models: with a source none is needed: the name follows from the file.
+        config: what is particular to the source.
         reviewed: targets of hand edits that were read against what upstream has now.
+        heads: the classes that the file is for; with `every`, each has those that it was made with.
 
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
     """
-    names = named(models, every=every)
+    alone = source is not None and not models and not every
+    names = [upstream.name_of(source)] if alone else named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
+    if heads and len(names) != 1:
+        raise ConfigError(f"--head {heads[0]} is of one model, and {len(names)} are to be generated: name it.")
     root = output or provenance.generated_root()
     if not dry_run:
         own.require_place(root, "What is generated")
@@ -58,9 +66,10 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
-            loaded = upstream.load(name, version, source)
+            loaded = upstream.load(name, version, source, config)
             has = functools.partial(_is_there, root, loaded.version)
-            generated, *parts = pipeline.generate_whole(loaded, has)
+            asked = Committed(name).record.get("asked", ()) if every else heads
+            generated, *parts = pipeline.generate_whole(loaded, has, heads=asked)
             provenance.refuse_drifted_edits(root / name, generated, reviewed)
             changed = [] if dry_run else provenance.write(generated, root / name, force=force, reviewed=reviewed)
             for part in parts if not dry_run else ():
@@ -166,6 +175,10 @@ def _old_records(names: list[str], *, with_rows: bool) -> bool:
     path = records.path_in(None)
     if with_rows and path.is_file():
         release = upstream.open_release(records.wanted_key()["transformers"])
+        from patchgen.commands import head_sweep  # not needed to generate
+
+        if (heads := path.with_name(head_sweep.FILE)).is_file() and (old := head_sweep.stale(heads, release)):
+            found.append(records.Stale("types of docs/heads.md", tuple(old), "make sweep-heads"))
         found += records.stale_rows(path, missing=sweeping.missing_types(records.read(path), release))
     for one in found:
         console.print(f"[red]old[/] {one}", soft_wrap=True)
@@ -191,7 +204,7 @@ def _state(name: str) -> str:
     if version is None:
         return _state_without_source(name, directory, record)
     try:
-        files = pipeline.generate(upstream.load(name, version)).files
+        files = pipeline.generate(upstream.load(name, version), heads=record.get("asked", ())).files
     except PatchgenError as error:
         console.print(f"[red]fails[/] {name}: {escape(str(error))}")
         return STALE

@@ -47,7 +47,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
         ConfigError: no such family, or it has no such type.
     """
     if family not in FAMILIES:
-        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}.")
+        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}, heads.")
     release = upstream.open_release(version)
     takes_media = family in (*MEDIA, "media")
     wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)

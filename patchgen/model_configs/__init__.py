@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from patchgen import own
@@ -30,6 +30,7 @@ class ModelConfig:
     Attributes:
         model: the model type; also the name of the folder in `generated_models/`.
         roots: the classes that the file is for; what they do not reach is pruned. Empty: upstream's heads.
+        heads: the classes to train or to use, in place of the heads that upstream's auto maps name; they are roots, too.
         expect: hits per pass. A number pins what was reviewed; `Expect(0, reason)` states that a pass has
             nothing to do: it still runs, its misses are tolerated, and a hit is an error.
         edits: hand edits, each with its reason.
@@ -40,22 +41,41 @@ class ModelConfig:
 
     model: str
     roots: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
     expect: Mapping[str, int | Expect] = field(default_factory=dict)
     edits: tuple[Edit, ...] = ()
     allow_sync: Mapping[str, str] = field(default_factory=dict)
     strict_sync: bool = False
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """All that the file is for; empty: upstream's heads."""
+        return tuple(dict.fromkeys((*self.heads, *self.roots)))
 
-def config_for(model: str) -> ModelConfig:
-    """The config of a model; the default one where there is no file. An error inside a config file is not hidden."""
-    file = file_of(model)
+    def for_heads(self, heads: Sequence[str]) -> ModelConfig:
+        """The config of a file with these heads instead; hits that were counted with other heads do not bind there."""
+        if not heads:
+            return self
+        expect = {name: one for name, one in self.expect.items() if isinstance(one, Expect) and not one.hits}
+        return replace(self, roots=(), heads=tuple(dict.fromkeys(heads)), expect=expect)
+
+
+def config_for(model: str, file: Path | None = None) -> ModelConfig:
+    """The config of a model; the default one where there is no file. An error inside a config file is not hidden.
+
+    Args:
+        file: where it stands, for a model outside of transformers.
+    """
+    if file is not None and not file.is_file():
+        raise ConfigError(f"There is no file {file} (given as --config).")
+    file = file or file_of(model)
     if not model.isidentifier() or not file.is_file():
         return ModelConfig(model=model)
     config = getattr(own.load(file), "CONFIG", None)
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"{shown_file(model)} must define CONFIG = ModelConfig(...).")
+        raise ConfigError(f"{shown_file(model, file)} must define CONFIG = ModelConfig(...).")
     if config.model != model:
-        raise ConfigError(f"{shown_file(model)} is for '{model}', but its CONFIG says '{config.model}'.")
+        raise ConfigError(f"{shown_file(model, file)} is for '{model}', but its CONFIG says '{config.model}'.")
     return config
 
 
@@ -71,7 +91,9 @@ def file_of(model: str) -> Path:
     return file if file.is_file() else Path(__file__).parent / file.name
 
 
-def shown_file(model: str) -> str:
+def shown_file(model: str, file: Path | None = None) -> str:
     """Where the config of a model stands, or would stand if it had one, as the user finds it."""
+    if file is not None and file.parent != Path(__file__).parent:
+        return str(file)
     file = file_of(model) if file_of(model).is_file() else folder() / f"{model}.py"
     return f"patchgen/model_configs/{model}.py" if file.parent == Path(__file__).parent else str(file)

@@ -16,6 +16,7 @@ from patchgen.passes.fill_back import FillBack
 from patchgen.passes.fused_experts import FusedExperts
 from patchgen.passes.fused_loss import FusedLoss
 from patchgen.passes.fused_ops import FusedOps
+from patchgen.passes.generic_heads import GenericHeads
 from patchgen.passes.hand_edits import HandEdits
 from patchgen.passes.host_sync_lint import HostSyncLint
 from patchgen.passes.host_values import HostValues
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 PASSES: tuple[type[Pass], ...] = (
     HandEdits,
+    GenericHeads,
     LocalClasses,  # before prune, which would take towers that only an Auto class builds for unreached
     Prune,
     AbsoluteImports,
@@ -70,7 +72,8 @@ def default_pipeline(config: ModelConfig) -> tuple[Pass, ...]:
     """The passes with the parameters of a model's config."""
     arguments = {
         HandEdits: (config.edits,),
-        Prune: (config.roots,),
+        GenericHeads: (config.kept,),
+        Prune: (config.kept,),
     }
     lint = HostSyncLint(config.allow_sync, strict=config.strict_sync)
     return tuple(lint if kind is HostSyncLint else kind(*arguments.get(kind, ())) for kind in all_passes())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from patchgen.anatomy import Anatomy, Role
+from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.experts import read_elsewhere, read_experts
 from patchgen.anatomy.roles import left_alone_experts
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
@@ -17,7 +17,7 @@ class ParallelPlan(SitePass):
 
     name = "parallel_plan"
     purpose = "Each head reports which parameters carry the expert dimension."
-    expects = "one hit per causal head"
+    expects = "one hit per causal head, or per head asked for"
     role = Role.HEAD
     member = ""
     EXAMPLES = (
@@ -31,6 +31,9 @@ class ParallelPlan(SitePass):
       +         return ops.parallel_plan(self, experts={})
         """),
     )
+
+    def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
+        return super().why(info, anatomy) or info.roles.get(Role.ASKED, "")
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         experts = {name: stacks for name, (stacks, reader) in _experts(anatomy, site.block).items() if not reader}

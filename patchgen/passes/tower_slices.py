@@ -9,7 +9,8 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.towers import LENGTHS_TEST, ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
+from patchgen.anatomy.tokenwise import LENGTHS_TEST
+from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import edit_function, function_body, insert_before, marked, replace, statements, with_body
 from patchgen.source import Block, Module
@@ -83,4 +84,4 @@ def _forward(block: Block) -> ast.FunctionDef:
     return next(node for node in block.node.body if isinstance(node, ast.FunctionDef) and node.name == "forward")
 
 
-_TEST = m.If(test=m.Call(func=m.Name(LENGTHS_TEST)))
+_TEST = m.If(test=m.Call(func=m.Name(LENGTHS_TEST.strip("."))))

@@ -78,11 +78,11 @@ def page(name: str) -> str:
 
 def regenerated(model: Committed) -> Generated:
     """What generation gives now for a committed model, from the release or the file that it was made from."""
-    version = model.record["upstream"]["version"]
+    version, heads = model.record["upstream"]["version"], model.record.get("asked", ())
     if version is not None:
-        return pipeline.generate(upstream.load(model.name, version))
+        return pipeline.generate(upstream.load(model.name, version), heads=heads)
     words = shlex.split(model.record["command"])
-    return pipeline.generate(upstream.load(model.name, source=Path(words[words.index("--source") + 1])))
+    return pipeline.generate(upstream.load(model.name, source=Path(words[words.index("--source") + 1])), heads=heads)
 
 
 def differing(model: Committed, generated: Generated) -> list[str]:

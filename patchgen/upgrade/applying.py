@@ -100,9 +100,10 @@ def _generated(models: list[ModelUpgrade], shop: Workshop) -> Iterator[Generated
     for model in models:
         record = provenance.read(shop.root / model.model)
         if record["upstream"]["version"] is None:
-            yield pipeline.generate(load(model.model, source=releases.own_source(model.model, record)))
+            source = load(model.model, source=releases.own_source(model.model, record))
         else:
-            yield pipeline.generate(load_from(shop.place.release, model.model))
+            source = load_from(shop.place.release, model.model)
+        yield pipeline.generate(source, heads=record.get("asked", ()))
 
 
 def _move_one(generated: Generated, shop: Workshop) -> str:

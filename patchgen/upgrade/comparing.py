@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def compare_model(
             model, before.release.version, after.release.version, PERSON, str(error), (site,), old.text
         )
     config = config or config_for(model)
-    generated, refusal = _generated(new, config)
+    generated, refusal = _generated(new, config, record.get("asked", ()))
     texts = Texts(old, new, now, generated.text if generated else "")
     then = json.loads(generated.provenance) if generated else None
     sites = _drift_of_model(texts, record, then, config)
@@ -104,9 +104,11 @@ def _old_upstream(model: str, record: Mapping) -> tuple[Upstream, Library]:
     return load(model, source=releases.own_source(model, record)), library(releases.installed())
 
 
-def _generated(new: Upstream, config: ModelConfig) -> tuple[pipeline.Generated | None, PatchgenError | None]:
+def _generated(
+    new: Upstream, config: ModelConfig, heads: Sequence[str]
+) -> tuple[pipeline.Generated | None, PatchgenError | None]:
     try:
-        return pipeline.generate(new, config), None
+        return pipeline.generate(new, config, heads), None
     except PatchgenError as error:
         return None, error
 

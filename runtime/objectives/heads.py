@@ -59,6 +59,7 @@ def sequence_classifier(head: type[PreTrainedModel], config: PreTrainedConfig) -
         )
     pretrained = next(one for one in head.__bases__ if issubclass(one, PreTrainedModel))
     ops.register_checkpoint_mapping(upstream.__name__)
+    beside = tuple(f"{name}.*" for name, _ in causal.named_children() if name != head.base_model_prefix)
     members = {
         "__module__": head.__module__,
         "__doc__": f"{upstream.__name__} over the generated {base.__name__}.",
@@ -66,7 +67,7 @@ def sequence_classifier(head: type[PreTrainedModel], config: PreTrainedConfig) -
         "base_model_prefix": upstream.base_model_prefix,
         "config_class": head.config_class,
         "get_parallel_plan": head.get_parallel_plan,
-        "only_causal": tuple(f"{name}.*" for name, _ in causal.named_children() if name != head.base_model_prefix),
+        "only_causal": () if head.__name__ == upstream.__name__ else beside,
     }
     return type(upstream.__name__, (SequenceClassifier, GenericForSequenceClassification, pretrained), members)
 

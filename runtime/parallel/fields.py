@@ -118,6 +118,8 @@ RULES: dict[str, FieldRule] = {
     "input_features": ITEMS,
     "input_features_mask": ITEMS,
     "feature_attention_mask": ITEMS,
+    "input_values": ITEMS,
+    "input_values_mask": ITEMS,
     "padding_mask": ITEMS,  # of sounds as they were recorded
     "audio_feature_lengths": ITEMS,
     "chunk_sample_lengths": ITEMS,

@@ -26,6 +26,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
 from patchgen.runtime.train import architecture, attention_choice, lora_targets, optimizers
 from patchgen.runtime.train.recipe import KernelsConfig, ModelConfig, ParallelSection, Recipe, RecipeError
+from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
@@ -188,6 +189,13 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
     if (scores := choose.objective_of(recipe.objective).scores) is not None:
         head = _classifier(head, config, scores, recipe.objective.name)
+    elif (kind := head_kinds.kind_of(head.__name__)) is not None:
+        raise RecipeError(
+            f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
+            f"{sys.modules[head.__module__].__file__} was made, is none. Sequence classification and reward models train with "
+            "objective.name = classification or reward; for the others there is no objective whose mean is one of all ranks: "
+            "train them in another trainer (docs/tasks), or generate the model with its causal head (--head)."
+        )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)

@@ -55,7 +55,8 @@ DIFFERENT_STRUCTURE = Difference(False, float("inf"), float("inf"))
 def train_step(model: nn.Module, case: Case, *, training: bool = True) -> Step:
     """Runs forward and backward, in training mode or (`training=False`) in evaluation mode.
 
-    Without labels in the case, or a loss in the output, a fixed random projection of the logits is differentiated.
+    Without labels in the case, or a loss in the output, a fixed random projection of the logits, or of all outputs, is
+    differentiated.
     """
     model.train(training)
     model.zero_grad(set_to_none=True)
@@ -117,7 +118,7 @@ def compare_gradients(actual: Step, expected: Step) -> dict[str, Difference]:
 def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
     if not outputs:
         raise ValueError("The model's output has no floating-point tensor: there is nothing to differentiate.")
-    name = "logits" if "logits" in outputs else next(iter(outputs))
     generator = torch.Generator().manual_seed(SEED)
-    weights = torch.randn(outputs[name].shape, generator=generator).to(outputs[name].device)
-    return (outputs[name] * weights).mean()
+    told = [outputs["logits"]] if "logits" in outputs else [one for one in outputs.values() if one.requires_grad]
+    weights = [torch.randn(one.shape, generator=generator).to(one.device) for one in told]
+    return sum((one * weight).mean() for one, weight in zip(told, weights, strict=True))

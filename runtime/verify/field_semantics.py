@@ -161,7 +161,7 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
-DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*")
+DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")
 
 
@@ -175,7 +175,7 @@ def rule_for(*names: str) -> Rule | None:
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field is a probability of random noise in training, which a comparison sets to zero."""
+    """Whether a field is a probability or a size of random noise in training, which a comparison sets to zero."""
     return DROPOUT.match(name) is not None
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from patchgen.runtime.verify import field_semantics as sizes
+from patchgen.runtime.verify import head_kinds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,6 +77,13 @@ def text_cases(config: PreTrainedConfig, model_class: type[nn.Module], *, seed: 
     known = set(parameters)
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()) and "labels" in known:
         known |= {ITEMS} if getattr(model_class, "accepts_loss_kwargs", True) else set()
+    if (kind := head_kinds.kind_of(model_class.__name__)) is not None:
+        known -= {ITEMS}  # a mean over a step is a language model's
+        return tuple(
+            Case(case.name, head_kinds.batch_of(kind, config, parameters, case.batch))
+            for case in cases
+            if _takes(known, case)
+        )
     return tuple(_without(case, "labels" if "labels" not in known else "") for case in cases if _takes(known, case))
 
 

@@ -5,8 +5,8 @@
 | packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]` or `[P, C, p, p]`, grids `[N, 3]` |
 | patches side by side | the forward takes `target_sizes` | `pixel_values [1, C, p, P * p]`, sizes `[N, 2]` in patches |
 | whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
-| recordings | the forward takes `input_values` | `input_values [N, F]`, `input_values_mask [N, F]` |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
+| sounds as recorded | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
-from patchgen.runtime.media_forms import REFUSALS, beside_image, candidates, image_forms, whole_frames
+from patchgen.runtime.media_forms import (
+    CHANNELS,
+    REFUSALS,
+    WAVEFORM,
+    beside_image,
+    candidates,
+    image_forms,
+    whole_frames,
+)
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.parallel.fields import SIDE_BY_SIDE
 
@@ -31,15 +39,13 @@ if TYPE_CHECKING:
 
 SOUND = "sound"
 """The kind of a video with its audio."""
-RECORDING = "input_values"
-"""The samples of a sound."""
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 """What is made of each modality."""
 OTHER_INPUTS = {
     IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
-    AUDIO: (RECORDING, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
 }
-"""Other names under which a forward takes a modality: but for recordings nothing is made of them."""
+"""Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
@@ -47,8 +53,9 @@ VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
 FREE_MERGE = 2
 """Patches of an item that are merged in each direction, where the item itself says how many."""
+AUDIO_TOKENS = (3, 7, 5)
+"""Of sounds as they were recorded."""
 SECONDS_PER_GRID = (1.0, 0.5)
-TOKENS_OF_RECORDING = (2, 4, 3)
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
 
 
@@ -82,7 +89,8 @@ class MediaMaker:
     def modalities_of(model_class: type) -> tuple[str, ...]:
         """What the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
-        return tuple(kind for kind, name in INPUTS.items() if name in known or (kind == AUDIO and RECORDING in known))
+        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else INPUTS
+        return tuple(kind for kind, name in made.items() if name in known)
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
@@ -282,7 +290,9 @@ class MediaMaker:
 
     def _audio(self, number: int) -> Item:
         if INPUTS[AUDIO] not in self.known:
-            return self.recording(TOKENS_OF_RECORDING[number])
+            samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
+            forms = (self.waveform(samples, channel) for channel in CHANNELS)
+            return next((form for form in forms if self._is_taken(form)), None) or self.waveform(samples)
         if self._frames is None and AUDIO not in self._candidates:
             try:
                 self._frames = self._accepted_frames()
@@ -291,23 +301,6 @@ class MediaMaker:
         if self._frames is None:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
-
-    def recording(self, tokens: int) -> Item:
-        """The samples of a sound of so many tokens.
-
-        Raises:
-            ValueError: the config does not say how many samples a token has.
-        """
-        tower = layout.tower_config(self.config, AUDIO)
-        samples = tokens * layout.samples_per_token(tower)
-        if not samples:
-            raise ValueError(
-                f"no input is made for the argument {RECORDING}: {type(tower).__name__} has no samples_per_token"
-            )
-        arguments = {RECORDING: self._noise(1, samples)}
-        if f"{RECORDING}_mask" in self.known:
-            arguments[f"{RECORDING}_mask"] = torch.ones(1, samples, dtype=torch.long)
-        return Item(AUDIO, arguments)
 
     def _accepted_frames(self) -> dict[int, int]:
         """The lengths of sounds where upstream takes one length only; empty where it takes any."""
@@ -330,6 +323,12 @@ class MediaMaker:
             per_frame = layout.first_int(tower, "hop_length", default=1) if "sample" in name else 1
             arguments[name] = torch.tensor([frames * per_frame])
         return Item(AUDIO, arguments)
+
+    def waveform(self, samples: int, channel: tuple[int, ...] = ()) -> Item:
+        """A sound as it was recorded, of so many samples, and which of them are real."""
+        masks = {name for name in self._parameters(AUDIO) if name.endswith("_mask")} & self.known
+        mask = torch.ones(1, samples, dtype=torch.long)
+        return Item(AUDIO, {WAVEFORM: self._noise(1, *channel, samples), **dict.fromkeys(sorted(masks), mask)})
 
     def _required(self, kind: str, ending: str) -> set[str]:
         """The arguments without which there are no features, and which say how long each sound is: masks, or lengths."""
@@ -367,9 +366,7 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
-    if name not in ("input_features", RECORDING, f"{RECORDING}_mask", *AUDIO_MASKS) and not name.endswith(
-        "padding_mask"
-    ):
+    if name not in (INPUTS[AUDIO], WAVEFORM, f"{WAVEFORM}_mask", *AUDIO_MASKS) and not name.endswith("padding_mask"):
         return tensors
     longest = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]

@@ -29,9 +29,13 @@ def model_sources(model_type: str, release: upstream.Release) -> str:
     path = release.file_of(model_type)
     texts = [] if path is None else [release.read(path), release.read(path.replace("modeling_", "configuration_"))]
     if texts and "from_config(" in texts[0]:  # it may build models of other files
-        folder = model_configs.file_of(model_type).parent
-        texts += [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))]
+        texts.append(_every_config())
     return short_hash(generator(), release.version, own_config(model_type), *(text or "" for text in texts))
+
+
+def _every_config() -> str:
+    folders = dict.fromkeys((model_configs.folder(), Path(model_configs.__file__).parent))
+    return "".join(file.read_text(encoding="utf-8") for folder in folders for file in sorted(folder.glob("*.py")))
 
 
 def own_config(model_type: str) -> str:

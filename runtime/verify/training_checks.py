@@ -84,6 +84,7 @@ class Comparison:
         self.state: ParallelState | None = None
         self.ran_with: Names = ""
         self.separates_documents = False
+        self.only: tuple[str, ...] = ()
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -163,7 +164,7 @@ class Comparison:
                     lambda n=name, d=documents: self.documents(f"packed {n}", d, d.packed(self.positions)),
                 )
             )
-        for name, step in steps:
+        for name, step in steps if not self.only else [one for one in steps if one[0] in self.only]:
             try:
                 step()
             except Exception as error:
@@ -302,13 +303,22 @@ class Comparison:
         model, total = self.generated, torch.zeros(())
         model.zero_grad(set_to_none=True)
         number = torch.tensor(items)
-        with _selected(self.ran_seams), parallel.using(self.state), loss.step(number, len(micro_batches)):
+        with _selected(self.ran_seams), self._as_a_run(number, len(micro_batches)):
             for rows in micro_batches:
                 torch.manual_seed(SEED)
                 share = model(**copy.deepcopy(rows), num_items_in_batch=number, use_cache=False).loss
                 share.backward()
                 total = total + share.detach()
         return Step({"loss": total, **(outputs or {})}, {name: p.grad for name, p in model.named_parameters()})
+
+    @contextlib.contextmanager
+    def _as_a_run(self, items: Tensor, micro_batches: int) -> Iterator[None]:
+        """A step of the trainer; heads of whole rows train in others', which call them without one."""
+        if self.only:
+            yield
+        else:
+            with parallel.using(self.state), loss.step(items, micro_batches):
+                yield
 
     @staticmethod
     def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:

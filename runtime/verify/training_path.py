@@ -37,6 +37,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.training_checks import Check, Comparison, told
 
@@ -103,7 +104,14 @@ def prove_training_path(
     """
     attention.register()
     config = _without_router_loss(config)
-    path = Comparison(upstream_class or generated_class, generated_class, config, media)
+    reference_class = upstream_class or generated_class
+    of_rows = False
+    if (kind := head_kinds.kind_of(reference_class.__name__)) is not None:
+        of_rows = head_kinds.is_of_rows(reference_class, kind)
+        pair = (head_kinds.scored(one, kind, of_rows=of_rows) for one in (reference_class, generated_class))
+        reference_class, generated_class = pair
+    path = Comparison(reference_class, generated_class, config, media)
+    path.only = head_kinds.OF_ROWS if of_rows else ()
     try:
         path, asked = _choices(path, asked_config or config, named_seams or {})
     except Exception as error:

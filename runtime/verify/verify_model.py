@@ -10,7 +10,7 @@ from torch import Tensor
 
 from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
-from patchgen.runtime.verify import verdict
+from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
@@ -70,6 +70,7 @@ def verify_model(
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
     config_class = upstream_class.config_class
+    kind = head_kinds.kind_of(head)
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
@@ -80,6 +81,7 @@ def verify_model(
     for variant in chosen:
         try:
             small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
+            head_kinds.prepared(small.config, kind)
         except SmallConfigError as error:
             if variant in (BASE, CHECKPOINTING, EVALUATION):
                 raise
@@ -149,7 +151,8 @@ def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> E
     """What upstream's class alone raises on a small config or on what it is compared with, if it does."""
     try:
         upstream_class = getattr(generated.upstream(), head or generated.heads[0])
-        config = small_config(upstream_class.config_class).config
+        kind = head_kinds.kind_of(upstream_class.__name__)
+        config = head_kinds.prepared(small_config(upstream_class.config_class).config, kind)
         model = build_model(upstream_class, config)
         media = media_cases(model).cases if takes_media(upstream_class) else ()
         for case in (*text_cases(config, upstream_class), *media):
@@ -182,6 +185,8 @@ def head_with_media(directory: Path) -> str | None:
 
 
 def _variants(upstream_class: type) -> tuple[str, ...]:
+    if head_kinds.kind_of(upstream_class.__name__) is not None:
+        return (BASE,)  # the others are of the model below, which the proof of its language model compares
     variants = applicable_variants(upstream_class.config_class)
     if upstream_class.supports_gradient_checkpointing:
         variants = (*variants, CHECKPOINTING)

@@ -108,6 +108,8 @@ ALONE = (
     "if not self.training and wanted:\n    with torch.no_grad():\n        x[0:1] = self.mixer(x[0:1])",
     "y = torch.where(x > 0, x, -x).masked_fill(x > 3, 0)",
     "y = other.sum(0) + elsewhere(other)",
+    "y = torch.cat((x, x * 2), dim=-1)",
+    "if (scale := self.scale) is not None:\n    y = x / scale",
 )  # fmt: skip
 MIXED = (
     "y = x.mean(0)", "y = x.mean()", "y = x.sum(dim=1)", "y = torch.softmax(x, 0)", "y = x.softmax(dim=1)", "y = x.chunk(2)", "y = x.chunk(2, 1)",
@@ -127,7 +129,7 @@ MIXED = (
     "y = x.mean(-1)", "y = x.mean(-1).softmax(-1)", "y = x.sum(-1, False)", "y = x[..., 0].softmax(-1)", "y = x[:, :, 0]", "y = x.var(-1, True)",
     "y = F.linear(input=x, weight=x)", "y = x.matmul(x)", "y = torch.where(x)", "y = F.softmax(x, *where)", "y = F.softmax(x, **where)",
     "y = F.layer_norm(x, x.shape[1:])", "y = F.layer_norm(x, (4, 8))", "y = self.plane(x)",
-    "x.cumsum_(0)", "y = x.__len__()",
+    "x.cumsum_(0)", "y = x.__len__()", "y = torch.cat((x, x), dim=1)", "y = torch.cat((x, other), dim=-1)", "y = x + x.unsqueeze(-1)", "y = z = x\nz.sum(0)",
 )  # fmt: skip
 
 
@@ -159,7 +161,7 @@ def test_tokens_that_meet_are_named(code: str):
         ("weighted", False, None),
         ("weighted", True, "self.learned"),
         ("odd", True, "self.nowhere"),
-        ("attended", False, "x @ x.mT"),
+        ("attended", False, "x.mT"),
         ("own_mixed", False, "x.mean(0)"),
         ("sequence", False, "x.cumsum(1)"),
         ("unknown", False, "self.unknown, which is not said in the class"),

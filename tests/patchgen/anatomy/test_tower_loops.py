@@ -18,7 +18,8 @@ class Attention(nn.Module):
     def forward(self, x, cu_seqlens=None):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         if is_flash_attention_requested(self.config):
-            return attend(self, x, x, x, cu_seq_lens_q=cu_seqlens)[0]
+            q = x.reshape(x.shape[0], 2, -1).transpose(0, 1).unsqueeze(0)
+            return attend(self, q, q, q, cu_seq_lens_q=cu_seqlens)[0]
         return x
 
 class Block(nn.Module):
@@ -216,7 +217,7 @@ def attending(code: str) -> tuple[str, str]:
     return TEST, f"        n = x.shape[0]\n        {code}\n{TEST}"
 
 
-@pytest.mark.parametrize("code", ["x = x.mul(2)", "x = x.reshape(n, -1)", "m = n / 2", "x = nn.functional.layer_norm(x, (8,))", "x = x.where(x > 0, 0)", "y = list(zip(x, x))", "y = x.transpose(0, 1)"])  # fmt: skip
+@pytest.mark.parametrize("code", ["x = x.mul(2)", "x = x.reshape(n, -1)", "m = n / 2", "m, two = x.shape\n        x = x.reshape(m, 2, -1) * two", "x = nn.functional.layer_norm(x, (8,))", "x = x.where(x > 0, 0)", "y = x.transpose(0, 1)"])  # fmt: skip
 def test_attentions_may_do_what_keeps_rows_apart(code: str):
     assert read(attending(code)) == LOOP
 
@@ -244,11 +245,47 @@ def test_attentions_may_do_what_keeps_rows_apart(code: str):
         "y = x.transpose(0, 1)\n        z = y + 1\n        x = z.view(n, -1)",
         "x = x.reshape((-1, n))",
         "x = torch.reshape(x, (-1, n))",
+        "x = x.reshape(2, n, -1)",  # heads before the rows of the source
+        "y = x.view(n, 2, -1).transpose(0, 1)\n        x = y.reshape(n, -1)",
+        "sizes = (x.shape[0], 2)\n        m, two = sizes\n        x = x * m",
+        "sizes = x.shape\n        m, _ = sizes\n        x = x / m",
+        "if n > 4:\n            x = x * 2",
+        "x = x.softmax(0)",
+        "y = x.transpose(0, 1)\n        x = y.softmax(-1)",
+        "x = x + x.transpose(0, 1)",
     ],
 )
 def test_attentions_that_may_mix_rows_are_left_alone(code: str):
     with pytest.raises(LeftAlone, match="does more than to attend"):
         read(attending(code))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (".transpose(0, 1).unsqueeze(0)", ".unsqueeze(0)"),  # heads where the interface takes rows
+        (".reshape(x.shape[0], 2, -1).transpose(0, 1)", ".reshape(2, x.shape[0], -1)"),
+        ("cu_seq_lens_q=cu_seqlens)", "cu_seq_lens_q=cu_seqlens, attention_mask=x)"),
+    ],
+)
+def test_the_interface_is_handed_heads_and_rows_where_it_takes_them(old: str, new: str):
+    with pytest.raises(LeftAlone, match="does more than to attend"):
+        read((old, new))
+
+
+def test_a_property_of_the_tower_is_what_it_returns():
+    """The loop may call a list of modules under another name."""
+    named = (
+        "    @property\n    def others(self):\n        return self.extra\n\n    def forward(self, hidden_states, grid"
+    )
+    edits = [("    def forward(self, hidden_states, grid", named), (CALL, APART.replace("norm(", "others[0](") + CALL)]
+    for module, is_read in (("nn.LayerNorm(8)", True), ("nn.BatchNorm1d(8)", False)):
+        held = ("        self.norm =", f"        self.extra = {module}\n        self.norm =")
+        if is_read:
+            assert read(*edits, held) == LOOP
+        else:
+            with pytest.raises(LeftAlone, match="its loop does more"):
+                read(*edits, held)
 
 
 def test_modules_in_the_loop_are_known_to_keep_rows_apart():
@@ -284,7 +321,7 @@ CONVOLUTION = """
 class Sound(PreTrainedModel):
     def __init__(self, config):
         self.conv1 = nn.Conv2d(1, 8, 3)
-        self.conv2 = nn.Conv1d(1, 8, 3)
+        self.conv2 = nn.Conv2d(1, 8, 3)
         self.act = nn.GELU()
 
     def forward(self, features, lengths):
@@ -330,7 +367,7 @@ def test_padded_chunks_are_convolved_up_to_their_selection():
 @pytest.mark.parametrize(
     "edit",
     [
-        ("nn.Conv2d(1, 8, 3)\n        self.conv2 = nn.Conv1d(1, 8, 3)", "nn.Linear(1, 8)\n        self.conv2 = nn.Linear(1, 8)"),
+        ("nn.Conv2d(1, 8, 3)\n        self.conv2 = nn.Conv2d(1, 8, 3)", "nn.Linear(1, 8)\n        self.conv2 = nn.Linear(1, 8)"),
         ("torch.index_select(embed, 0, mask)", "embed[mask]"),
         ("selected = torch.index_select(embed, 0, mask)", "selected = torch.index_select(embed, 0, mask)\n        again = torch.index_select(embed, 0, mask)"),
         ("selected = torch.index_select(embed, 0, mask)\n        return selected", "return torch.index_select(embed, 0, mask)"),

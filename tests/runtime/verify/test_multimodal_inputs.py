@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.media_forms import minimal_inputs
+from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO, samples_per_token
 from patchgen.runtime.parallel import fields
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
@@ -31,6 +32,7 @@ KINDS = {
     # whose videos have whole pairs of frames, and whose layers read the modality of each token
     "Ernie4_5_VLMoeForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
     "VoxtralForConditionalGeneration": {"audio"},  # which groups frames; its placeholder's id is the checkpoint's
+    "VibeVoiceAsrForConditionalGeneration": {"audio"},  # as it was recorded, with a channel
     "MossTranscribeDiarizeForConditionalGeneration": {"audio"},  # whose features require a mask that the head hands on
     "DeepseekVLHybridForConditionalGeneration": {"images"},  # each image twice, of which one is for a second tower
     "Kimi_K25ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # a patch is an image; clips of one frame
@@ -88,6 +90,16 @@ def test_the_modality_of_a_token_reaches_the_layers_that_read_it() -> None:
     images = next(case for case in media.cases if case.name == "images").batch
     assert images["moe_mm_token_type_ids"].any()
     assert fields.rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
+
+
+def test_a_sound_as_it_was_recorded_has_whole_tokens() -> None:
+    model, media = upstream("VibeVoiceAsrForConditionalGeneration")
+    batch = media.cases[0].batch
+    hop = samples_per_token(model.config)
+    assert batch["input_values"].shape == (3, 1, 7 * hop)
+    assert batch["padding_mask"].sum(-1).tolist() == [3 * hop, 7 * hop, 5 * hop]
+    smallest = minimal_inputs(model.model.get_audio_features, sp=1, like=torch.zeros(1))
+    assert smallest["input_values"].shape == (1, 1, hop)
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:

@@ -1,0 +1,155 @@
+"""What code holds of rows: which axis of a tensor they are, and what operations make of it.
+
+A value is None, which has nothing to do with rows; the axes of a tensor, a letter each; a `Size`; a tuple of such; or a list
+with what all parts of a sequence are. The letters: `r` rows, `.` another axis, `1` one of size 1, `*` any number of axes of
+rows, `&` any number of others.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Sequence
+
+
+class Mixed(Exception):
+    """A piece of code that is not known to treat each row by itself, and the innermost reason."""
+
+    def __init__(self, node: ast.AST, reason: ast.AST | str = "") -> None:
+        self.node, self.reason = node, reason or node
+
+
+class Unread(Exception):
+    """What an attribute holds is nothing known."""
+
+
+class Size(str):
+    """`r`, the number of rows; `1`; `~`, what is made of the number of rows or of their lengths."""
+
+
+class Result(str):
+    """The axes of what a known module returns, alone or in a tuple."""
+
+
+class Pieces(list):
+    """The axes of each piece of some of the rows, in order: to go through and to put together again, not to choose from."""
+
+
+Value = None | str | tuple | list
+
+
+def has_rows(value: Value) -> bool:
+    """Whether a value has to do with rows."""
+    return any(map(has_rows, value)) if isinstance(value, tuple | list) else value is not None
+
+
+def is_tensor(value: Value) -> bool:
+    return isinstance(value, str) and not isinstance(value, Size)
+
+
+def integer(node: ast.AST | None) -> int | None:
+    """The number that the source says; None for any other."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return None
+    return value if type(value) is int else None
+
+
+def axis_of(axes: Value, place: ast.expr | None, node: ast.AST) -> int:
+    """Where an axis is among the letters, counted from the end that the code counts from."""
+    number = integer(place)
+    if not is_tensor(axes) or number is None or not -len(axes) <= number < len(axes):
+        raise Mixed(node)
+    if set(axes[: number + 1] if number >= 0 else axes[number:]) & set("*&"):
+        raise Mixed(node)
+    return number % len(axes)
+
+
+def sizes_of(axes: Value, node: ast.AST) -> tuple[Size | None, ...]:
+    """The shape of a tensor."""
+    if not is_tensor(axes) or set(axes) & set("*&"):
+        raise Mixed(node)
+    return tuple(Size(axis) if axis in "r1" else None for axis in axes)
+
+
+def size_of(axes: Value, place: ast.expr, node: ast.AST) -> Size | None:
+    """One number of it."""
+    axis = axes[axis_of(axes, place, node)] if axes is not None else "."
+    return Size(axis) if axis in "r1" else None
+
+
+def either(left: Value, right: Value, node: ast.AST) -> Value:
+    """What is the one or the other."""
+    if has_rows(left) and has_rows(right) and left != right:
+        raise Mixed(node)
+    return left if has_rows(left) else right
+
+
+def joined(values: Sequence[Value], node: ast.AST) -> Value:
+    """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
+    found = [value for value in values if has_rows(value)]
+    if found and all(isinstance(value, Size) for value in found):
+        return Size("~")
+    if not all(map(is_tensor, found)):
+        raise Mixed(node)
+    return functools.reduce(functools.partial(_broadcast, node), found) if found else None
+
+
+def _broadcast(node: ast.AST, left: str, right: str) -> str:
+    if left == right:
+        return left
+    if "&" in left + right and left[:1] == right[:1] == "r":
+        return min(left, right, key=lambda axes: "&" in axes)
+    width = max(map(len, (left, right)))
+    pairs = list(zip(left.rjust(width, "1"), right.rjust(width, "1"), strict=True))
+    for pair in pairs:  # rows meet rows, or nothing
+        if ("*" in pair and pair != ("*", "*")) or ("r" in pair and not {*pair} <= {"r", "1"}):
+            raise Mixed(node)
+    found = "".join(next((letter for letter in "*r&." if letter in pair), "1") for pair in pairs)
+    if found.count("r") + found.count("*") != 1:
+        raise Mixed(node)
+    return found
+
+
+def indexed(axes: str, node: ast.Subscript) -> str:
+    """`x[..., a:b]`, `x[:, :, a:b]` or `x[:, None, :]`: a part of another axis than the rows, or new axes."""
+    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    letters = {"...": "e", "None": "n", ":": ":"}
+    kinds = [letters.get(ast.unparse(part), "s" if isinstance(part, ast.Slice) else "?") for part in parts]
+    if axes == "*." and "".join(kinds) in ("e:", "es", "en", ":::", "::s"):
+        return axes + "1" * ("n" in kinds)
+    rest, found = list(axes), ""
+    whole = len(axes) - sum(kind in ":s" for kind in kinds)  # the axes that `...` stands for
+    if "?" in kinds or whole < 0 or set(axes) & set("*&"):
+        raise Mixed(node)
+    for kind in kinds:
+        taken = [rest.pop(0) for _ in range({"n": 0, "e": whole}.get(kind, 1))]
+        if kind == "s" and taken == ["r"]:
+            raise Mixed(node)
+        found += "1" if kind == "n" else "".join(taken)
+    return found + "".join(rest)
+
+
+def put_together(parts: Value, along: ast.expr | None, node: ast.AST) -> str:
+    """`torch.cat` of pieces of rows, or of tensors along another axis."""
+    first = parts[0] if isinstance(parts, tuple | list) else None
+    axis = axis_of(first, along, node)
+    if any(part != first for part in parts) or (first[axis] == "r" and not isinstance(parts, Pieces)):
+        raise Mixed(node)
+    return first
+
+
+def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> str:
+    """`view` and `reshape`: behind the rows any axes may follow; before them there are only such of size 1.
+
+    Args:
+        axes: of the tensor.
+        sizes: the source and the value of each size.
+        node: the call.
+    """
+    shape = "".join("1" if source == "1" else size if isinstance(size, Size) else "." for source, size in sizes)
+    is_plain = is_tensor(axes) and not set(axes + shape) & set("*&~") and (axes + shape).count("r") == 2
+    if not is_plain or "." in axes[: axes.find("r")] + shape[: shape.find("r")]:
+        raise Mixed(node)
+    return shape

@@ -1,0 +1,85 @@
+"""What is known of torch's operations and modules by their names, and which attributes hold numbers of the config."""
+
+from __future__ import annotations
+
+import ast
+
+from patchgen.anatomy.classes import dotted, stored
+from patchgen.anatomy.graph import Anatomy
+
+CASTS = frozenset({"float", "half", "bfloat16", "to", "type", "type_as", "contiguous", "clone", "detach"})
+# fmt: off
+POINTWISE = CASTS | {
+    "tanh", "sigmoid", "exp", "log", "abs", "sqrt", "rsqrt", "pow", "square", "mul", "div", "add", "sub", "neg", "clamp",
+    "clip", "where", "masked_fill", "full_like", "zeros_like", "ones_like", "nan_to_num", "gelu", "relu", "silu",
+    "softplus", "layer_norm", "minimum", "maximum",
+}
+# What works along a dimension, and the place of `dim` among torch's parameters; the tensor is the first, of a method too.
+# `keepdim` follows on `dim` where there is one; without it the last dimension of the result would be another.
+ALONG = {"softmax": 1, "log_softmax": 1, "size": 1, "normalize": 2, "chunk": 2, "split": 2}
+REDUCING = {"mean": 1, "sum": 1, "amax": 1, "amin": 1, "logsumexp": 1, "norm": 2, "var": 1, "std": 1}
+PRODUCTS = frozenset({"linear", "matmul"})
+LIBRARIES = ("torch", "torch.nn.functional", "torch.special", "transformers.activations")
+ACTIVATIONS = frozenset({
+    "SiLU", "GELU", "ReLU", "ReLU6", "Sigmoid", "Tanh", "Softplus", "Identity", "ELU", "LeakyReLU", "Mish", "Hardswish",
+    "Hardsigmoid",
+})
+# fmt: on
+NUMBERS = tuple(f"builtins.{name}" for name in ("float", "int", "getattr", "min", "max", "len"))
+# torch's modules that act on the last dimension, row by row.
+ROW_MODULES = frozenset({"Linear", "LayerNorm", "RMSNorm"})
+TABLES = ("transformers.activations.ACT2FN", "transformers.activations.ACT2CLS")
+
+
+def is_number(anatomy: Anatomy, owner: str, attribute: str) -> bool:
+    """Whether `self.<attribute>` is a number that the config gives, and no tensor that is learned or changes."""
+    held = anatomy.held(owner, attribute)
+    return bool(held) and all(_is_number(value, anatomy, owner) for value in held)
+
+
+def _is_number(value: ast.AST, anatomy: Anatomy, owner: str, seen: frozenset[str] = frozenset()) -> bool:
+    """A constant, something of a config, or what arithmetic and a choice make of them."""
+    if isinstance(value, ast.BinOp | ast.UnaryOp | ast.BoolOp | ast.IfExp):
+        parts = (part for part in ast.iter_child_nodes(value) if isinstance(part, ast.expr))
+        return all(isinstance(part, ast.Compare) or _is_number(part, anatomy, owner, seen) for part in parts)
+    if isinstance(value, ast.Call):
+        is_plain = anatomy.names.resolve(value.func) in NUMBERS
+        return is_plain and all(_is_number(part, anatomy, owner, seen) for part in value.args)
+    if isinstance(value, ast.Subscript):
+        return _is_number(value.value, anatomy, owner, seen)
+    if isinstance(value, ast.Name) and value.id != "config":
+        return value.id not in seen and _is_number_by_name(value, anatomy, owner, seen | {value.id})
+    return isinstance(value, ast.Constant) or is_of_config(value)
+
+
+def _is_number_by_name(name: ast.Name, anatomy: Anatomy, owner: str, seen: frozenset[str]) -> bool:
+    """A parameter of `__init__`: by its annotation, else by what it is handed, else by its default; or a local name there."""
+    init = anatomy.method(owner, "__init__")
+    if init is None:
+        return False
+    args = init[1].args
+    annotations = {arg.arg: ast.unparse(arg.annotation) for arg in args.args if arg.annotation is not None}
+    defaults = dict(zip([arg.arg for arg in args.args[::-1]], args.defaults[::-1], strict=False))
+    known = [node.value for node in ast.walk(init[1]) if isinstance(node, ast.Assign) and name.id in stored(node)]
+    if annotations.get(name.id) not in ("float", "int", "bool"):
+        known += anatomy.handed(owner, name) or [defaults[n] for n in defaults if n == name.id]
+        known = known or [name.ctx]  # nothing tells
+    return all(_is_number(value, anatomy, owner, seen) for value in known)
+
+
+def is_of_config(value: ast.AST) -> bool:
+    """`config` and `self.config` hold the configuration, by transformers' contract: no tensor, nothing that is learned."""
+    return dotted(value) == "config" or dotted(value).startswith(("config.", "self.config."))
+
+
+def is_pointwise(name: str, args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
+    """Whether an operation with these arguments, the tensor first, treats each row by itself wherever its rows are."""
+    if name == "where":
+        return len(args) + len(named) == 3  # of a condition alone: the places where it holds
+    return name in POINTWISE and not (name == "layer_norm" and has_sizes(args[1:2], named))
+
+
+def has_sizes(args: list[ast.expr], named: dict[str | None, ast.expr]) -> bool:
+    """Whether a norm is over several dimensions."""
+    shapes = [*args, named.get("normalized_shape")]
+    return any(isinstance(shape, ast.Tuple | ast.List) and len(shape.elts) != 1 for shape in shapes)

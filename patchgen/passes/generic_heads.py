@@ -1,0 +1,246 @@
+"""Heads that transformers writes once for all models get the code of their generic class, around this file's model."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import libcst as cst
+import libcst.matchers as m
+
+from patchgen import source
+from patchgen.anatomy import Anatomy, Build
+from patchgen.anatomy.classes import CONSTRUCTORS, calls
+from patchgen.anatomy.graph import references
+from patchgen.anatomy.names import Names
+from patchgen.passes.base import Example, Missed, Outcome, Rewritten, Site, SitePass, site_of
+from patchgen.rewrite import code_of, format_code, marked, transform
+from patchgen.source import Block, Module, bound_names
+from patchgen.upstream import Release, open_release
+
+PREFIX = "base_model_prefix"
+OF_SELF = (m.Arg(m.Name("self")), m.Arg(m.Attribute(m.Name("self"), m.Name(PREFIX))))
+
+
+class GenericHeads(SitePass):
+    """The generic class builds its base model by an Auto class: upstream's, in which no pass acts."""
+
+    name = "generic_heads"
+    purpose = "A head that inherits transformers' generic class has its code, around the base model of this file."
+    expects = "one hit per head asked for whose class of transformers builds its model by an Auto class"
+    EXAMPLES = (
+        Example("""a token classifier
+        from transformers import PreTrainedModel
+        from transformers.modeling_layers import GenericForTokenClassification
+      + import torch
+      + from torch import nn
+      + from transformers.cache_utils import Cache
+      + from transformers.modeling_outputs import BaseModelOutputWithPast
+      + from transformers.modeling_outputs import TokenClassifierOutput
+      + from transformers.processing_utils import Unpack
+      + from transformers.utils import TransformersKwargs
+      + from transformers.utils import auto_docstring
+      + from transformers.utils import can_return_tuple
+
+
+        class ExampleModel(PreTrainedModel):
+            config: ExampleConfig
+
+
+      - class ExampleForTokenClassification(GenericForTokenClassification, PreTrainedModel):
+      + class ExampleForTokenClassification(PreTrainedModel):
+            config: ExampleConfig
+      +     # patchgen: generic_heads
+      +     base_model_prefix = "model"
+      +
+      +     def __init__(self, config):
+      +         super().__init__(config)
+      +         self.num_labels = config.num_labels
+      +         self.model = ExampleModel._from_config(config)
+      +         if getattr(config, "classifier_dropout", None) is not None:
+      +             classifier_dropout = config.classifier_dropout
+      +         elif getattr(config, "hidden_dropout", None) is not None:
+      +             classifier_dropout = config.hidden_dropout
+      +         else:
+      +             classifier_dropout = 0.1
+      +         self.dropout = nn.Dropout(classifier_dropout)
+      +         self.score = nn.Linear(
+      +             config.get_text_config().hidden_size,
+      +             config.num_labels,
+      +             bias=getattr(config, "token_classification_bias", True),
+      +         )
+      +
+      +         # Initialize weights and apply final processing
+      +         self.post_init()
+      +
+      +     @can_return_tuple
+      +     @auto_docstring
+      +     def forward(
+      +         self,
+      +         input_ids: torch.LongTensor | None = None,
+      +         attention_mask: torch.Tensor | None = None,
+      +         position_ids: torch.LongTensor | None = None,
+      +         past_key_values: Cache | None = None,
+      +         inputs_embeds: torch.Tensor | None = None,
+      +         labels: torch.LongTensor | None = None,
+      +         use_cache: bool | None = None,
+      +         **kwargs: Unpack[TransformersKwargs],
+      +     ) -> TokenClassifierOutput:
+      +         outputs: BaseModelOutputWithPast = self.model(
+      +             input_ids,
+      +             attention_mask=attention_mask,
+      +             position_ids=position_ids,
+      +             past_key_values=past_key_values,
+      +             inputs_embeds=inputs_embeds,
+      +             use_cache=use_cache,
+      +             **kwargs,
+      +         )
+      +         sequence_output = outputs.last_hidden_state
+      +         sequence_output = self.dropout(sequence_output)
+      +         logits = self.score(sequence_output)
+      +
+      +         loss = None
+      +         if labels is not None:
+      +             loss = self.loss_function(logits, labels, self.config)
+      +
+      +         return TokenClassifierOutput(
+      +             loss=loss,
+      +             logits=logits,
+      +             hidden_states=outputs.hidden_states,
+      +             attentions=outputs.attentions,
+      +         )
+        """),
+    )
+
+    def __init__(self, heads: Sequence[str] | None = None) -> None:
+        self.heads = heads  # None: every class
+
+    def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
+        infos = [info for info in anatomy.still_in(module) if self.heads is None or info.name in self.heads]
+        found = [(info, generic) for info in infos if (generic := _generic(anatomy, info.name))]
+        return [site_of(info, f"{generic} builds its model by an Auto class") for info, generic in found]
+
+    def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
+        generic, node = _generic(anatomy, site.block), anatomy.classes[site.block].node
+        written = _read(_release(anatomy), generic.rpartition(".")[0]).block(generic.rpartition(".")[2])
+        if above := next((one for one in node.body if "super()" in ast.unparse(one)), None):
+            raise Missed(f"no member that calls {written.name}'s by super()", above)
+        build = next(_auto_builds(written.node))
+        auto, config = ast.unparse(build.func.value), ast.unparse(build.args[0])
+        target = anatomy.target_of(Build(site.block, None, None, auto_class=auto, config=config))
+        if target not in anatomy.classes:
+            raise Missed(f"{ast.unparse(build)} to build a class of this file", f"it builds {target}")
+        stated = {name: one for one in (*written.node.body, *node.body) for name in bound_names(one)}
+        local = transform(written, _Local(stated[PREFIX].value.value, ast.unparse(build), target))
+        own = {name for one in node.body for name in bound_names(one)}
+        theirs = [one for one in _members(local.cst) if not own & set(bound_names(ast.parse(code_of(one)).body[0]))]
+        theirs[0] = marked(theirs[0], self.mark)
+        bases = [anatomy.names.resolve(base) != generic for base in node.bases]
+        return Rewritten(transform(block, _Join(bases, theirs)), f"{written.name}'s code around {target}")
+
+    def apply(self, module: Module, anatomy: Anatomy) -> Outcome:
+        outcome = super().apply(module, anatomy)
+        heads = [hit.site for hit in outcome.hits]
+        lines: dict[str, None] = {}
+        for head in heads:
+            origin = _generic(anatomy, head).rpartition(".")[0]
+            lines |= dict.fromkeys(_missing(references(outcome.module.block(head).node), module, anatomy, origin))
+        if lines:
+            blocks = list(outcome.module)
+            place = max((i for i, block in enumerate(blocks) if block.is_import), default=-1) + 1
+            blocks.insert(place, Block(text=format_code("\n".join(lines))))
+            outcome = replace(outcome, module=outcome.module.with_blocks(blocks))
+        return replace(outcome, added=tuple(heads))
+
+
+def _generic(anatomy: Anatomy, name: str) -> str | None:
+    """The class of transformers, of no model's file, that a class inherits and that builds by an Auto class."""
+    for base in anatomy.classes[name].node.bases:
+        package, _, base_name = (anatomy.names.resolve(base) or "").rpartition(".")
+        if package.startswith("transformers.") and not package.startswith("transformers.models."):
+            origin = _read(_release(anatomy), package)
+            if origin.has(base_name) and any(_auto_builds(origin.block(base_name).node)):
+                return f"{package}.{base_name}"
+    return None
+
+
+def _release(anatomy: Anatomy) -> Release:
+    return anatomy.upstream.release or open_release()
+
+
+@functools.lru_cache(maxsize=64)
+def _read(release: Release, package: str) -> Module:
+    path = package.removeprefix("transformers.").replace(".", "/") + ".py"
+    return source.parse(release.read(path) or "", path)
+
+
+def _auto_builds(node: ast.AST) -> Iterator[ast.Call]:
+    return (c for c in calls(node) if getattr(c.func, "attr", "") in CONSTRUCTORS and "Auto" in ast.unparse(c.func))
+
+
+def _members(tree: cst.Module) -> list[cst.BaseStatement]:
+    """The statements of a class's body but for `pass` and `...`."""
+    body = next(node for node in tree.body if isinstance(node, cst.ClassDef)).body
+    found = body.body if isinstance(body, cst.IndentedBlock) else ()
+    nothing = m.SimpleStatementLine([m.Pass() | m.Expr(m.Ellipsis())])
+    return [node for node in found if not m.matches(node, nothing)]
+
+
+def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> Iterator[str]:
+    """The statements that bind what copied code names and the file does not have, with absolute imports."""
+    written = _read(_release(anatomy), origin)
+    names = Names(
+        [statement for block in written for statement in block.statements], lambda level: origin.split(".")[:-level]
+    )
+    known = {name for block in module for name in block.binds}
+    for block in written:
+        wanted = (used - known) & set(block.binds)
+        if block.is_import:
+            for name, meaning in ((name, names.imported().get(name, "")) for name in sorted(wanted)):
+                package, _, imported = meaning.rpartition(".")
+                alias = f" as {name}" if name != imported else ""
+                yield f"from {package} import {imported}{alias}" if package else f"import {imported}{alias}"
+        elif wanted:
+            yield from _missing(references(block.node), module, anatomy, origin)
+            yield block.text.strip()
+
+
+class _Local(cst.CSTTransformer):
+    """The generic class's code with its base model as an attribute, built as a class of the file."""
+
+    def __init__(self, attribute: str, build: str, target: str) -> None:
+        self._attribute = cst.Attribute(cst.Name("self"), cst.Name(attribute))
+        self._build, self._target = build, target
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        if m.matches(original_node, m.Call(m.Name("getattr"), OF_SELF)):
+            return self._attribute
+        if code_of(original_node) == self._build:
+            return updated_node.with_changes(func=cst.Attribute(cst.Name(self._target), cst.Name("_from_config")))
+        return updated_node
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine:
+        is_local = m.findall(original_node, m.Call(m.Name("setattr"))) != []
+        return updated_node.with_changes(leading_lines=[]) if is_local else updated_node  # told of the Auto class
+
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.Assign:
+        if not m.matches(original_node, m.Expr(m.Call(m.Name("setattr"), [*OF_SELF, m.DoNotCare()]))):
+            return updated_node
+        return cst.Assign([cst.AssignTarget(self._attribute)], updated_node.value.args[2].value)
+
+
+class _Join(cst.CSTTransformer):
+    """The head's class without its generic base, and with the members of it."""
+
+    def __init__(self, keeps: Sequence[bool], members: Sequence[cst.BaseStatement]) -> None:
+        self._keeps, self._new = keeps, members
+
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        bases = [base for base, stays in zip(updated_node.bases, self._keeps, strict=True) if stays]
+        bases[-1] = bases[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+        body = cst.IndentedBlock([*_members(cst.Module([original_node])), *self._new])
+        return updated_node.with_changes(bases=bases, body=body)

@@ -1,0 +1,198 @@
+"""The heads that are no language models: what they are given in a proof, and what is compared of them as a run computes.
+
+classification   a class of each row        labels (B,)
+token            a class of each token      labels (B, S)
+answers          where an answer stands     start_positions, end_positions (B,)
+base             the model without a head   no labels
+conditional      an encoder-decoder         labels (B, S), which are the targets: they are not shifted
+
+B rows   S tokens per row
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from patchgen.runtime.parallel.batch import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
+
+CLASSIFICATION, TOKEN, ANSWERS, BASE, CONDITIONAL = "classification", "token", "answers", "base", "conditional"
+MAPPINGS = {
+    CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    TOKEN: "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    ANSWERS: "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    CONDITIONAL: "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    BASE: "MODEL_MAPPING_NAMES",
+}
+"""Kind -> transformers' mapping of the classes that are of it."""
+OF_ROWS = ("plain", "padded right", "padded left")
+"""The checks of a head that reads one place of each row: upstream has no packed rows for it."""
+VOCABULARY = 64
+
+
+@functools.cache
+def kind_of(class_name: str) -> str | None:
+    """The kind of a class by the mapping that lists it; None: a language model, or of none of these kinds."""
+    from transformers.models.auto import modeling_auto
+
+    for kind, mapping in MAPPINGS.items():
+        served = getattr(modeling_auto, mapping).values()
+        if any(class_name in ((one,) if isinstance(one, str) else one) for one in served):
+            return None if kind == BASE and _is_language_model(class_name) else kind
+    return None
+
+
+def _is_language_model(class_name: str) -> bool:
+    """Whether a class that AutoModel builds is also one that has labels for its vocabulary."""
+    from transformers.models.auto import modeling_auto
+
+    names = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+    return any(class_name in getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES").values() for name in names)
+
+
+def prepared(config: PreTrainedConfig, kind: str | None) -> PreTrainedConfig:
+    """A small config with what heads of a kind need: the token that fills rows, behind which no row is classified."""
+    text = config.get_text_config()
+    if config.is_encoder_decoder:
+        for name in ("pad_token_id", "decoder_start_token_id"):
+            if getattr(config, name, None) is None:
+                setattr(config, name, 0)
+    if kind == CLASSIFICATION and getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = 0
+    return config
+
+
+def batch_of(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any], batch: Mapping[str, Any]) -> dict:
+    """A text batch with the labels of a kind in place of the next tokens.
+
+    Args:
+        parameters: of the head's forward.
+        batch: `input_ids`, `labels` int64 `(B, S)`, and perhaps a mask.
+    """
+    out = {name: value for name, value in batch.items() if name != "labels"}
+    ids, labels, mask = batch["input_ids"], batch.get("labels"), batch.get("attention_mask")
+    rows = torch.arange(len(ids))
+    if kind == CLASSIFICATION:
+        out["labels"] = rows % config.num_labels
+        out["input_ids"] = _ended(config, ids, mask)
+    elif kind == TOKEN:
+        out["labels"] = torch.where(labels == IGNORED, labels, ids % config.num_labels)
+    elif kind == ANSWERS:
+        out |= {"start_positions": 3 + rows, "end_positions": 5 + rows}
+    elif kind == CONDITIONAL:
+        out["labels"] = labels
+    if kind == BASE and "decoder_input_ids" in parameters:
+        out["decoder_input_ids"] = ids.roll(1, dims=1)
+    return out
+
+
+def _ended(config: PreTrainedConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Rows `(B, S)` as classifiers read them: the token that ends a text behind the last one, then those that fill."""
+    mask = torch.ones_like(ids) if mask is None else mask
+    text = config.get_text_config()
+    out = ids.masked_fill(mask == 0, text.pad_token_id or 0)
+    end = getattr(text, "eos_token_id", None)
+    if isinstance(end, int):
+        places = torch.arange(ids.shape[1]).expand_as(ids)
+        last = places.masked_fill(mask == 0, -1).amax(dim=1, keepdim=True)
+        out = torch.where(places == last, end, out)
+    return out
+
+
+def is_of_rows(upstream_class: type[PreTrainedModel], kind: str) -> bool:
+    """Whether upstream takes a head's rows unpacked only, and no run of ours computes them otherwise: it reads one place of
+    each row (but `objectives/heads.py`), or its decoder reads all of what its encoder made of the row."""
+    from transformers.modeling_layers import GenericForSequenceClassification
+
+    return "decoder_input_ids" in inspect.signature(upstream_class.forward).parameters or (
+        kind == CLASSIFICATION and not issubclass(upstream_class, GenericForSequenceClassification)
+    )
+
+
+def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> type[PreTrainedModel]:
+    """The class with a language model's outputs, so that what a run computes is compared as that of language models is.
+
+    Its logits `(B, S, n)` are the hidden states, or the scores of each token; a head of rows says the same of all tokens.
+    Its loss is the cross-entropy of a fixed projection of them. Without dropout.
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    def __init__(self: PreTrainedModel, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, config, *args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def forward(
+        self: PreTrainedModel,
+        labels: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutput:
+        if kind == CONDITIONAL:
+            return _own_loss(self, model_class, labels, shift_labels, num_items_in_batch, kwargs)
+        scores = _scores(self, model_class, kind, of_rows, kwargs)
+        if labels is None and shift_labels is None:
+            return CausalLMOutput(logits=scores)
+        if shift_labels is None:
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        generator = torch.Generator().manual_seed(0)
+        projection = torch.randn(scores.shape[-1], VOCABULARY, generator=generator).to(scores)
+        targets = torch.where(shift_labels == IGNORED, shift_labels, shift_labels % VOCABULARY)
+        total = cross_entropy((scores @ projection).flatten(0, 1), targets.flatten(), reduction="sum")
+        items = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        return CausalLMOutput(loss=total / items, logits=scores)
+
+    theirs = inspect.signature(model_class.forward)
+    own = [one for name, one in inspect.signature(forward).parameters.items() if name == "labels"]
+    given = [one for name, one in theirs.parameters.items() if name != "labels"]
+    at = next((i for i, one in enumerate(given) if one.kind in (one.VAR_KEYWORD, one.KEYWORD_ONLY)), len(given))
+    forward.__signature__ = theirs.replace(parameters=[*given[:at], *own, *given[at:]])
+    members = {"__init__": __init__, "forward": forward, "__module__": model_class.__module__}
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _own_loss(
+    model: PreTrainedModel,
+    model_class: type,
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    items: Tensor | None,
+    rows: Mapping[str, Any],
+) -> CausalLMOutput:
+    """An encoder-decoder's loss, the next tokens of the rows its targets; as a share of a step if one is given."""
+    from transformers.modeling_outputs import CausalLMOutput
+
+    if labels is None and shift_labels is None:
+        return CausalLMOutput(logits=model_class.forward(model, decoder_input_ids=rows["input_ids"], **rows).logits)
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    output = model_class.forward(model, labels=shift_labels, **rows)
+    share = 1.0 if items is None else (shift_labels != IGNORED).sum() / items
+    return CausalLMOutput(loss=output.loss * share, logits=output.logits)
+
+
+def _scores(model: PreTrainedModel, model_class: type, kind: str, of_rows: bool, rows: Mapping[str, Any]) -> Tensor:
+    if kind == CLASSIFICATION and not of_rows:
+        return model.score(getattr(model, model.base_model_prefix)(**rows).last_hidden_state)
+    if kind == BASE and "decoder_input_ids" in inspect.signature(model_class.forward).parameters:
+        rows = {**rows, "decoder_input_ids": rows["input_ids"]}
+    if kind == CLASSIFICATION:
+        rows = {**rows, "input_ids": _ended(model.config, rows["input_ids"], rows.get("attention_mask"))}
+    output = model_class.forward(model, **rows)
+    if kind == ANSWERS:
+        return torch.stack([output.start_logits, output.end_logits], dim=-1)
+    if kind == CLASSIFICATION:
+        return output.logits[:, None].expand(-1, rows["input_ids"].shape[1], -1)
+    return output.last_hidden_state if kind == BASE else output.logits

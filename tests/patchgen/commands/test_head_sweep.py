@@ -1,0 +1,56 @@
+"""The sweep of heads: a row per class, a record that says what holds, a page that follows from it."""
+
+from __future__ import annotations
+
+import pytest
+from invoked import invoke
+
+from patchgen import upstream
+from patchgen.commands import head_sweep
+from patchgen.errors import ConfigError
+from patchgen.runtime.verify import head_kinds
+
+HEADS = {"conditional": "T5ForConditionalGeneration", "classification": "T5ForSequenceClassification"}
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    return head_sweep.examine("t5", HEADS, upstream.installed_version())
+
+
+def test_an_encoder_decoder_is_proven_with_its_own_loss(rows):
+    assert {row["kind"]: (row["status"], row["reason"]) for row in rows}["conditional"] == ("proven", "")
+
+
+def test_a_record_holds_until_what_it_depends_on_moves(rows, tmp_path):
+    path, release = tmp_path / head_sweep.FILE, upstream.open_release()
+    head_sweep.write(path, {(row["model_type"], row["kind"]): row for row in rows})
+    assert head_sweep.stale(path, release, {"t5": HEADS}) == []
+    assert head_sweep.stale(path, release, {"t5": HEADS | {"base": "T5Model"}}) == ["t5"]
+    other = {**rows[0], "made_with": {**rows[0]["made_with"], "prover": "another"}}
+    head_sweep.write(path, {("t5", row["kind"]): row for row in (other, rows[1])})
+    assert head_sweep.stale(path, release, {"t5": HEADS}) == ["t5"]
+
+
+def test_the_page_counts_what_is_proven_and_names_the_rest(rows):
+    failed = {**rows[1], "status": "failed", "reason": "a reason of its own"}
+    page = head_sweep.page([rows[0], failed])
+    assert "conditional: 1 of 1" in page and "classification: 0 of 1" in page
+    assert f"- `{failed['head']}`: a reason of its own" in page
+
+
+def test_heads_are_those_of_types_that_take_text():
+    found = head_sweep.heads_of(upstream.open_release())
+    assert found["llama"]["token"] == "LlamaForTokenClassification" and found["bert"]["base"] == "BertModel"
+    assert "vit" not in found and found["bart"]["conditional"] == "BartForConditionalGeneration"
+    for kind in ("classification", "token", "base"):
+        assert sum(kind in heads for heads in found.values()) >= 60
+
+
+def test_the_kinds_are_those_of_the_prover():
+    assert head_sweep.MAPS == head_kinds.MAPPINGS
+
+
+def test_a_type_without_such_heads_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="--only vit: transformers .* has no head of these kinds"):
+        invoke("sweep", "--family", "heads", "--only", "vit", "--output", str(tmp_path))
