@@ -152,6 +152,12 @@ def _pictures(
         for shape in layout.patch_shapes(tower):
             yield {first: like.new_zeros(height * width, *shape), grid: integers([1, height, width])} | told
         return
+    beside = next((name for name in others if name.startswith("target_sizes")), None)
+    if beside is not None:  # patches side by side
+        for side in PATCHED_SIDES:
+            patches = like.new_zeros(1, layout.channels(tower), tower.patch_size, tower.patch_size * side * side)
+            yield {first: patches, beside: integers([side, side])}
+        return
     yield from _patches(tower, kind, parameters, like)
     sides = layout.image_sides(tower)
     for height, width in sides:

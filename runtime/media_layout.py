@@ -39,6 +39,12 @@ def merge_size(vision: PreTrainedConfig) -> int:
     return kernel[0] if kernel else first_int(vision, "spatial_merge_size", "merge_size", default=1)
 
 
+def total_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+    """How many patches become one token in each direction where the tower merges windows, and the model what comes out."""
+    window = getattr(vision, "window_kernel_size", None) or (1,)
+    return window[0] * merge_size(config) ** first_int(config, "merger_times", default=1)
+
+
 def patch_values(vision: PreTrainedConfig) -> int:
     """The numbers in a packed patch: channels x frames x height x width."""
     return (

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,9 @@ RULES: dict[str, FieldRule] = {
 }
 
 
+SIDE_BY_SIDE = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
+"""Patches that stand side by side in one image `[1, C, p, P * p]`, where their sizes are handed over under this name."""
+
 BUILT_IN = frozenset(RULES)
 FEATURES = tuple(f"get_{kind}_features" for kind in ("image", "video", "audio"))
 """The methods of upstream's models that compute features of items."""
@@ -188,8 +191,11 @@ def declared() -> dict[str, FieldRule]:
     return {name: rule for name, rule in RULES.items() if name not in BUILT_IN}
 
 
-def pack(field: str, values: Sequence[Any]) -> Any:
+def pack(field: str, values: Sequence[Any], beside: Collection[str] = ()) -> Any:
     """The values of several samples put together by the field's rule: tensors, or lists where the rule says so.
+
+    Args:
+        beside: the fields of the batch.
 
     Raises:
         ValueError: they differ in another dimension, and padding of this field only counts along the tokens.
@@ -197,6 +203,8 @@ def pack(field: str, values: Sequence[Any]) -> Any:
     rule = rule_of(field)
     if rule.listed:
         return [entry for value in values for entry in value]
+    if SIDE_BY_SIDE.get(field) in beside:
+        return torch.cat(list(values), dim=-1)
     dims = values[0].ndim
     along = rule.pack_dim % dims
     sizes = [max(value.shape[dim] for value in values) for dim in range(dims)]

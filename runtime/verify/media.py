@@ -3,6 +3,7 @@
 | layout | told by | tensors |
 | --- | --- | --- |
 | packed patches | the forward takes `image_grid_thw` | `pixel_values [P, C * T * p * p]` or `[P, C, p, p]`, grids `[N, 3]` |
+| patches side by side | the forward takes `target_sizes` | `pixel_values [1, C, p, P * p]`, sizes `[N, 2]` in patches |
 | whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
 | sounds as recorded | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
@@ -31,6 +32,7 @@ from patchgen.runtime.media_forms import (
     whole_frames,
 )
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.parallel.fields import SIDE_BY_SIDE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -163,6 +165,8 @@ class MediaMaker:
     def _image(self, number: int) -> Item:
         if "image_grid_thw" in self.known:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
+        if SIDE_BY_SIDE[INPUTS[IMAGE]] in self.known:
+            return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
         if self._form is None and IMAGE not in self._candidates:
             try:
                 self._form = self._accepted_form()
@@ -224,6 +228,8 @@ class MediaMaker:
             if self._takes_one_frame_only:
                 grids = [(1, *merged) for _, *merged in VIDEO_GRIDS]
             return self.with_seconds(self.patches(VIDEO, grids[number]), SECONDS_PER_GRID[number])
+        if SIDE_BY_SIDE[INPUTS[VIDEO]] in self.known:
+            return self.side_by_side(VIDEO, VIDEO_GRIDS[number])
         if VIDEO in self._candidates:
             return self._candidate(VIDEO)
         image = self._image(0).arguments["pixel_values"]
@@ -253,6 +259,15 @@ class MediaMaker:
         if self._patch is None:
             self._patch = self._accepted_patch(kind, merged)
         return self._packed(kind, merged, self._patch)
+
+    def side_by_side(self, kind: str, merged: tuple[int, int, int]) -> Item:
+        """An image or video whose patches stand side by side in one image, with the sizes of each frame in patches."""
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.total_merge(self.config, vision)
+        t, h, w = merged[0], merged[1] * merge, merged[2] * merge
+        values = self._noise(1, layout.channels(vision), vision.patch_size, vision.patch_size * t * h * w)
+        name = INPUTS[kind]
+        return Item(kind, {name: values, SIDE_BY_SIDE[name]: torch.tensor([[h, w]] * t)}, frames=t)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
         vision = layout.tower_config(self.config, kind)
@@ -344,7 +359,10 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
     for item in items:
         for name, tensor in item.arguments.items():
             found.setdefault(name, []).append(tensor)
-    return {name: torch.cat(_same_length(name, tensors)) for name, tensors in found.items()}
+    return {
+        name: torch.cat(_same_length(name, tensors), dim=-1 if SIDE_BY_SIDE.get(name) in found else 0)
+        for name, tensors in found.items()
+    }
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:

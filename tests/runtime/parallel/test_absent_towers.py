@@ -139,6 +139,7 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "lfm2_vl.Lfm2Vl": {"image": (1, 4, 192)},
     "paddleocr_vl.PaddleOCRVL": {"image": (4, 3, 8, 8)},
     "video_llama_3.VideoLlama3": {"image": (1, 192), "video": (1, 192)},
+    "minicpmv4_6.MiniCPMV4_6": {"image": (1, 3, 8, 128), "video": (1, 3, 8, 128)},
     "granite_docling.GraniteDocling": {"image": (1, 3, 32, 32)},
     "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},
 }

@@ -42,6 +42,12 @@ def test_what_a_model_takes_as_a_list_stays_one():
     assert RULES["patches_grid"].part(packed, sp=2, sp_rank=1, fill=0) == packed
 
 
+def test_patches_that_stand_side_by_side_stay_in_one_image():
+    images = [torch.ones(1, 3, 4, 8), torch.ones(1, 3, 4, 16)]
+    assert pack("pixel_values", images, beside=("pixel_values", "target_sizes")).shape == (1, 3, 4, 24)
+    assert pack("pixel_values", images[:1] * 2, beside=("pixel_values",)).shape == (2, 3, 4, 8)
+
+
 def test_sounds_of_different_lengths_are_filled_up():
     packed = pack("input_features", [torch.ones(1, 4, 3), torch.ones(2, 4, 5)])
     assert packed.shape == (3, 4, 5)

@@ -36,6 +36,7 @@ KINDS = {
     "MossTranscribeDiarizeForConditionalGeneration": {"audio"},  # whose features require a mask that the head hands on
     "DeepseekVLHybridForConditionalGeneration": {"images"},  # each image twice, of which one is for a second tower
     "Kimi_K25ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # a patch is an image; clips of one frame
+    "MiniCPMV4_6ForConditionalGeneration": {"images", "video", "mixed"},  # patches side by side in one image
     "MuseSparkForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},  # sounds as they were recorded
     "VideoLlama3ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # each item says how it is merged
 }  # fmt: skip
