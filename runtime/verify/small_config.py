@@ -434,7 +434,9 @@ def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
     """The token ids that the modeling file reads off a composite config and released checkpoints bring along."""
     if not config_class.sub_configs:
         return []
-    return sorted(set(re.findall(r"self\.config\.(\w+_token_id)\b", _modeling_source(config_class))))
+    source = _modeling_source(config_class)
+    with_default = re.findall(r"""getattr\((?:self\.)?config, ["'](\w+_token_(?:id|index))["'], [\d_]+\)""", source)
+    return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default})
 
 
 def _modeling_source(config_class: type[PreTrainedConfig]) -> str:

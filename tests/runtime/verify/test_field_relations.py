@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
 from patchgen.runtime.verify.field_relations import chunks_of_hops, layer_numbers, relate_parts
-from patchgen.runtime.verify.small_config import _split, small_config
+from patchgen.runtime.verify.small_config import _SECTIONS_READ, _split, small_config
 
 
 @dataclass
@@ -90,6 +90,23 @@ def test_equal_sections_stay_equal(sizes, extra):
 )
 def test_sections_of_the_rotary_embedding(model_type, sections):
     assert small_config(model_type).config.text_config.rope_parameters["mrope_section"] == sections
+
+
+@pytest.mark.parametrize(
+    ("read", "fallback"),
+    [
+        ('self.config.rope_parameters["mrope_section"]', None),  # of older releases
+        ('config.rope_parameters.get("mrope_section")', None),
+        ('rope_params.get("mrope_section", [24, 20, 20])', "24, 20, 20"),
+    ],
+)
+def test_sections_are_read_with_and_without_a_fallback(read, fallback):
+    assert _SECTIONS_READ.search(f"x = f({read}, y)")[1] == fallback
+
+
+def test_ids_that_a_model_falls_back_to_are_in_the_small_vocabulary():
+    config = small_config("shieldgemma2").config
+    assert {config.yes_token_index, config.no_token_index} <= set(range(128 - 32, 128))
 
 
 def test_a_mask_that_is_always_made_gets_its_window():
