@@ -185,7 +185,8 @@ def test_a_count_of_placeholders_is_known_by_where_it_stands():
 
 def test_experts_that_others_read_are_not_divided():
     generated = pipeline.generate(changed("qwen3_moe", PENALTY), default_config("qwen3_moe"))
-    assert "ops.parallel_plan(self, experts={})" in generated.text
+    named = "Qwen3MoeSparseMoeBlock reads self.experts.gate_up_proj, of which a rank would hold a part"
+    assert "experts={}" in generated.text and f'"Qwen3MoeExperts": "{named}"' in generated.text
 
 
 def test_shared_experts_that_are_called_by_keyword_are_called_so_beside():
