@@ -40,7 +40,7 @@ class MixerSP(SitePass):
 
     name = "mixer_sp"
     purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
-    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); unread scans are notes"
+    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); other forms refuse slices"
     EXAMPLES = (
         Example("""a short convolution
         def causal_conv1d_fn(x, weight, bias=None, activation=None):
