@@ -12,26 +12,27 @@ from patchgen.anatomy.classes import (
     called_names,
     dotted,
     loaded,
-    parameter_names,
     stored,
 )
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
-    TOKENS,
     attention_of_torch,
-    built_by,
     convolutions,
     depthwise_convolutions,
     reads_interface,
-    takes_media_alone,
+)
+from patchgen.anatomy.sequence_operations import (
+    CONVOLUTION,
+    DELTA_RULE,
+    UNKNOWN,
+    of_the_language_model,
+    sequence_operations,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, insert_first, transform
 from patchgen.source import Block, Module
 
-CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
-BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
 NOT_CHOSEN = "neither documents nor ranks reach it; prove it before it trains packed or sequence-parallel"
 
 
@@ -40,7 +41,7 @@ class MixerSP(SitePass):
 
     name = "mixer_sp"
     purpose = "Convolutions, delta rules and scans run over the whole sequence, each rank with some channels or heads."
-    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); unread scans are notes"
+    expects = "one hit per sequence mixer (a convolution, a delta rule, a state-space scan); other forms refuse slices"
     EXAMPLES = (
         Example("""a short convolution
         def causal_conv1d_fn(x, weight, bias=None, activation=None):
@@ -62,7 +63,7 @@ class MixerSP(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         operations = set(sequence_operations(anatomy))
-        language = _of_the_language_model(anatomy)
+        language = of_the_language_model(anatomy)
         return [
             site_of(info, f"sequence mixer: {info.roles.get(Role.MIXER, 'a sequence operation')}")
             for info in anatomy.still_in(module)
@@ -73,7 +74,7 @@ class MixerSP(SitePass):
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
         """What steps along the sequence in a loop and is no operation that this pass knows."""
         known = {site.block for site in self.sites(module, anatomy)}
-        language = _of_the_language_model(anatomy)
+        language = of_the_language_model(anatomy)
         remarks: list[str] = []
         for info in anatomy.still_in(module):
             if info.name not in language or info.name in known:
@@ -127,57 +128,6 @@ _SIGNATURES = {
     CONVOLUTION: "a causal convolution of this file, (x, weight, bias, ...)",
     DELTA_RULE: "a chunked delta rule of this file, (query, key, value, ..., beta, chunk_size)",
 }
-
-
-def _of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one below its heads, or all; none if it is built from another file.
-
-    Models inside that take no tokens, and towers, run along another sequence.
-    """
-    towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
-    towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]
-    decoders = anatomy.with_role(Role.DECODER)
-    built = [] if decoders else [build for name in anatomy.classes for build in anatomy.auto_builds(name)]
-    if any("text_config" in (b.config or "") and anatomy.target_of(b) not in anatomy.classes for b in built):
-        return set()
-    roots = [one.name for one in decoders or anatomy.with_role(Role.HEAD)]
-    inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
-    return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
-
-
-def _takes_no_tokens(anatomy: Anatomy, name: str) -> bool:
-    found = anatomy.method(name, "forward")
-    return found is not None and (not TOKENS & {*parameter_names(found[1])} or takes_media_alone(found[0]))
-
-
-def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
-    """The module-level functions that run along the sequence, with their kind, told by their signatures."""
-    found = {}
-    for name, function in anatomy.functions.items():
-        parameters = parameter_names(function)
-        if parameters[1:3] == ["weight", "bias"] and any(convolutions(anatomy, function)):
-            found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
-        elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
-            found[name] = DELTA_RULE
-        elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
-            found[name] = _scan_kind(function)
-    return found
-
-
-def _scan_kind(function: FunctionNode) -> str:
-    """What a function does that takes a decay `A`; by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
-    body = function.body[ast.get_docstring(function) is not None :]
-    if [ast.unparse(statement) for statement in body] == ["return None"]:
-        return FUSED  # for a kernel that may take its place
-    first, *others = parameter_names(function)
-    shapes = [len(n.targets[0].elts) for n in body if isinstance(n, ast.Assign) and _is_shape(n, first)]
-    kinds = {4: BY_HEADS, 3: BY_CHANNELS}
-    return kinds.get(shapes[0], UNKNOWN) if shapes and others[:4] == ["dt", "A", "B", "C"] else UNKNOWN
-
-
-def _is_shape(node: ast.Assign, name: str) -> bool:
-    """Whether it is `a, b, ... = name.shape`."""
-    return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
 
 
 def _steps(node: ast.AST) -> bool:

@@ -6,9 +6,10 @@ import pytest
 from generation_cases import anatomy_of, applied
 
 from patchgen.anatomy import Role
+from patchgen.anatomy.sequence_operations import sequence_operations
 from patchgen.errors import PassMismatch
 from patchgen.passes.language_sp import LanguageSP
-from patchgen.passes.mixer_sp import MixerSP, sequence_operations
+from patchgen.passes.mixer_sp import MixerSP
 
 SCANS = """
 def by_heads(x, dt, A, B, C, chunk_size, D=None):

@@ -1,0 +1,63 @@
+"""The functions of a file that run along the sequence: convolutions, delta rules, state-space scans; and where it is the text's."""
+
+from __future__ import annotations
+
+import ast
+
+from patchgen.anatomy.classes import FunctionNode, parameter_names
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.roles import TOKENS, Role, built_by, convolutions, takes_media_alone
+
+CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
+BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
+
+
+def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
+    """The module-level functions that run along the sequence, with their kind, told by their signatures."""
+    found = {}
+    for name, function in anatomy.functions.items():
+        parameters = parameter_names(function)
+        if parameters[1:3] == ["weight", "bias"] and any(convolutions(anatomy, function)):
+            found[name] = CONVOLUTION  # over a whole sequence; the update of a single token takes a state second
+        elif "beta" in parameters and "chunk_size" in parameters and len(parameters) > 4:
+            found[name] = DELTA_RULE
+        elif "A" in parameters and parameters[:1] != ["state"]:  # the update of a single token takes a state first
+            found[name] = _scan_kind(function)
+    return found
+
+
+def _scan_kind(function: FunctionNode) -> str:
+    """What a function does that takes a decay `A`; by heads its tokens are `(B, S, N, D)`, by channels `(B, C, S)`."""
+    body = function.body[ast.get_docstring(function) is not None :]
+    if [ast.unparse(statement) for statement in body] == ["return None"]:
+        return FUSED  # for a kernel that may take its place
+    first, *others = parameter_names(function)
+    shapes = [len(n.targets[0].elts) for n in body if isinstance(n, ast.Assign) and _is_shape(n, first)]
+    kinds = {4: BY_HEADS, 3: BY_CHANNELS}
+    return kinds.get(shapes[0], UNKNOWN) if shapes and others[:4] == ["dt", "A", "B", "C"] else UNKNOWN
+
+
+def _is_shape(node: ast.Assign, name: str) -> bool:
+    """Whether it is `a, b, ... = name.shape`."""
+    return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
+
+
+def of_the_language_model(anatomy: Anatomy) -> set[str]:
+    """The classes below a decoder; in a file without one below its heads, or all; none if it is built from another file.
+
+    Models inside that take no tokens, and towers, run along another sequence.
+    """
+    towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
+    towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]
+    decoders = anatomy.with_role(Role.DECODER)
+    built = [] if decoders else [build for name in anatomy.classes for build in anatomy.auto_builds(name)]
+    if any("text_config" in (b.config or "") and anatomy.target_of(b) not in anatomy.classes for b in built):
+        return set()
+    roots = [one.name for one in decoders or anatomy.with_role(Role.HEAD)]
+    inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
+    return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
+
+
+def _takes_no_tokens(anatomy: Anatomy, name: str) -> bool:
+    found = anatomy.method(name, "forward")
+    return found is not None and (not TOKENS & {*parameter_names(found[1])} or takes_media_alone(found[0]))
