@@ -221,11 +221,14 @@ class Anatomy:
 
     def is_part(self, build: Build) -> bool:
         """Whether a construction builds a language model whose class is of another file: of a type with a causal head, or
-        called with `inputs_embeds`. It has a generated file of its own; a tower of another file stays upstream's."""
-        target = self.target_of(build)
+        called with `inputs_embeds`. It has a generated file of its own; towers of other files stay upstream's, and so do
+        encoder-decoders, whose causal heads are on the decoder alone."""
+        target, kind, release = self.target_of(build), self.default_type(build), self.upstream.release
         if build.auto_class not in AUTO_CLASS_MAPPINGS or target is None or target in self.classes:
             return False
-        if self.upstream.auto_model("AutoModelForCausalLM", self.default_type(build)):
+        if release is not None and kind in release.auto_map("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"):
+            return False
+        if self.upstream.auto_model("AutoModelForCausalLM", kind):
             return True
         code = [call for method in self.classes[build.owner].methods.values() for call in calls(method)]
         runs = [call for call in code if build.attribute and own_attribute(call.func) == build.attribute]

@@ -18,8 +18,7 @@ from patchgen.runtime.verify.small_config import SmallConfigError, small_config
 
 # What upstream's classes raise on a config or an input that they do not serve.
 REFUSALS = (
-    SmallConfigError, RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError,
-    ImportError,
+    SmallConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
 )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ def parts_of(model: str) -> dict[str, bool]:
             {"Glm46VModel.visual": False, "Glm46VModel.language_model": True},
         ),  # of a type without a causal head
         ("gemma3", {"Gemma3Model.vision_tower": False}),
+        ("florence2", {"Florence2Model.language_model": False}),  # an encoder-decoder
     ],
 )
 def test_language_models_of_other_files_are_parts_and_towers_are_not(model, expected):
