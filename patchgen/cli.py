@@ -50,6 +50,7 @@ def generate(
     every: Every = False,
     transformers: Transformers = None,
     source: Source = None,
+    config: Annotated[Path | None, Option("--config", help="of --source; else patchgen_NAME.py beside it")] = None,
     output: Annotated[Path | None, Option(help="instead of generated_models/")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="show, write nothing")] = False,
     force: Annotated[bool, Option("--force", help="overwrite hand-made edits of generated files")] = False,
@@ -62,7 +63,7 @@ def generate(
 
     Example: patchgen generate qwen3_moe --transformers 5.23.0
     """
-    what = {"dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
+    what = {"config": config, "dry_run": dry_run, "force": force, "reviewed": reviewed or [], "heads": head or []}
     commands.generation.generate(models or [], every, transformers, source, output, **what)
 
 

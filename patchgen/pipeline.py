@@ -8,11 +8,12 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from patchgen import emit, provenance, source
+from patchgen import emit, outside, provenance, source
 from patchgen.anatomy import Anatomy, Role, study
 from patchgen.errors import ConfigError, PassMismatch
-from patchgen.model_configs import Expect, ModelConfig, config_for, shown_file
+from patchgen.model_configs import Expect, ModelConfig, config_for
 from patchgen.passes import all_passes, default_pipeline, pass_named
 from patchgen.passes.base import Outcome, Pass, SitePass
 from patchgen.passes.hand_edits import lost_edits
@@ -82,10 +83,21 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
                 f"The config of '{config.model}' expects hits of '{name}', and there is no such pass. "
                 f"Nearest: {', '.join(nearest) or 'none'}."
             )
-    steps = []
+    steps: list[Step] = []
+    refusals: list[PassMismatch] = []
     for current in passes:
         start = time.perf_counter()
-        outcome = _apply(current, module, anatomy, config)
+        try:
+            outcome = _apply(current, module, anatomy, config)
+        except PassMismatch as error:
+            if not outside.tells_all(anatomy.upstream):
+                raise
+            refusals.append(error)
+            continue
+        except Exception:
+            if refusals:  # it builds on what an earlier pass refused
+                break
+            raise
         steps.append(Step(current.name, outcome, time.perf_counter() - start, before=module, anatomy=anatomy))
         module = outcome.module
         if current.name == "hand_edits" and outcome.hits:
@@ -93,6 +105,8 @@ def run_passes(module: Module, anatomy: Anatomy, passes: Sequence[Pass], config:
             _take_heads(config.heads, anatomy)
         for name in outcome.added:
             anatomy.add(name, module)
+    if refusals:
+        raise outside.refused(anatomy.upstream, config, refusals)
     return steps
 
 
@@ -118,7 +132,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
             f"  ways out mend the pass, or review the change and correct `expect` in "
-            f"{shown_file(config.model)}.",
+            f"{outside.config_place(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,
         )
@@ -138,7 +152,8 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     Raises:
         PatchgenError: the source does not parse, a pass misses, or the result would not stand alone.
     """
-    config = (config or config_for(upstream.model)).for_heads(heads)
+    own = Path(upstream.config_file) if upstream.config_file else None
+    config = (config or config_for(upstream.model, own)).for_heads(heads)
     original = source.parse(upstream.text, upstream.path)
     anatomy = study(original, upstream)
     if not anatomy.classes:
@@ -150,6 +165,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
         _check_config(config, original, steps[-1].outcome.module)
     module = emit.with_imports(steps[-1].outcome.module, upstream)
     emit.check_stands_alone(module)
+    outside.check_imports(module, upstream)
 
     outcomes = [(step.name, step.outcome) for step in steps]
     record = emit.header(module, upstream, outcomes, provenance.command(upstream, heads))

@@ -47,7 +47,9 @@ def command(upstream: Upstream, heads: Sequence[str] = ()) -> str:
     """The command that regenerates the model."""
     asked = "".join(f" --head {head}" for head in heads)
     if upstream.version is None:
-        return f"patchgen generate {upstream.model} --source {shlex.quote(upstream.given or upstream.path)}{asked}"
+        config = f" --config {shlex.quote(upstream.config_file)}" if upstream.config_file else ""
+        source = shlex.quote(upstream.given or upstream.path)
+        return f"patchgen generate {upstream.model} --source {source}{config}{asked}"
     if _project_root() is not None:
         return f"patchgen generate {upstream.model} --transformers {upstream.version}{asked}"
     return f"make regen MODEL={upstream.model} TRANSFORMERS={upstream.version}" + (

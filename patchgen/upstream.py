@@ -72,6 +72,9 @@ class Upstream:
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
     siblings: dict[str, str] = field(default_factory=dict)  # of a file on disk: the modules that it imports beside it
+    config_file: str | None = (
+        None  # what is particular to a file on disk: as the user said it, or found beside the file
+    )
 
     @property
     def package(self) -> str:
@@ -200,13 +203,14 @@ def open_release(version: str | None = None) -> Release:
         ) from error
 
 
-def load(model: str, version: str | None = None, source: Path | None = None) -> Upstream:
+def load(model: str, version: str | None = None, source: Path | None = None, config: Path | None = None) -> Upstream:
     """The upstream source of a model.
 
     Args:
         model: a model type ("qwen3_moe", "gemma3_text") or a folder of `transformers/models`.
         version: a transformers release; None for the installed one.
         source: a modeling file, or a folder with one, on disk. It belongs to no release.
+        config: the file with its `CONFIG`; by default `patchgen_<model>.py` beside it, if there is one.
 
     Raises:
         ConfigError: both a release and a source were named.
@@ -219,7 +223,11 @@ def load(model: str, version: str | None = None, source: Path | None = None) -> 
             "Give one of them."
         )
     if source is not None:
-        return _load_from_disk(model, Path(source))
+        return _load_from_disk(model, Path(source), config)
+    if config is not None:
+        raise ConfigError(
+            f"--config {config} is for a file on disk, which --source names. {model} has a config by its name."
+        )
     return load_from(open_release(version), model)
 
 
@@ -266,20 +274,35 @@ def _heads(release: Release, model: str, configs: dict[str, ConfigClass], text: 
     return ()
 
 
-def _load_from_disk(model: str, source: Path) -> Upstream:
-    given = str(source)
+def name_of(source: Path) -> str:
+    """The model that a modeling file on disk is called after: `modeling_x.py`, alone in its folder or named, is x.
+
+    Raises:
+        UpstreamNotFound: there is no such file.
+    """
+    return _modeling_file(None, Path(source)).stem.removeprefix("modeling_")
+
+
+def _modeling_file(model: str | None, source: Path) -> Path:
     if source.is_dir():
         found = sorted(source.glob("modeling_*.py"))
         preferred = [file for file in found if file.stem == f"modeling_{model}"]
         if not preferred and len(found) != 1:
             names = ", ".join(file.name for file in found) or "none"
             raise UpstreamNotFound(
-                f"{source} should hold modeling_{model}.py or a single modeling_*.py; found: {names}. "
+                f"{source} should hold modeling_{model or 'NAME'}.py or a single modeling_*.py; found: {names}. "
                 "Name the file itself with --source."
             )
         source = (preferred or found)[0]
     if not source.is_file():
         raise UpstreamNotFound(f"There is no file {source} (given as --source).")
+    return source
+
+
+def _load_from_disk(model: str, source: Path, config: Path | None) -> Upstream:
+    given = str(source)
+    source = _modeling_file(model, source)
+    given_config, config = config is not None, config or source.with_name(f"patchgen_{model}.py")
     text = _read_source(source)
     parts = source.resolve().with_suffix("").parts
     inside = [i for i, part in enumerate(parts) if part == "transformers" and "models" in parts[i:]]
@@ -296,6 +319,7 @@ def _load_from_disk(model: str, source: Path) -> Upstream:
         given=given,
         configs=configs,
         siblings={} if inside else _siblings(source, text),
+        config_file=str(config) if given_config or config.is_file() else None,
     )
 
 
@@ -306,6 +330,12 @@ def _read_source(path: Path) -> str:
         raise SourceSyntaxError(
             f"{path}: byte {error.start} is not UTF-8 ({error.reason}). Save the file as UTF-8."
         ) from error
+
+
+def _moved(text: str) -> str:
+    """The text of a file that goes elsewhere: what it imports from beyond its folder has its place in transformers."""
+    text = re.sub(r"^(\s*from )\.\.\.(?=\w)", r"\1transformers.", text, flags=re.MULTILINE)
+    return re.sub(r"^(\s*from )\.\.(?=\w)", r"\1transformers.models.", text, flags=re.MULTILINE)
 
 
 def _siblings(source: Path, text: str) -> dict[str, str]:
@@ -321,7 +351,7 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
             if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
                 file = source.with_name(node.module.split(".")[0] + ".py")
                 if file.is_file() and file.name not in found and file != source:
-                    found[file.name] = _read_source(file)
+                    found[file.name] = _moved(_read_source(file))
                     pending.append(found[file.name])
     return found
 

@@ -37,6 +37,10 @@ CROPS = ((), *((crops,) for crops in range(1, 7)))
 VIDEO_FRAMES = (1, 2, 4, 8)
 AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
+WAVEFORM = "input_values"
+"""The argument of a sound as it was recorded."""
+CHANNELS = ((), (1,))
+"""What stands before its samples: nothing, or one channel."""
 MEL_BINS = (80, 128, 64, 32)
 """Of towers whose configs do not say."""
 PATCHED_SIDES = (1, 2, 3, 4, 6, 8, 16)
@@ -93,11 +97,18 @@ def candidates(features: Callable[..., Any], *, sp: int, like: Tensor) -> Iterat
         ValueError: the model has no config of such a tower.
     """
     kind = kind_of(features.__name__)
-    tower = layout.tower_config(features.__self__.config, kind)
     parameters = inspect.signature(features).parameters
+<<<<<<< HEAD
     if kind == layout.AUDIO:
         return _sounds(tower, parameters, like)
     return _pictures(features, tower, kind, sp, like)
+=======
+    if WAVEFORM in parameters:
+        samples = layout.samples_per_token(features.__self__.config)
+        return ({WAVEFORM: like.new_zeros(1, *channel, samples)} for channel in CHANNELS)
+    tower = layout.tower_config(features.__self__.config, kind)
+    return _sounds(tower, parameters, like) if kind == layout.AUDIO else _pictures(tower, kind, parameters, sp, like)
+>>>>>>> work-configs
 
 
 def kind_of(method: str) -> str:

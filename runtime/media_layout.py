@@ -88,9 +88,23 @@ def mel_bins(audio: PreTrainedConfig) -> int:
     return first_int(audio, *names, default=80)
 
 
+<<<<<<< HEAD
 def samples_per_token(audio: PreTrainedConfig) -> int:
     """The samples of a recording that become one token; 0 where the config does not say."""
     return first_int(audio, "samples_per_token", default=0)
+=======
+def samples_per_token(config: PreTrainedConfig) -> int:
+    """The samples of a sound as it was recorded that become one token, as a part of the config says.
+
+    Raises:
+        ValueError: none does.
+    """
+    for part in (vars(config).get(key) for key in config.sub_configs):
+        found = first_int(part, "samples_per_token", "hop_length", default=0)
+        if found > 1:
+            return found
+    raise ValueError(f"{type(config).__name__} does not say how many samples of a sound become one token.")
+>>>>>>> work-configs
 
 
 def first_int(config: PreTrainedConfig, *names: str, default: int) -> int:

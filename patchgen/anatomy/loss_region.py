@@ -25,7 +25,7 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.loss_terms import LossTerms
+from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
 from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
@@ -62,11 +62,17 @@ class LossRegion:
     form: str  # of a cross entropy that the head writes out: `own_losses.ALIGNED`, `SHIFTED`
     loss_arguments: list[str]
     local_terms: tuple[str, ...]  # what is added to the loss below and is a number of one rank
+    further: tuple[cst.BaseStatement, ...] = ()  # `if self.coefficient > 0:` below the loss, of the logits
 
     @property
     def parameter(self) -> str:
         """Of the head's function."""
         return self.hidden_states.value if isinstance(self.hidden_states, cst.Name) else "hidden_states"
+
+    @property
+    def switches(self) -> str:
+        """Where one of `further` runs, as source; empty without any."""
+        return " or ".join(code_of(node.test) for node in self.further)
 
     def from_parameter(self) -> cst.BaseStatement:
         """The first statement, from the parameter of the head's function."""
@@ -91,7 +97,7 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
         Missed: it has another form than those that are known.
     """
     body = function_body(forward)
-    end, call = _find_loss(body, forward, anatomy)
+    end, call = _find_loss(body, forward, owner, anatomy)
     logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
     start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
     if start is None:
@@ -118,7 +124,7 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
     if late := call.bound & loaded_names(below):
         raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code_of(body[end]))
     made = (body[start], inside, outside, logits, loss, labels, projected)
-    return LossRegion(start, end, *made, *found, call.function, call.form, rest, terms.local)
+    return LossRegion(start, end, *made, *found, call.function, call.form, rest, terms.local, call.further)
 
 
 @dataclass(frozen=True)
@@ -132,9 +138,12 @@ class _LossCall:
     labels: str
     arguments: list[str]
     bound: frozenset[str] = frozenset()
+    further: tuple[cst.BaseStatement, ...] = ()
 
 
-def _find_loss(body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, anatomy: Anatomy) -> tuple[int, _LossCall]:
+def _find_loss(
+    body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, owner: str, anatomy: Anatomy
+) -> tuple[int, _LossCall]:
     """The statement that computes the loss where there are labels."""
     local = local_names(as_ast(forward).body[0])
     for place, node in enumerate(body):
@@ -143,8 +152,9 @@ def _find_loss(body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, anat
         line = next((line for line in node.body.body if m.matches(line, LOSS_ASSIGNMENT)), None)
         if line is not None:
             logits, labels, rest = _loss_arguments(line.body[0].value, forward)
-            loss, alone = line.body[0].targets[0].target.value, len(node.body.body) == 1
-            call = _LossCall("self.loss_function", "", loss, logits, labels, rest)
+            loss, (first, *further) = line.body[0].targets[0].target.value, node.body.body
+            alone = first is line and all(_is_switched(one, owner, anatomy) for one in further)
+            call = _LossCall("self.loss_function", "", loss, logits, labels, rest, further=tuple(further))
         elif own := read_own_loss(as_ast(node).body[0].body, anatomy, local):
             call, alone = _own_call(own, body[:place], forward), True
         else:
@@ -157,6 +167,14 @@ def _find_loss(body: Sequence[cst.BaseStatement], forward: cst.FunctionDef, anat
     lines = [code_of(line) for line in m.findall(forward, assignment)]
     closest = next((line for line in reversed(lines) if re.match(r"\w*loss\b.*=", line.strip())), code_of(body[-1]))
     raise Missed("`loss = self.loss_function(...)` under `if labels is not None:`", closest)
+
+
+def _is_switched(node: cst.BaseStatement, owner: str, anatomy: Anatomy) -> bool:
+    """`if self.coefficient > 0:` of a number of the config, below the loss: what it adds may read all logits."""
+    match as_ast(node).body[0]:
+        case ast.If(ast.Compare(left, [ast.Gt()], [ast.Constant(0)]), _, []):
+            return is_number(left, owner, anatomy) and not _has_return(node)
+    return False
 
 
 def _own_call(own: OwnLoss, above: Sequence[cst.BaseStatement], forward: cst.FunctionDef) -> _LossCall:

@@ -35,6 +35,7 @@ def generate(
     source: Path | None,
     output: Path | None,
     *,
+    config: Path | None = None,
     dry_run: bool,
     force: bool,
     reviewed: Sequence[str] = (),
@@ -43,13 +44,16 @@ def generate(
     """Generates models and writes their files: those of a model all or none. What one refuses does not keep the others.
 
     Args:
+        models: with a source none is needed: the name follows from the file.
+        config: what is particular to the source.
         reviewed: targets of hand edits that were read against what upstream has now.
         heads: the classes that the file is for; with `every`, each has those that it was made with.
 
     Raises:
         PatchgenError: a model was not generated; where several were asked for, after the others, with every refusal.
     """
-    names = named(models, every=every)
+    alone = source is not None and not models and not every
+    names = [upstream.name_of(source)] if alone else named(models, every=every)
     if source is not None and len(names) > 1:
         raise ConfigError(f"--source {source} is one model, and {len(names)} names were given: {', '.join(names)}.")
     if heads and len(names) != 1:
@@ -62,7 +66,7 @@ def generate(
     for name in track(names, "generating", console=console, disable=not (several and console.is_terminal)):
         start = time.perf_counter()
         try:
-            loaded = upstream.load(name, version, source)
+            loaded = upstream.load(name, version, source, config)
             has = functools.partial(_is_there, root, loaded.version)
             asked = Committed(name).record.get("asked", ()) if every else heads
             generated, *parts = pipeline.generate_whole(loaded, has, heads=asked)

@@ -60,16 +60,22 @@ class ModelConfig:
         return replace(self, roots=(), heads=tuple(dict.fromkeys(heads)), expect=expect)
 
 
-def config_for(model: str) -> ModelConfig:
-    """The config of a model; the default one where there is no file. An error inside a config file is not hidden."""
-    file = file_of(model)
+def config_for(model: str, file: Path | None = None) -> ModelConfig:
+    """The config of a model; the default one where there is no file. An error inside a config file is not hidden.
+
+    Args:
+        file: where it stands, for a model outside of transformers.
+    """
+    if file is not None and not file.is_file():
+        raise ConfigError(f"There is no file {file} (given as --config).")
+    file = file or file_of(model)
     if not model.isidentifier() or not file.is_file():
         return ModelConfig(model=model)
     config = getattr(own.load(file), "CONFIG", None)
     if not isinstance(config, ModelConfig):
-        raise ConfigError(f"{shown_file(model)} must define CONFIG = ModelConfig(...).")
+        raise ConfigError(f"{shown_file(model, file)} must define CONFIG = ModelConfig(...).")
     if config.model != model:
-        raise ConfigError(f"{shown_file(model)} is for '{model}', but its CONFIG says '{config.model}'.")
+        raise ConfigError(f"{shown_file(model, file)} is for '{model}', but its CONFIG says '{config.model}'.")
     return config
 
 
@@ -85,7 +91,9 @@ def file_of(model: str) -> Path:
     return file if file.is_file() else Path(__file__).parent / file.name
 
 
-def shown_file(model: str) -> str:
+def shown_file(model: str, file: Path | None = None) -> str:
     """Where the config of a model stands, or would stand if it had one, as the user finds it."""
+    if file is not None and file.parent != Path(__file__).parent:
+        return str(file)
     file = file_of(model) if file_of(model).is_file() else folder() / f"{model}.py"
     return f"patchgen/model_configs/{model}.py" if file.parent == Path(__file__).parent else str(file)

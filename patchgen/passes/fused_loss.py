@@ -111,6 +111,41 @@ class FusedLoss(SitePass):
       +         )
                 return CausalLMOutputWithPast(loss=loss, logits=logits)
         """),
+        Example("""a cross entropy that the head writes out
+        import torch
+        from torch import nn
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+        class ExampleForCausalLM(ExamplePreTrainedModel, GenerationMixin):
+            def __init__(self, config):
+                super().__init__(config)
+                self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+
+            def forward(self, input_ids, labels=None, **kwargs):
+                hidden_states = self.model(input_ids)
+      -         logits = self.lm_head(hidden_states)
+      -
+      -         loss = None
+      -         if labels is not None:
+      -             loss_fct = nn.CrossEntropyLoss()
+      -             loss = loss_fct(logits.view(-1, self.config.vocab_size), labels.view(-1))
+      +         # patchgen: fused_loss
+      +         logits, loss = ops.causal_lm_loss(
+      +             self.lm_head,
+      +             hidden_states,
+      +             labels,
+      +             loss_function=ops.aligned_cross_entropy,
+      +             training=self.training,
+      +             vocab_size=self.config.vocab_size,
+      +             **ops.step_labels(kwargs),
+      +         )
+
+                return CausalLMOutputWithPast(loss=loss, logits=logits)
+      +
+      +     # patchgen: fused_loss
+      +     loss_form = "aligned"
+        """),
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
@@ -169,7 +204,8 @@ class FusedLoss(SitePass):
         plain = (f"{code_of(region.module)}({source})", source)
         if not region.inside and code_of(region.projected) in plain:
             function, definition = code_of(region.module), []
-        named = [f"loss_function={region.loss_function}", "training=self.training"]
+        training = f"self.training and not ({region.switches})" if region.further else "self.training"
+        named = [f"loss_function={region.loss_function}", f"training={training}"]
         named += [f"local_terms=self.{LOCAL_TERMS}"] if region.local_terms else []
         arguments = [function, source, region.labels, *named, *region.loss_arguments]
         call = f"{region.logits}, {region.loss} = ops.causal_lm_loss({', '.join(arguments)})"
@@ -177,7 +213,14 @@ class FusedLoss(SitePass):
         if definition:
             seam[0] = seam[0].with_changes(leading_lines=[cst.EmptyLine(indent=False)])
         replaced = replace_statement(region.first, [*definition, *seam])
-        return [*body[: region.start], *region.outside, *replaced, *body[region.end + 1 :]]
+        below = body[region.end + 1 :]
+        if region.further:  # upstream's, and of logits that a step does not have
+            what = f"one with a term where {region.switches}"
+            code = f"if {region.switches}:\n    ops.require_no_step({region.labels}, {what!r})"
+            replaced = [*statements(code, depth=2, comment=self.mark), *replaced]
+            block = body[region.end]
+            below = [block.with_changes(body=block.body.with_changes(body=region.further)), *below]
+        return [*body[: region.start], *region.outside, *replaced, *below]
 
 
 def _head_function(region: LossRegion, mark: str) -> cst.FunctionDef:

@@ -110,7 +110,7 @@ class LanguageSP(SitePass):
                 embeddings = "inputs_embeds if input_ids is None else input_ids"
             if POSITIONS not in parameters(forward) or anchor is None or embeddings is None:
                 closest = next((code_of(node) for node in body if POSITIONS in code_of(node)), "")
-                raise Missed(f"{POSITIONS} as a parameter, read below the embeddings [B, S, H] or token ids", closest)
+                raise Missed(f"{POSITIONS} as a parameter, first read below the embeddings [B, S, H]", closest)
             code = f"{POSITIONS} = ops.sequence_position_ids({POSITIONS}, {embeddings})"
             return insert_at(forward, anchor, code, self.mark)
 

@@ -130,13 +130,17 @@ _SIGNATURES = {
 
 
 def _of_the_language_model(anatomy: Anatomy) -> set[str]:
-    """The classes below a decoder; in a file without one below its heads, or all.
+    """The classes below a decoder; in a file without one below its heads, or all; none if it is built from another file.
 
     Models inside that take no tokens, and towers, run along another sequence.
     """
     towers = [info.name for role in (Role.AUDIO, Role.VISION) for info in anatomy.with_role(role)]
     towers += [name for name in anatomy.classes if anatomy.is_model(name) and _takes_no_tokens(anatomy, name)]
-    roots = [one.name for one in anatomy.with_role(Role.DECODER) or anatomy.with_role(Role.HEAD)]
+    decoders = anatomy.with_role(Role.DECODER)
+    built = [] if decoders else [build for name in anatomy.classes for build in anatomy.auto_builds(name)]
+    if any("text_config" in (b.config or "") and anatomy.target_of(b) not in anatomy.classes for b in built):
+        return set()
+    roots = [one.name for one in decoders or anatomy.with_role(Role.HEAD)]
     inside = built_by(anatomy, towers) - built_by(anatomy, roots, without=towers)
     return anatomy.reached_from(roots, without={*towers, *inside}) if roots else set(anatomy.classes)
 

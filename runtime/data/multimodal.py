@@ -197,11 +197,13 @@ class PrepareMultimodal:
         for name, value in found.items():
             if name in NOT_FIELDS:
                 continue
-            if name in RULES and not isinstance(value, Tensor):
+            wanted = list if name in RULES and RULES[name].listed else Tensor
+            if name in RULES and not isinstance(value, wanted):
+                kind = "list" if wanted is list else "tensor"
                 raise BadSample(
-                    where, f"{self.processor.name} made {name} a {type(value).__name__}, expected a tensor"
+                    where, f"{self.processor.name} made {name} a {type(value).__name__}, expected a {kind}"
                 )
-            if not isinstance(value, Tensor):
+            if not isinstance(value, wanted):
                 continue
             try:
                 rule = rule_of(name)

@@ -42,6 +42,7 @@ class FieldRule:
         sliced: a rank of a sequence-parallel group holds its part of that dimension; else all of it.
         pad_value: fills up; "counting": 0, 1, 2 ...
         pad_scale: padded to a multiple of this times the size of the group, 1 for tokens; 0: as it is.
+        listed: a list with an entry for each item, which the model takes as a list, in the place of a tensor.
     """
 
     __pydantic_config__ = {"extra": "forbid"}  # recipes have rules; with an annotation it would be a key
@@ -50,6 +51,7 @@ class FieldRule:
     sliced: bool = False
     pad_value: int | str = 0
     pad_scale: int = 0
+    listed: bool = False
 
     def __post_init__(self) -> None:
         if self.sliced and not self.pad_scale:
@@ -83,6 +85,7 @@ TOKENS = FieldRule(-1, sliced=True, pad_scale=1)
 TARGETS = FieldRule(-1, sliced=True, pad_value=IGNORED, pad_scale=1)
 WHOLE_TOKENS = FieldRule(-1, pad_scale=1)
 ITEMS = FieldRule(0)
+LISTED_ITEMS = FieldRule(0, listed=True)
 
 RULES: dict[str, FieldRule] = {
     "input_ids": TOKENS,
@@ -107,11 +110,16 @@ RULES: dict[str, FieldRule] = {
     "num_frames_per_video": ITEMS,
     "image_position_ids": FieldRule(0, pad_value=-1),
     "video_position_ids": FieldRule(0, pad_value=-1),
+    "num_local_patches": LISTED_ITEMS,  # of each image, with its columns and rows
+    "patches_grid": LISTED_ITEMS,
+    "video_compression_mask": ITEMS,  # which features of videos are kept
     "second_per_grid_ts": ITEMS,
     "video_second_per_grid": ITEMS,
     "input_features": ITEMS,
     "input_features_mask": ITEMS,
     "feature_attention_mask": ITEMS,
+    "input_values": ITEMS,
+    "input_values_mask": ITEMS,
     "padding_mask": ITEMS,  # of sounds as they were recorded
     "audio_feature_lengths": ITEMS,
     "chunk_sample_lengths": ITEMS,
@@ -180,13 +188,15 @@ def declared() -> dict[str, FieldRule]:
     return {name: rule for name, rule in RULES.items() if name not in BUILT_IN}
 
 
-def pack(field: str, values: Sequence[Tensor]) -> Tensor:
-    """The values of several samples put together by the field's rule.
+def pack(field: str, values: Sequence[Any]) -> Any:
+    """The values of several samples put together by the field's rule: tensors, or lists where the rule says so.
 
     Raises:
         ValueError: they differ in another dimension, and padding of this field only counts along the tokens.
     """
     rule = rule_of(field)
+    if rule.listed:
+        return [entry for value in values for entry in value]
     dims = values[0].ndim
     along = rule.pack_dim % dims
     sizes = [max(value.shape[dim] for value in values) for dim in range(dims)]

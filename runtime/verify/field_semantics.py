@@ -69,11 +69,6 @@ INTEGER_RULES: tuple[Rule, ...] = (
     _rule("layers per attention residual block", r"n_layers_per_.*", 2),
     _rule("offset in a period of layer kinds", r".*_layer_offset", 1),
     _rule("layer of a tower behind which it merges patches", r"insert_layer_id", 0),
-    Rule(
-        "layers of a tower that features are taken from, counted from either end",
-        re.compile(r"vision_feature_layers?$"),
-        lambda declared: max(-2, min(declared, 1)),
-    ),
     _rule(
         "layers of a stack", r"(num_|n_)?(.*_)?(layers?|depth)|num_.*_layers|num_layers_per_stack|num_blocks", LAYERS
     ),
@@ -143,7 +138,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "model width",
-        r"(.*_)?(hidden_size(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
+        r"(.*_)?(hidden_sizes?(_.*)?|d_model|n_embd|emb_dim|embed_dim|embedding_size|embedding_dim|hidden_dim|width|out_hidden_size|output_dim|output_proj_dims|dim_model_base|residual_channels)",
         HIDDEN,
     ),
     _rule("centroids", r"num_centroids|.*codebook_size", 16),
@@ -166,7 +161,7 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
-DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*")
+DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")
 
 
@@ -180,7 +175,7 @@ def rule_for(*names: str) -> Rule | None:
 
 
 def is_dropout(name: str) -> bool:
-    """Whether a field is a probability of random noise in training, which a comparison sets to zero."""
+    """Whether a field is a probability or a size of random noise in training, which a comparison sets to zero."""
     return DROPOUT.match(name) is not None
 
 

@@ -6,6 +6,7 @@
 | whole images | otherwise | `pixel_values [N, C, H, W]` or `[N, crops, C, H, W]`, `image_sizes [N, 2]` where needed |
 | recordings | the forward takes `input_values` | `input_values [N, F]`, `input_values_mask [N, F]` |
 | spectrograms | the forward takes `input_features` | `input_features [N, mel, F]`, `feature_attention_mask [N, F]` |
+| sounds as recorded | it takes `input_values` | `input_values [N, samples]` or `[N, 1, samples]`, a mask of samples |
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.runtime import media_layout as layout
+<<<<<<< HEAD
 from patchgen.runtime.media_forms import REFUSALS, beside_image, candidates, image_forms, whole_frames
+=======
+from patchgen.runtime.media_forms import CHANNELS, REFUSALS, WAVEFORM, candidates, image_forms, whole_frames
+>>>>>>> work-configs
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
@@ -35,16 +40,27 @@ INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_fea
 """What is made of each modality."""
 OTHER_INPUTS = {
     IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
+<<<<<<< HEAD
     AUDIO: (RECORDING, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
 }
 """Other names under which a forward takes a modality: but for recordings nothing is made of them."""
+=======
+    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+}
+"""Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
+>>>>>>> work-configs
 
 # In merged tokens, so that a model which merges n x n patches gets whole tokens: time, height, width.
 IMAGE_GRIDS = ((1, 2, 3), (1, 1, 2), (1, 3, 2))
 VIDEO_GRIDS = ((2, 1, 2), (3, 2, 1))
 AUDIO_FRAMES = (20, 230, 75)
+<<<<<<< HEAD
 FREE_MERGE = 2
 """Patches of an item that are merged in each direction, where the item itself says how many."""
+=======
+AUDIO_TOKENS = (3, 7, 5)
+"""Of sounds as they were recorded."""
+>>>>>>> work-configs
 SECONDS_PER_GRID = (1.0, 0.5)
 TOKENS_OF_RECORDING = (2, 4, 3)
 AUDIO_MASKS = ("feature_attention_mask", "input_features_mask")
@@ -80,7 +96,12 @@ class MediaMaker:
     def modalities_of(model_class: type) -> tuple[str, ...]:
         """What the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
+<<<<<<< HEAD
         return tuple(kind for kind, name in INPUTS.items() if name in known or (kind == AUDIO and RECORDING in known))
+=======
+        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else INPUTS
+        return tuple(kind for kind, name in made.items() if name in known)
+>>>>>>> work-configs
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
@@ -247,9 +268,9 @@ class MediaMaker:
         return self._packed(kind, merged, self._patch)
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
-        tower = layout.tower_config(self.config, kind)
-        merge = layout.merge_size(tower)
-        steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == VIDEO else 1
+        vision = layout.tower_config(self.config, kind)
+        merge = layout.merge_size(vision)
+        steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
             merge *= FREE_MERGE
@@ -267,7 +288,13 @@ class MediaMaker:
 
     def _audio(self, number: int) -> Item:
         if INPUTS[AUDIO] not in self.known:
+<<<<<<< HEAD
             return self.recording(TOKENS_OF_RECORDING[number])
+=======
+            samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
+            forms = (self.waveform(samples, channel) for channel in CHANNELS)
+            return next((form for form in forms if self._is_taken(form)), None) or self.waveform(samples)
+>>>>>>> work-configs
         if self._frames is None and AUDIO not in self._candidates:
             try:
                 self._frames = self._accepted_frames()
@@ -316,6 +343,12 @@ class MediaMaker:
             arguments[name] = torch.tensor([frames * per_frame])
         return Item(AUDIO, arguments)
 
+    def waveform(self, samples: int, channel: tuple[int, ...] = ()) -> Item:
+        """A sound as it was recorded, of so many samples, and which of them are real."""
+        masks = {name for name in self._parameters(AUDIO) if name.endswith("_mask")} & self.known
+        mask = torch.ones(1, samples, dtype=torch.long)
+        return Item(AUDIO, {WAVEFORM: self._noise(1, *channel, samples), **dict.fromkeys(sorted(masks), mask)})
+
     def _required(self, kind: str, ending: str) -> set[str]:
         """The arguments without which there are no features, and which say how long each sound is: masks, or lengths."""
         parameters = self._parameters(kind)
@@ -349,9 +382,13 @@ def collate_items(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
+<<<<<<< HEAD
     if name not in ("input_features", RECORDING, f"{RECORDING}_mask", *AUDIO_MASKS) and not name.endswith(
         "padding_mask"
     ):
+=======
+    if name not in (INPUTS[AUDIO], WAVEFORM, f"{WAVEFORM}_mask", *AUDIO_MASKS) and not name.endswith("padding_mask"):
+>>>>>>> work-configs
         return tensors
     longest = max(tensor.shape[-1] for tensor in tensors)
     return [F.pad(tensor, (0, longest - tensor.shape[-1])) for tensor in tensors]

@@ -17,7 +17,7 @@ from invoked import invoke
 from patchgen import commands, model_configs, pipeline, provenance, upstream
 from patchgen.cli import app
 from patchgen.commands import examination
-from patchgen.errors import ConfigError, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
+from patchgen.errors import ConfigError, PassMismatch, PatchgenError, SourceSyntaxError, StaleFile, UpstreamNotFound
 from patchgen.runtime.verify import source_keys
 
 COMMANDS = ("generate", "check", "diff", "explain", "inspect", "new", "list", "mesh", "upgrade", "verify", "sweep")
@@ -69,15 +69,65 @@ def test_several_models_get_a_line_each(tmp_path: Path):
     assert f"{MODEL}: " in output and "llama: " in output
 
 
+def configuration(model: str) -> str:
+    """The text of upstream's configuration file."""
+    return upstream.open_release().read(f"models/{model}/configuration_{model}.py")
+
+
 def test_generate_from_a_file(tmp_path: Path):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text)
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
     invoke("generate", "own", "--source", str(source), "--output", str(tmp_path / "out"))
     text = (tmp_path / "out" / "own" / "modeling_own.py").read_text()
     assert "ops.causal_lm_loss(" in text and f"patchgen generate own --source {source}\n" in text
     pytest.importorskip("torch")
     with pytest.raises(ConfigError, match=r"made from a file modeling_own\.py.*no upstream class"):
         invoke("verify", "own", "--directory", str(tmp_path / "out" / "own"))
+
+
+def test_a_file_names_its_model_and_its_config_stands_beside_it(tmp_path: Path):
+    source, out = tmp_path / "modeling_own.py", tmp_path / "out"
+    source.write_text(upstream.load(MODEL).text)
+    with pytest.raises(ConfigError, match=rf"configuration_{MODEL}\.py, which it imports: put the file beside"):
+        invoke("generate", "--source", str(source), "--output", str(out))
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
+    invoke("generate", "--source", str(source), "--output", str(out))
+    assert "from transformers.configuration_utils" in (out / "own" / f"configuration_{MODEL}.py").read_text()
+    kept = 'from patchgen.model_configs import ModelConfig\n\nCONFIG = ModelConfig(model="own", expect={"fused_loss": 7})\n'
+    (tmp_path / "patchgen_own.py").write_text(kept)
+    with pytest.raises(PassMismatch, match=r"expects 7.*\n(.*\n)*.*patchgen_own\.py"):
+        invoke("generate", "--source", str(source), "--output", str(out))
+    other = tmp_path / "other.py"
+    other.write_text(kept.replace("7", "1"))
+    invoke("generate", "--source", str(source), "--config", str(other), "--output", str(out))
+    assert f"--source {source} --config {other}" in (out / "own" / "modeling_own.py").read_text()
+    with pytest.raises(ConfigError, match=r"no file .*missing\.py \(given as --config\)"):
+        invoke("generate", "--source", str(source), "--config", str(tmp_path / "missing.py"), "--output", str(out))
+
+
+def test_all_refusals_of_a_file_are_told_at_once(tmp_path: Path):
+    source, text = tmp_path / "modeling_own.py", upstream.load("qwen3_moe").text
+    text = text.replace("self.act_fn(gate) * up", "self.act_fn(gate) + up").replace(
+        "loss = self.loss_function(", "loss = self.other("
+    )
+    source.write_text(text)
+    (tmp_path / "configuration_qwen3_moe.py").write_text(configuration("qwen3_moe"))
+    with pytest.raises(PassMismatch, match=r"passes refuse modeling_own\.py") as caught:
+        invoke("generate", "--source", str(source), "--output", str(tmp_path / "out"))
+    for name in ("fused_experts", "fused_loss"):
+        assert f"The pass '{name}' missed" in str(caught.value) and f'"{name}": Expect(0' in str(caught.value)
+    assert str(tmp_path / "patchgen_own.py") in str(caught.value)
+
+
+def test_names_that_transformers_does_not_have_are_told(tmp_path: Path):
+    source, line = tmp_path / "modeling_own.py", "from ...activations import ACT2FN"
+    added = "from ...no_such_module import nothing\n"
+    text = upstream.load(MODEL).text.replace(line, f"{added}from ...activations import ACT2FN, NOTHING")
+    source.write_text(text.replace("self.act_fn =", "nothing, NOTHING; self.act_fn ="))
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
+    with pytest.raises(ConfigError, match=r"(?s)transformers\.no_such_module: .*transformers\.activations\.NOTHING: "):
+        invoke("generate", "--source", str(source), "--output", str(tmp_path / "out"))
 
 
 def test_check_names_the_line_of_a_changed_character(models: Path):
@@ -108,6 +158,7 @@ def test_check_compares_bytes_and_names_changed_line_endings(models: Path):
 def test_check_calls_a_model_from_a_file_unchecked_and_sees_its_edits(models: Path, tmp_path: Path):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text)
+    (tmp_path / f"configuration_{MODEL}.py").write_text(configuration(MODEL))
     invoke("generate", "own", "--source", str(source))
     result = invoke("check")
     assert result.exit_code == 0

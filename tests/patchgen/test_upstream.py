@@ -196,6 +196,8 @@ def test_a_disk_copy_of_a_release_file_meets_the_same_passes(tmp_path: Path):
     """Without auto maps and without a release: the roles alone find head, decoder and experts."""
     origin = upstream.load("qwen3_moe")
     (tmp_path / "modeling_custom.py").write_text(origin.text)
+    beside = "configuration_qwen3_moe.py"
+    (tmp_path / beside).write_text(upstream.open_release().read(f"models/qwen3_moe/{beside}"))
     generated = pipeline.generate(upstream.load("custom", source=tmp_path))
     assert "ops.fused_moe(" in generated.text and "ops.require_transformers" not in generated.text
     (tmp_path / "modeling_custom.py").write_text(origin.text.replace("self.loss_function", "self.other"))

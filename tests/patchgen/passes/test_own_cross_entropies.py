@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -246,3 +248,33 @@ def test_what_a_head_makes_of_its_logits(code, is_read):
     else:
         with pytest.raises(PassMismatch, match="every token by itself"):
             applied(FusedLoss(), text)
+
+
+SWITCHED = (
+    UPSTREAM
+    + """
+            if self.weight > 0:
+                spread = logits.logsumexp(dim=-1).pow(2).mean()
+                loss = loss + self.weight * spread"""
+)
+HELD = "        self.vocab_size = config.vocab_size\n        self.lm_head"
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_a_term_of_all_logits_is_upstreams_and_no_step_has_it(tmp_path, state, weight):
+    held = (HELD, f"        self.weight = {weight}\n{HELD}")
+    model = built(tmp_path, (UPSTREAM, SWITCHED), held)
+    logits = model(IDS, use_cache=False).logits
+    mean = cross_entropy(logits[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten())
+    with seams.using(causal_lm_loss="chunked"):
+        found = model(IDS, labels=LABELS, use_cache=False)
+    torch.testing.assert_close(found.loss, mean + weight * logits.logsumexp(-1).pow(2).mean())
+    assert (found.logits is None) == (weight == 0.0)
+    with parallel.using(state), pytest.raises(ValueError, match="weight > 0") if weight else contextlib.nullcontext():
+        torch.testing.assert_close(model(IDS, labels=LABELS, use_cache=False).loss, mean)
+
+
+@pytest.mark.parametrize("switch", ["self.lm_head.weight.std() > 0", "logits.std() > 0", "self.training"])
+def test_a_term_that_no_number_switches_is_refused(switch):
+    with pytest.raises(PassMismatch, match="with the loss alone in it"):
+        pipeline.generate(edited(load("llama"), (UPSTREAM, SWITCHED.replace("self.weight > 0", switch))))

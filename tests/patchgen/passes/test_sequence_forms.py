@@ -209,6 +209,16 @@ def test_mixers_of_a_model_inside_that_takes_no_tokens_are_not_the_language_mode
     assert [hit.site for hit in applied(MixerSP(), shared).hits] == ["Conv"]
 
 
+def test_mixers_beside_a_language_model_of_another_file_are_not_its_own():
+    text = model("self.x = Conv(config)", "inputs_embeds = self.x(inputs_embeds)", read="pass")
+    text = text.replace("class Decoder(PreTrainedModel)", "class Decoder(PreTrainedModel, GenerationMixin)")
+    text = text.replace("import PreTrainedModel", "import AutoModel, GenerationMixin, PreTrainedModel")
+    assert [hit.site for hit in applied(MixerSP(), text).hits] == ["Conv"]
+    for config, hits in (("config.text_config", []), ("config.vision_config", ["Conv"])):
+        elsewhere = text.replace("self.x = Conv", f"self.y = AutoModel.from_config({config}); self.x = Conv")
+        assert [hit.site for hit in applied(MixerSP(), elsewhere).hits] == hits
+
+
 def test_an_embedding_of_times_is_no_sign_of_a_decoder_and_one_of_positions_is():
     run, built = "inputs_embeds = self.language_model(inputs_embeds)", "self.language_model = build(config)"
     assert not applied(LanguageSP(), model(built, run, read="pass")).hits

@@ -100,6 +100,8 @@ def test_a_committed_file_that_differs_is_said_and_its_proof_is_outdated(models)
 def test_a_model_from_a_file_is_compared_with_that_file(tmp_path, models):
     source = tmp_path / "modeling_own.py"
     source.write_text(upstream.load(MODEL).text.replace('"""\n', '"""  # </script><img src=x>\n', 1))
+    beside = f"configuration_{MODEL}.py"
+    (tmp_path / beside).write_text(upstream.open_release().read(f"models/{MODEL}/{beside}"))
     run("generate", "own", "--source", str(source), "--output", str(models))
     page = model.page("own")
     assert "&lt;/script&gt;&lt;img src=x&gt;" in page and "<img" not in page

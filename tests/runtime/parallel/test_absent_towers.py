@@ -137,6 +137,10 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "smolvlm.SmolVLM": {"image": (1, 1, 3, 32, 32)},
     "gemma4.Gemma4": {"image": (1, 9, 192), "video": (1, 9, 192), "audio": (1, 16, 32)},
     "lfm2_vl.Lfm2Vl": {"image": (1, 4, 192)},
+    "paddleocr_vl.PaddleOCRVL": {"image": (4, 3, 8, 8)},
+    "video_llama_3.VideoLlama3": {"image": (1, 192), "video": (1, 192)},
+    "granite_docling.GraniteDocling": {"image": (1, 3, 32, 32)},
+    "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},
 }
 
 

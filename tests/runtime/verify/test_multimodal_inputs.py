@@ -8,8 +8,14 @@ import pytest
 import torch
 import transformers
 
+<<<<<<< HEAD
 from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.parallel import fields
+=======
+from patchgen.runtime.media_forms import minimal_inputs
+from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO, samples_per_token
 from patchgen.runtime.parallel.fields import rule_of
+>>>>>>> work-configs
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED
@@ -31,7 +37,12 @@ KINDS = {
     # whose videos have whole pairs of frames, and whose layers read the modality of each token
     "Ernie4_5_VLMoeForConditionalGeneration": {"images", "video", "mixed", "packed media", "handed in"},
     "VoxtralForConditionalGeneration": {"audio"},  # which groups frames; its placeholder's id is the checkpoint's
+    "VibeVoiceAsrForConditionalGeneration": {"audio"},  # as it was recorded, with a channel
     "MossTranscribeDiarizeForConditionalGeneration": {"audio"},  # whose features require a mask that the head hands on
+    "DeepseekVLHybridForConditionalGeneration": {"images"},  # each image twice, of which one is for a second tower
+    "Kimi_K25ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # a patch is an image; clips of one frame
+    "MuseSparkForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},  # sounds as they were recorded
+    "VideoLlama3ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # each item says how it is merged
 }  # fmt: skip
 
 
@@ -52,17 +63,20 @@ def test_every_kind_of_input_and_none_refused(head: str) -> None:
 
 
 @pytest.mark.parametrize("head", KINDS)
-def test_every_name_that_is_handed_over_has_a_rule(head: str) -> None:
+def test_every_name_that_is_handed_over_has_a_rule(head: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is proven is packed and sliced in a run, and never meets a name that nothing says how to.
 
     What a caller computed beforehand ("handed in") is made of a whole batch, and no field of a sample.
     """
-    _, media = upstream(head)
+    model, media = upstream(head)
+    for name in ("RULES", "_FOUND"):
+        monkeypatch.setattr(fields, name, getattr(fields, name).copy())
+    fields.of_items(type(model))
     batches = [case.batch for case in media.cases if case.name != "handed in"]
     names = {name for batch in batches for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert len(names) > 3
     for name in names:
-        rule_of(name)
+        fields.rule_of(name)
 
 
 def test_images_of_one_area_may_take_different_numbers_of_tokens() -> None:
@@ -79,7 +93,17 @@ def test_the_modality_of_a_token_reaches_the_layers_that_read_it() -> None:
     _, media = upstream("Ernie4_5_VLMoeForConditionalGeneration")
     images = next(case for case in media.cases if case.name == "images").batch
     assert images["moe_mm_token_type_ids"].any()
-    assert rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
+    assert fields.rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
+
+
+def test_a_sound_as_it_was_recorded_has_whole_tokens() -> None:
+    model, media = upstream("VibeVoiceAsrForConditionalGeneration")
+    batch = media.cases[0].batch
+    hop = samples_per_token(model.config)
+    assert batch["input_values"].shape == (3, 1, 7 * hop)
+    assert batch["padding_mask"].sum(-1).tolist() == [3 * hop, 7 * hop, 5 * hop]
+    smallest = minimal_inputs(model.model.get_audio_features, sp=1, like=torch.zeros(1))
+    assert smallest["input_values"].shape == (1, 1, hop)
 
 
 def test_an_input_that_upstream_refuses_is_told() -> None:
