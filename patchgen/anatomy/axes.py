@@ -90,6 +90,11 @@ def either(left: Value, right: Value, node: ast.AST) -> Value:
     return left if has_rows(left) else right
 
 
+def any_of(values: Sequence[Value], node: ast.AST) -> Value:
+    """What is one of several."""
+    return functools.reduce(lambda left, right: either(left, right, node), values)
+
+
 def joined(values: Sequence[Value], node: ast.AST) -> Value:
     """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
     found = [value for value in values if has_rows(value)]

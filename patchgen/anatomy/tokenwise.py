@@ -9,7 +9,6 @@ look like.
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Collection, Sequence
 
 from patchgen.anatomy.axes import (
@@ -20,6 +19,7 @@ from patchgen.anatomy.axes import (
     Unread,
     Value,
     along,
+    any_of,
     either,
     has_rows,
     indexed,
@@ -389,13 +389,9 @@ class _Reader:
         """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
         more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
-        if (
-            query not in ("1.r.", "..r.")
-            or any(one != query for one in others)
-            or any(map(has_rows, map(self.value, more)))
-        ):
+        if query != "1.r." or any(one != query for one in others) or any(map(has_rows, map(self.value, more))):
             raise Mixed(call)
-        return (f"{query[0]}r..", None)
+        return ("1r..", None)
 
     def _operation(
         self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
@@ -427,9 +423,7 @@ class _Reader:
         held = self._anatomy.held(self._owner, attribute)
         if held:
             try:
-                return functools.reduce(
-                    lambda left, right: either(left, right, call), [self._result(value, call) for value in held]
-                )
+                return any_of([self._result(value, call) for value in held], call)
             except Unread:
                 pass
         meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
@@ -440,9 +434,7 @@ class _Reader:
         if isinstance(value, FunctionNode):
             return self._inside(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return functools.reduce(
-                lambda left, right: either(left, right, call), [self._result(part, call) for part in handed]
-            )
+            return any_of([self._result(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and is_of_config(value)):
@@ -463,13 +455,9 @@ class _Reader:
                 return same
             if name in self._known:
                 return Result(next((one for one in given if isinstance(one, str)), "*."))
-            if (
-                resolved in CONVOLVED
-                and not self._fixed
-                and isinstance(same, str)
-                and same in (CONVOLVED[resolved], "r&", "r.&", "r1&")
-            ):
-                return CONVOLVED[resolved]
+            form = CONVOLVED.get(resolved)
+            if form and not self._fixed and same in (form, "r&"):
+                return form
             found = self._anatomy.method(name, "forward") if not library else None
             if found is not None:
                 return self._inside(name, found[1], call)
