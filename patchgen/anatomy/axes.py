@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from patchgen.anatomy.known import ALONG, REDUCING
+
+MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}  # operations that move axes, with the place of `dim`
 
 
 class Mixed(Exception):
@@ -86,6 +90,11 @@ def either(left: Value, right: Value, node: ast.AST) -> Value:
     return left if has_rows(left) else right
 
 
+def any_of(values: Sequence[Value], node: ast.AST) -> Value:
+    """What is one of several."""
+    return functools.reduce(lambda left, right: either(left, right, node), values)
+
+
 def joined(values: Sequence[Value], node: ast.AST) -> Value:
     """What an operation on each element makes of tensors and numbers. None has no more axes than the rows have."""
     found = [value for value in values if has_rows(value)]
@@ -153,3 +162,43 @@ def reshaped(axes: Value, sizes: Sequence[tuple[str, Value]], node: ast.AST) -> 
     if not is_plain or "." in axes[: axes.find("r")] + shape[: shape.find("r")]:
         raise Mixed(node)
     return shape
+
+
+def along(name: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr]) -> ast.expr | None:
+    """The `dim` that an operation is given, the tensor being its first argument."""
+    places = ALONG | REDUCING | MOVES
+    return named.get("dim", named.get("axis", dict(enumerate(args)).get(places.get(name))))
+
+
+def moved(
+    name: str, axes: str, args: Sequence[ast.expr], named: Mapping[str | None, ast.expr], node: ast.AST
+) -> Value:
+    """What an operation of one tensor along its axes makes."""
+    dim = along(name, args, named)
+    if name == "size":
+        return sizes_of(axes, node) if dim is None else size_of(axes, dim, node)
+    if name == "permute" and len(sizes_of(axes, node)) == len(axes):
+        return "".join(axes[axis_of(axes, place, node)] for place in getattr(args[1], "elts", args[1:]))
+    if name == "transpose":
+        letters = list(axes)
+        one, two = (axis_of(axes, place, node) for place in args[1:3])
+        letters[one], letters[two] = letters[two], letters[one]
+        return "".join(letters)
+    if name == "unsqueeze":
+        place = axis_of(f"{axes}.", dim, node)
+        return axes[:place] + "1" + axes[place:]
+    axis = axis_of(axes, dim if name == "unbind" or name in ALONG | REDUCING else None, node)
+    if axes[axis] == "r":  # pieces of the rows are gone through in their order
+        if name != "split":
+            raise Mixed(node)
+        return Pieces([axes])
+    if name in ("chunk", "split"):
+        return [axes]
+    if name in ALONG:
+        return axes
+    keepdim = dict(enumerate(args)).get(REDUCING.get(name, 0) + 1) if name not in ("var", "std") else None
+    kept = "1" if getattr(named.get("keepdim", keepdim), "value", None) is True else ""
+    rest = axes[:axis] + kept + axes[axis + 1 :]
+    if rest == "*":
+        raise Mixed(node)  # the last dimension would be another
+    return [rest] if name == "unbind" else rest

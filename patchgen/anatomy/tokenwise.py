@@ -9,7 +9,6 @@ look like.
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Collection, Sequence
 
 from patchgen.anatomy.axes import (
@@ -19,13 +18,15 @@ from patchgen.anatomy.axes import (
     Size,
     Unread,
     Value,
-    axis_of,
+    along,
+    any_of,
     either,
     has_rows,
     indexed,
     integer,
     is_tensor,
     joined,
+    moved,
     put_together,
     reshaped,
     size_of,
@@ -46,12 +47,10 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.known import (
     ACTIVATIONS,
-    ALONG,
     LIBRARIES,
     NUMBERS,
     POINTWISE,
     PRODUCTS,
-    REDUCING,
     ROW_MODULES,
     TABLES,
     has_sizes,
@@ -61,8 +60,6 @@ from patchgen.anatomy.known import (
 )
 from patchgen.anatomy.names import local_names
 
-# What moves axes, with the place of `dim`.
-MOVES = {"unsqueeze": 1, "unbind": 1, "cat": 1}
 CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
 INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
 LENGTHS_TEST = ".is_flash_attention_requested"
@@ -158,7 +155,7 @@ class _Reader:
                 case ast.If(test, inside) if _is_inference(test):
                     self._inference(inside)
                     self.run(statement.orelse)
-                case ast.If(ast.Call(function), inside) if self._resolve(function).endswith(LENGTHS_TEST):
+                case ast.If(ast.Call(function), inside) if self._is_upstream(function, LENGTHS_TEST):
                     self.run(inside)  # ranks that divide rows attend by lengths
                     if isinstance(inside[-1], ast.Return):
                         return
@@ -201,7 +198,7 @@ class _Reader:
 
     def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
         source = statement.value
-        if isinstance(source, ast.Call) and self._resolve(source.func).endswith(INTERFACE):
+        if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
             self._attends |= set(stored(statement))
         elif source is not None:
             for target in targets(statement):
@@ -257,6 +254,9 @@ class _Reader:
 
     def _resolve(self, node: ast.expr) -> str:
         return self._anatomy.names.resolve(node, self._local) or ""
+
+    def _is_upstream(self, node: ast.expr, name: str) -> bool:
+        return self._resolve(node).startswith("transformers.") and self._resolve(node).endswith(name)
 
     # ---------------------------------------------------------------------------------------- expressions
 
@@ -389,13 +389,9 @@ class _Reader:
         """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
         query, *others = [self.value(arg) for arg in call.args[1:4]]
         more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
-        if (
-            query not in ("1.r.", "..r.")
-            or any(one != query for one in others)
-            or any(map(has_rows, map(self.value, more)))
-        ):
+        if query != "1.r." or any(one != query for one in others) or any(map(has_rows, map(self.value, more))):
             raise Mixed(call)
-        return (f"{query[0]}r..", None)
+        return ("1r..", None)
 
     def _operation(
         self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
@@ -404,7 +400,6 @@ class _Reader:
         args = [*([named.pop("input")] if "input" in named and not args else []), *args]
         found = self.value(args[0]) if args else None
         others = [*args[1:], *named.values()]
-        along = named.get("dim", named.get("axis", dict(enumerate(args)).get((ALONG | REDUCING | MOVES).get(name))))
         if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
             return Size("~")
         if name in self._known:
@@ -412,7 +407,7 @@ class _Reader:
         if is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
             return joined([self.value(arg) for arg in (*args, *named.values())], call)
         if name == "cat":
-            return put_together(found, along, call)
+            return put_together(found, along(name, args, named), call)
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
             sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
@@ -421,53 +416,14 @@ class _Reader:
             raise Mixed(call)
         if name in PRODUCTS and found[-1] == ".":
             return found
-        if name == "size":
-            return sizes_of(found, call) if along is None else size_of(found, along, call)
-        if name == "permute" and not set(found) & set("*&"):
-            order = [axis_of(found, place, call) for place in (getattr(args[1], "elts", args[1:]))]
-            return "".join(found[axis] for axis in order)
-        if name == "transpose":
-            letters = list(found)
-            one, two = (axis_of(found, place, call) for place in args[1:3])
-            letters[one], letters[two] = letters[two], letters[one]
-            return "".join(letters)
-        if name == "unsqueeze":
-            place = axis_of(found + ".", along, call)
-            return found[:place] + "1" + found[place:]
-        axis = axis_of(found, along, call) if name in (ALONG | REDUCING) or name == "unbind" else None
-        if axis is None or (found[axis] == "r" and name != "split"):
-            raise Mixed(call)
-        return self._along(name, found, axis, args, named, call)
-
-    def _along(
-        self,
-        name: str,
-        axes: str,
-        axis: int,
-        args: Sequence[ast.expr],
-        named: dict[str | None, ast.expr],
-        call: ast.AST,
-    ) -> Value:
-        if name in ("chunk", "split"):
-            return Pieces([axes]) if axes[axis] == "r" else [axes]
-        if name in ("unbind", *REDUCING):
-            kept = named.get(
-                "keepdim", dict(enumerate(args)).get(REDUCING.get(name, 0) + 1) if name not in ("var", "std") else None
-            )
-            rest = axes[:axis] + ("1" if getattr(kept, "value", None) is True else "") + axes[axis + 1 :]
-            if rest == "*":
-                raise Mixed(call)  # the last dimension would be another
-            return [rest] if name == "unbind" else rest
-        return axes
+        return moved(name, found, args, named, call)
 
     def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
         held = self._anatomy.held(self._owner, attribute)
         if held:
             try:
-                return functools.reduce(
-                    lambda left, right: either(left, right, call), [self._result(value, call) for value in held]
-                )
+                return any_of([self._result(value, call) for value in held], call)
             except Unread:
                 pass
         meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
@@ -478,9 +434,7 @@ class _Reader:
         if isinstance(value, FunctionNode):
             return self._inside(self._owner, value, call)
         if handed := self._anatomy.handed(self._owner, value):
-            return functools.reduce(
-                lambda left, right: either(left, right, call), [self._result(part, call) for part in handed]
-            )
+            return any_of([self._result(part, call) for part in handed], call)
         given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
         same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
         if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and is_of_config(value)):
@@ -501,13 +455,9 @@ class _Reader:
                 return same
             if name in self._known:
                 return Result(next((one for one in given if isinstance(one, str)), "*."))
-            if (
-                resolved in CONVOLVED
-                and not self._fixed
-                and isinstance(same, str)
-                and same in (CONVOLVED[resolved], "r&", "r.&", "r1&")
-            ):
-                return CONVOLVED[resolved]
+            form = CONVOLVED.get(resolved)
+            if form and not self._fixed and same in (form, "r&"):
+                return form
             found = self._anatomy.method(name, "forward") if not library else None
             if found is not None:
                 return self._inside(name, found[1], call)
