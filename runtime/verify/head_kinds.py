@@ -97,10 +97,13 @@ def batch_of(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any],
 
 
 def _ended(config: PreTrainedConfig, ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Rows `(B, S)` as classifiers read them: the token that ends a text behind the last one, then those that fill."""
+    """Rows `(B, S)` as classifiers read them: the token that ends a text as its last one, then those that fill.
+
+    What stands before a text stays: whether a head reads it (its first place, of BERT's) shows when it is changed.
+    """
     mask = torch.ones_like(ids) if mask is None else mask
     text = config.get_text_config()
-    out = ids.masked_fill(mask == 0, text.pad_token_id or 0)
+    out = ids.masked_fill(mask == 0, text.pad_token_id or 0) if mask[:, 0].all() else ids
     end = getattr(text, "eos_token_id", None)
     if isinstance(end, int):
         places = torch.arange(ids.shape[1]).expand_as(ids)
