@@ -203,7 +203,7 @@ def _missing(used: set[str], module: Module, anatomy: Anatomy, origin: str) -> I
                 alias = f" as {name}" if name != imported else ""
                 yield f"from {package} import {imported}{alias}" if package else f"import {imported}{alias}"
         elif wanted:
-            yield from _missing(references(block.node), module, anatomy, origin)
+            yield from _missing(references(block.node) - wanted, module, anatomy, origin)
             yield block.text.strip()
 
 

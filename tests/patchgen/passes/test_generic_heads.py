@@ -202,3 +202,9 @@ def test_a_recipe_takes_the_language_model_of_a_file_with_several_heads(tmp_path
         registry, "generated_models", lambda directory=None: (registry.read_model(tmp_path / "llama"),)
     )
     assert registry.find_head(small_config("llama").config).__name__ == "LlamaForCausalLM"
+
+
+def test_what_the_generic_code_names_and_the_file_lacks_comes_along():
+    """mistral's file has no logger of its own."""
+    text = pipeline.generate(load("mistral"), heads=["MistralForSequenceClassification"]).text
+    assert "from transformers.utils import logging" in text and "logger = logging.get_logger(__name__)" in text
