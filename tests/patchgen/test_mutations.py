@@ -326,7 +326,7 @@ def test_a_changed_site_is_refused_or_hit_for_a_reason(case: Mutation):
     else:
         with pytest.raises(PassMismatch) as error:
             pipeline.generate(origin, default_config(case.model))
-        assert "expects" in str(error.value) or "ways out" in str(error.value)
+        assert "expects" in str(error.value) or "to fix" in str(error.value)
         hold(case, accounts.refusal(error.value))
 
 
