@@ -59,7 +59,6 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
-_PACKED: list[bool] = []  # whether any call of this process brought packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
 
@@ -97,19 +96,9 @@ def documents_of(config: object) -> Tensor | None:
 def bounds_of_call() -> Tensor | None:
     """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted.
 
-    Raises:
-        ValueError: a layer is computed again in the backward, after packed rows: the call that brought them has ended.
+    A layer that is computed again in the backward runs in no call: `checkpointing.remember` has what its first run found.
     """
-    found = next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
-    if found is not None:
-        _PACKED.append(True)
-        del _PACKED[1:]
-    elif _PACKED and not _RUNNING.calls and torch._C._current_graph_task_id() != -1:
-        raise ValueError(
-            "A layer that mixes tokens is computed again in the backward, and packed rows were seen: where their documents end "
-            "is known in the model's call alone. Take `parallel.checkpointing`, which keeps it, or rows of one document each."
-        )
-    return found
+    return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
 
 
 def documents_apart() -> DocumentRows | None:
