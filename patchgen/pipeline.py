@@ -131,7 +131,7 @@ def _apply(current: Pass, module: Module, anatomy: Anatomy, config: ModelConfig)
             f"The pass '{current.name}' has {len(outcome.hits)} hits on {anatomy.upstream.origin}, and the config of "
             f"'{config.model}' expects {wanted}{why}. Hits, and sites that upstream serves:\n"
             f"{listed}\n"
-            f"  ways out mend the pass, or review the change and correct `expect` in "
+            f"  to fix   update the pass, or review the change and correct `expect` in "
             f"{outside.config_place(anatomy.upstream)}.",
             tuple(hit.site for hit in outcome.hits),
             current.name,

@@ -209,7 +209,7 @@ class SitePass(Pass):
 
     def _way_out(self) -> str:
         config = f'`expect={{"{self.name}": Expect(0, reason="...")}}`'
-        return f"  ways out mend the pass ({_shown_file(type(self))}), or state in the model's config {config}."
+        return f"  to fix   update the pass ({_shown_file(type(self))}), or state in the model's config {config}."
 
 
 def _shown_file(kind: type[Pass]) -> str:

@@ -44,7 +44,7 @@ class HostSyncLint(Pass):
             listed = "\n".join(f"  {one}" for one in open_findings)
             raise PassMismatch(
                 f"The pass '{self.name}' found host syncs in the training path:\n{listed}\n"
-                "  ways out rewrite the site with a pass or a hand edit, or allow it in the model's config with a reason."
+                "  to fix   rewrite the site with a pass or a hand edit, or allow it in the model's config with a reason."
             )
         excused = tuple(Hit(where, 0, f"{what}: {why}") for where, what, why in found if why)
         return Outcome(module, upstream=excused, notes=tuple(open_findings))

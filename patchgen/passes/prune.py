@@ -65,7 +65,7 @@ class Prune(Pass):
             raise PassMismatch(
                 f"The pass '{self.name}' misses the root(s) {', '.join(unknown)} in {anatomy.upstream.path}. "
                 f"Nearest model classes: {', '.join(nearest) or 'none'}.\n"
-                "  ways out correct `roots` or `heads` in the model's config, or leave them out: upstream's heads are the default."
+                "  to fix   correct `roots` or `heads` in the model's config, or leave them out: upstream's heads are the default."
             )
         kept_names = _reachable(module, roots)
         kept = [block for block in module if _stays(block, kept_names)]

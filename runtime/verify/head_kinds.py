@@ -48,8 +48,17 @@ def kind_of(class_name: str) -> str | None:
     for kind, mapping in MAPPINGS.items():
         served = getattr(modeling_auto, mapping).values()
         if any(class_name in ((one,) if isinstance(one, str) else one) for one in served):
-            return None if kind == BASE and _is_language_model(class_name) else kind
+            is_one = {CONDITIONAL: _is_encoder_decoder, BASE: lambda name: not _is_language_model(name)}.get(kind)
+            return kind if is_one is None or is_one(class_name) else None
     return None
+
+
+def _is_encoder_decoder(class_name: str) -> bool:
+    """Whether a class has a decoder with tokens of its own: upstream's mapping lists language models of speech, too."""
+    import transformers
+
+    model_class = getattr(transformers, class_name, None)
+    return model_class is not None and "decoder_input_ids" in inspect.signature(model_class.forward).parameters
 
 
 def _is_language_model(class_name: str) -> bool:

@@ -472,6 +472,11 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if {"out_hidden_size", "vision_config"} <= own_fields.keys():  # of the tower's merged patches
         tower = small["vision_config"]
         found["out_hidden_size"] = tower.hidden_size * merge_size(tower) ** 2
+    if {"window_size", "downsample_rate"} <= own_fields.keys():  # a window becomes whole tokens
+        found["window_size"] = small["downsample_rate"] * max(1, values["window_size"] // values["downsample_rate"])
+    if {"pixel_shuffle_ratio", "projector_input_dim"} <= own_fields.keys():  # its MLP reads the shuffled patches
+        merged = round(small["hidden_size"] / small["pixel_shuffle_ratio"] ** 2)
+        found |= {"intermediate_size": merged, "projector_input_dim": small["projector_output_dim"]}
     queries = values.get("projector_patch_to_query_dict")
     if queries:  # by the number of patches of an image
         found["projector_patch_to_query_dict"] = {

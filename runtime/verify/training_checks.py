@@ -190,8 +190,10 @@ class Comparison:
         items = inputs.num_labels(rows) + spare
         counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         failed = len(self.failures)
-        by_mask = "attention_mask" in rows  # a run never pads by a mask: others may
-        handed = loss.upstream_labels(self.generated_class, rows) if by_mask else _handed(rows)
+        handed = _handed(rows)
+        if "attention_mask" in rows:  # a run never pads by a mask: others may
+            targets = loss.upstream_labels(self.generated_class, rows)["labels"]
+            handed = rows if targets is rows["labels"] else {**rows, "shift_labels": targets}
         logits = lambda model: {"logits": self._reference_logits(model, rows)[counts]}  # noqa: E731
         self._compare(
             name,
