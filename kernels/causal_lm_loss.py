@@ -25,6 +25,8 @@ CHUNK_LOGITS = 2**29
 become small; with more only the memory grows."""
 
 _LARGEST_CHUNK = 8192
+IS_CROSS_ENTROPY = "is_mean_cross_entropy"
+"""On a loss function that computes what ForCausalLMLoss does, of the targets that it is handed."""
 
 
 def chunk_size(vocab_size: int) -> int:
@@ -90,70 +92,11 @@ def chunked_causal_lm_loss(
     return None, total / items(target_T, num_items_in_batch, ignore_index)
 
 
-def aligned_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    *,
-    num_items_in_batch: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
-    **ignored_by_upstream: object,
-) -> Tensor:
-    """The cross entropy that heads write out whose labels are those of the tokens above them.
-
-    Args:
-        logits: `[B, S, V]`.
-        labels: `[B, S]`; `-100` is ignored. Not read if `shift_labels` is given, as by `ops.causal_lm_loss`.
-        num_items_in_batch: the sum is divided by it, in fp32; without it, by the number of labels that count.
-        ignored_by_upstream: further keywords of the model's forward, which upstream's loss does not see.
-
-    Returns:
-        The mean, in the dtype of the logits as upstream's; a share of the step in fp32.
-    """
-    targets = labels if shift_labels is None else shift_labels
-    logits_TV, target_T = logits.reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
-    if num_items_in_batch is None:
-        return F.cross_entropy(logits_TV, target_T)
-    return _cross_entropy_sum(logits_TV, target_T, -100) / items(target_T, num_items_in_batch, -100)
-
-
-def shifted_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    *,
-    attention_mask: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    **more: object,
-) -> Tensor:
-    """The cross entropy that heads write out over `logits[..., :-1, :]` and `labels[..., 1:]`.
-
-    Args:
-        labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
-        attention_mask: `[B, S]` or longer, whose last are taken; tokens that it drops are no targets.
-        more: see `aligned_cross_entropy`.
-    """
-    if shift_labels is not None:
-        return aligned_cross_entropy(logits, labels, vocab_size, shift_labels=shift_labels, **more)
-    logits, labels = logits[..., :-1, :], labels[..., 1:]
-    if attention_mask is not None:
-        kept = attention_mask[:, -logits.shape[1] :] != 0
-        logits, labels = logits[kept.to(logits.device)], labels[kept.to(labels.device)]
-    return aligned_cross_entropy(logits, labels, vocab_size, **more)
-
-
-def kept_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The labels `[B, S]` with -100 where a mask, `[B, S]` or longer, drops the token; None: all of them."""
-    if attention_mask is None:
-        return labels
-    return labels.masked_fill(attention_mask[:, -labels.shape[1] :].to(labels.device) == 0, -100)
-
-
 def require_causal_lm_loss(loss_function: Callable[..., Tensor], implementation: str) -> None:
     """Raises ValueError unless `loss_function` is one whose formula this file has."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
-    if loss_function not in (ForCausalLMLoss, aligned_cross_entropy, shifted_cross_entropy):
+    if loss_function is not ForCausalLMLoss and not getattr(loss_function, IS_CROSS_ENTROPY, False):
         name = getattr(loss_function, "__qualname__", repr(loss_function))
         raise ValueError(
             f"causal_lm_loss='{implementation}' computes transformers' ForCausalLMLoss; this model's loss_function is "
@@ -209,13 +152,13 @@ def _losses(
             f"vocab_size {vocab_size}, found {tuple(logits_1CV.shape)}."
         )
     logits_CV = logits_1CV.squeeze(0)
-    total = _on(logits_CV, _cross_entropy_sum)(logits_CV, target_C, ignore_index)
+    total = _on(logits_CV, cross_entropy_sum)(logits_CV, target_C, ignore_index)
     with torch.no_grad():
         rows = _on(logits_CV, _cross_entropy_rows)(logits_CV, target_C, ignore_index) if with_rows else None
     return total, rows
 
 
-def _cross_entropy_sum(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
+def cross_entropy_sum(logits_CV: Tensor, target_C: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(logits_CV.float(), target_C, ignore_index=ignore_index, reduction="sum")
 
 

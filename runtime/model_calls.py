@@ -94,7 +94,10 @@ def documents_of(config: object) -> Tensor | None:
 
 
 def bounds_of_call() -> Tensor | None:
-    """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted."""
+    """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted.
+
+    A layer that is computed again in the backward runs in no call: `checkpointing.remember` has what its first run found.
+    """
     return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
 
 

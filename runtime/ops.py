@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.kernels.causal_lm_loss import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
@@ -43,6 +42,7 @@ from patchgen.runtime.media_ops import (
 from patchgen.runtime.parallel_plan import ParallelPlan, parallel_plan
 from patchgen.runtime.parts import build_part
 from patchgen.runtime.positions import PositionIds
+from patchgen.runtime.written_losses import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,6 +73,7 @@ __all__ = [
     "own_levels",
     "parallel_plan",
     "refuse_slices",
+    "refuse_uneven_ranks",
     "register_checkpoint_mapping",
     "register_stacked_experts",
     "require_no_step",
@@ -446,6 +447,18 @@ def refuse_slices(mixer: str) -> None:
         raise UnsupportedError(
             f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
             f"sequence (sp={state.sp}). Train this model with sp=1."
+        )
+
+
+def refuse_uneven_ranks(name: str, test: str) -> None:
+    """Raises `UnsupportedError` on several ranks: `name` runs a module only where `test`, of this rank's tokens, asks for it."""
+    state = parallel.current()
+    if state is not None and state.config.world > 1:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{name} runs some of its modules only where `{test}`, and ranks whose tokens say otherwise would leave the others "
+            f"waiting (world={state.config.world}). Train this model on one rank."
         )
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 
-from patchgen.anatomy.classes import FunctionNode, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, parameter_names
 from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import TOKENS, Role, built_by, convolutions, takes_media_alone
 
 CONVOLUTION, DELTA_RULE, UNKNOWN = "causal_conv1d", "delta_rule", "unread_scan"
 BY_HEADS, BY_CHANNELS, FUSED = "state_space_scan", "selective_scan", "fused_scan"
+ALONG = {"cumsum", "cumprod", "logcumsumexp", "roll", "associative_scan"}  # of torch, along a dimension
 
 
 def sequence_operations(anatomy: Anatomy) -> dict[str, str]:
@@ -40,6 +43,33 @@ def _scan_kind(function: FunctionNode) -> str:
 def _is_shape(node: ast.Assign, name: str) -> bool:
     """Whether it is `a, b, ... = name.shape`."""
     return isinstance(node.targets[0], ast.Tuple) and ast.unparse(node.value) == f"{name}.shape"
+
+
+def unwrapped(info: ClassInfo, operations: Collection[str], anatomy: Anatomy) -> ast.AST | None:
+    """What runs along the sequence below a mixer's methods, in no call that this pass wraps: an operation behind another
+    name, one of another file, or torch's own."""
+    for method in [method for name, method in info.methods.items() if name != "__init__"]:
+        pending, seen = [method], set(operations)
+        while pending:
+            code = pending.pop()
+            named = set(loaded(code)) - (local_names(code) if isinstance(code, FunctionNode) else set())
+            if code is not method and named & set(operations):
+                return code
+            for call in calls(code):
+                meaning, name = anatomy.names.resolve(call.func) or "", dotted(call.func).rpartition(".")[2]
+                is_another_models = meaning.startswith("transformers.models.") and name not in anatomy.functions
+                if name in ALONG or (is_another_models and name.islower()):
+                    return call
+            pending += [anatomy.functions[name] for name in sorted(named & set(anatomy.functions) - seen)]
+            pending += [one for name in sorted(named - seen) for one in _aliases(name, anatomy)]
+            seen |= named
+    return None
+
+
+def _aliases(name: str, anatomy: Anatomy) -> list[ast.AST]:
+    """The statements of the file that bind a name to another one."""
+    found = anatomy.names.statements.get(name, ())
+    return [one for one in found if isinstance(one, ast.Assign) and isinstance(one.value, ast.Name)]
 
 
 def of_the_language_model(anatomy: Anatomy) -> set[str]:

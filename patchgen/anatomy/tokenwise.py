@@ -414,9 +414,25 @@ class _Reader:
             return reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
-        if name in PRODUCTS and found[-1] == ".":
+        if name in PRODUCTS and found[-1] == "." and all(map(self._is_matrix, others[:1])):
             return found
         return moved(name, found, args, named, call)
+
+    def _is_matrix(self, factor: ast.AST) -> bool:
+        """Whether what rows are multiplied by has two axes, so that the last one stays: a module's weight, or a parameter of
+        two sizes. A vector would leave the rows last."""
+        match factor:
+            case ast.Attribute(ast.Name("self"), attribute):
+                bases = [base for info in self._anatomy.lineage(self._owner) for base in info.node.bases]
+                if attribute == "weight" and any(self._resolve(base) == "torch.nn.Linear" for base in bases):
+                    return True
+                made = [call for value in self._anatomy.held(self._owner, attribute) for call in calls(value)]
+                return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
+            case ast.Attribute(_, "weight"):
+                return True
+            case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
+                return self._is_matrix(inner)
+        return False
 
     def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""

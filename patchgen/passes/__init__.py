@@ -32,6 +32,7 @@ from patchgen.passes.router_loss import RouterLoss
 from patchgen.passes.shared_experts import SharedExperts
 from patchgen.passes.stacked_experts import StackedExperts
 from patchgen.passes.tied_embeddings import TiedEmbeddings
+from patchgen.passes.uneven_branches import UnevenBranches
 from patchgen.passes.vision_sp import VisionSP
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ PASSES: tuple[type[Pass], ...] = (
     FusedExperts,
     SharedExperts,
     RouterLoss,
+    UnevenBranches,
     FusedLoss,
     LanguageSP,
     MixerSP,

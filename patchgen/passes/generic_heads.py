@@ -119,12 +119,27 @@ class GenericHeads(SitePass):
 
     def sites(self, module: Module, anatomy: Anatomy) -> Sequence[Site]:
         infos = [info for info in anatomy.still_in(module) if self.heads is None or info.name in self.heads]
-        found = [(info, generic) for info in infos if (generic := _generic(anatomy, info.name))]
-        return [site_of(info, f"{generic} builds its model by an Auto class") for info, generic in found]
+        found = [
+            (info, f"{generic} builds its model by an Auto class")
+            for info in infos
+            if (generic := _generic(anatomy, info.name))
+        ]
+        if self.heads is not None:  # asked for by name: upstream's body, whoever it builds its model by, would stay
+            hollow = [info for info in infos if anatomy.method(info.name, "forward") is None]
+            found += [(info, "no forward in this file") for info in hollow if not _generic(anatomy, info.name)]
+        return [site_of(info, why) for info, why in found]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         generic, node = _generic(anatomy, site.block), anatomy.classes[site.block].node
-        written = _read(_release(anatomy), generic.rpartition(".")[0]).block(generic.rpartition(".")[2])
+        if generic is None:
+            raise Missed("a class of transformers that builds its model by an Auto class in its own body", node)
+        origin = _read(_release(anatomy), generic.rpartition(".")[0])
+        written = origin.block(generic.rpartition(".")[2])
+        _require_plain(written.node, node)
+        if clash := next(
+            (n for n in sorted(references(written.node)) if origin.has(n) and _defines(anatomy, n)), None
+        ):
+            raise Missed(f"{clash} of {generic.rpartition('.')[0]}, for which this file has another", node)
         if above := next((one for one in node.body if "super()" in ast.unparse(one)), None):
             raise Missed(f"no member that calls {written.name}'s by super()", above)
         build = next(_auto_builds(written.node))
@@ -153,6 +168,21 @@ class GenericHeads(SitePass):
             blocks.insert(place, Block(text=format_code("\n".join(lines))))
             outcome = replace(outcome, module=outcome.module.with_blocks(blocks))
         return replace(outcome, added=tuple(heads))
+
+
+def _require_plain(written: ast.ClassDef, head: ast.ClassDef) -> None:
+    """Raises Missed unless all that a generic class is stands in its own body, and its model is built once."""
+    builds = list(_auto_builds(written))
+    if written.bases or [ast.unparse(one) for one in written.decorator_list] not in ([], ["auto_docstring"]):
+        raise Missed("a generic class without bases and decorators of its own", written)
+    if len(builds) != 1:
+        raise Missed("a generic class that builds its model once", builds[-1])
+    if not any(PREFIX in bound_names(one) for one in (*written.body, *head.body)):
+        raise Missed(f"a generic class with `{PREFIX}`", written)
+
+
+def _defines(anatomy: Anatomy, name: str) -> bool:
+    return name in anatomy.functions or name in anatomy.classes
 
 
 def _generic(anatomy: Anatomy, name: str) -> str | None:

@@ -28,6 +28,7 @@ from patchgen.anatomy.sequence_operations import (
     UNKNOWN,
     of_the_language_model,
     sequence_operations,
+    unwrapped,
 )
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import WrapCalls, insert_first, transform
@@ -121,6 +122,8 @@ class MixerSP(SitePass):
         named = [node for node in nodes if isinstance(node, ast.Name) and node.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
+        if (hidden := unwrapped(info, operations, anatomy)) is not None:
+            raise Missed("operations along the sequence in calls of their own names alone", hidden)
         return Rewritten(rewritten, " and ".join(dict.fromkeys(rewriter.kinds)))
 
 

@@ -19,13 +19,14 @@ class VisionSP(TowerSlices):
         class ExampleAttention(nn.Module):
             def forward(self, hidden_states, cu_seqlens):
                 attention_interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation)
+                q = hidden_states.reshape(hidden_states.shape[0], 2, -1).transpose(0, 1).unsqueeze(0)
       -         if is_flash_attention_requested(self.config):
       +         # patchgen: vision_sp
       +         if ops.attends_by_lengths(self.config):
-                    return attention_interface(self, hidden_states, cu_seq_lens_q=cu_seqlens)
+                    return attention_interface(self, q, q, q, cu_seq_lens_q=cu_seqlens)[0]
                 else:
-                    parts = [attention_interface(self, one) for one in hidden_states.split(cu_seqlens.diff().tolist())]
-                    return torch.cat(parts)
+                    parts = [attention_interface(self, x, x, x)[0] for x in q.split(cu_seqlens.diff().tolist(), dim=2)]
+                    return torch.cat(parts, dim=1)
 
 
         class ExampleBlock(nn.Module):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime import model_calls
-from patchgen.runtime.parallel import sequence
+from patchgen.runtime.parallel import checkpointing, sequence
 from patchgen.runtime.parallel.mixer_arguments import (
     CHANNEL_SCAN_ROLES,
     CONVOLUTION_ROLES,
@@ -57,7 +57,7 @@ def selective_scan(scan: Callable[..., Tensor], *args: Any, state: ParallelState
 
 def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | None, **kwargs: Any) -> Any:
     """`ops.fused_scan`: what upstream's kernel gives, None where the sequence is divided or packed."""
-    lengths = [model_calls.bounds_of_call(), *(kwargs.pop(name, None) for name in LENGTHS)]
+    lengths = [_noted_bounds(), *(kwargs.pop(name, None) for name in LENGTHS)]
     is_whole = (state is None or state.sp == 1) and all(one is None for one in lengths)
     return kernel(*args, **kwargs) if is_whole else None
 
@@ -214,7 +214,12 @@ def _take_lengths(call: Call) -> tuple[Call, Tensor | None]:
     given = [
         value for name, value in call.values.items() if call.roles.get(name) is Role.LENGTHS and value is not None
     ]
-    return call.without(Role.LENGTHS), given[0] if given else model_calls.bounds_of_call()
+    return call.without(Role.LENGTHS), given[0] if given else _noted_bounds()
+
+
+def _noted_bounds() -> Tensor | None:
+    """The bounds that the model was called with; those of its first run where a layer is computed again."""
+    return checkpointing.remember(model_calls.bounds_of_call)
 
 
 _spans = PerTensor(lambda bounds: list(itertools.pairwise(bounds.tolist())))  # one host sync per batch, not per layer

@@ -131,7 +131,8 @@ def _needs_window(config_class: type[PreTrainedConfig], fields: Mapping[str, dat
     if not {"sliding_window", "layer_types"} <= fields.keys() or "use_sliding_window" in fields:
         return False
     is_open = _declared(fields["sliding_window"]) is None and _declared(fields["layer_types"]) is None
-    return is_open and "create_sliding_window_causal_mask(" in _modeling_source(config_class)
+    written_for = [code for code in _modeling_source(config_class).split("\nclass ") if config_class.__name__ in code]
+    return is_open and any("create_sliding_window_causal_mask(" in code for code in written_for)
 
 
 def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:

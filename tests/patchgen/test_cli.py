@@ -336,9 +336,9 @@ def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_another_pr
     pytest.importorskip("torch")
     old = {**examination.row("llama", examination.PROVEN, ""), "seconds": 1.5}
     (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [old]}))
-    code, rows = sweep(tmp_path, "openai-gpt")
+    code, rows = sweep(tmp_path, "doge")
     assert code == 1  # what was asked for by name is not proven
-    assert rows["openai-gpt"]["status"] == "failed"
+    assert rows["doge"]["status"] == "failed"
     assert rows["llama"] == old
     assert "1 of 2 rows were made by another prover" in (tmp_path / "coverage.md").read_text()
     code, rows = sweep(tmp_path, "llama")
@@ -366,7 +366,7 @@ def test_a_sweep_writes_beside_the_package_wherever_it_is_called(models: Path, m
     elsewhere = models.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert invoke("sweep", "--only", "openai-gpt").exit_code == 1
+    assert invoke("sweep", "--only", "doge").exit_code == 1
     assert (models.parent / "docs" / "coverage.json").is_file() and not list(elsewhere.iterdir())
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import LlavaForConditionalGeneration
 
 from patchgen import pipeline, provenance, upstream
-from patchgen.runtime import compatibility, registry
+from patchgen.runtime import compatibility, project, registry
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.parts import UnknownPartError, part_files, parts_of
 from patchgen.runtime.train import model as models
@@ -28,6 +28,11 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("generated")
     provenance.write(pipeline.generate(upstream.load("llava")), root / "llava")
     return root / "llava"
+
+
+@pytest.fixture(autouse=True)
+def no_folders_of_other_tests(monkeypatch):
+    monkeypatch.setattr(project, "_KNOWN", {})
 
 
 def around(text_type: str):

@@ -59,11 +59,24 @@ def test_a_recorded_symbol_is_upstreams(folder):
     whole = provenance.read(folder)["symbols"]
     assert whole["LlamaModel"] == default["symbols"]["LlamaModel"]
     other = edited(
-        load("llama"), ("LlamaForTokenClassification(GenericForTokenClassification, ", "LlamaForTokenClassification(")
+        load("llama"),
+        (
+            "(GenericForTokenClassification, LlamaPreTrainedModel): ...",
+            "(GenericForTokenClassification, LlamaPreTrainedModel):\n    added = 1",
+        ),
     )
     changed = json.loads(pipeline.generate(other, ModelConfig("llama"), GENERIC).provenance)["symbols"]
     assert changed["LlamaForTokenClassification"] != whole["LlamaForTokenClassification"]
     assert changed["LlamaForQuestionAnswering"] == whole["LlamaForQuestionAnswering"]
+
+
+def test_a_head_whose_forward_nobody_reads_is_refused():
+    """Upstream's body around upstream's model would train, and no pass would act in it."""
+    other = edited(
+        load("llama"), ("LlamaForTokenClassification(GenericForTokenClassification, ", "LlamaForTokenClassification(")
+    )
+    with pytest.raises(PassMismatch, match="no forward in this file"):
+        pipeline.generate(other, ModelConfig("llama"), GENERIC)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from generation_cases import anatomy_of, applied
+from generation_cases import anatomy_of, applied, edited, load
 
+from patchgen import pipeline
 from patchgen.anatomy import Role
 from patchgen.anatomy.sequence_operations import sequence_operations
 from patchgen.errors import PassMismatch
@@ -239,3 +240,39 @@ def test_positions_read_above_the_embeddings_are_those_of_what_is_given():
     assert wanted in applied(LanguageSP(), text).module.text
     with pytest.raises(PassMismatch, match="below the embeddings"):
         applied(LanguageSP(), text.replace("input_ids=None, position_ids", "tokens=None, position_ids"))
+
+
+SCAN = (("    dt: torch.Tensor,\n    A: torch.Tensor,", "    dt: torch.Tensor,\n    decay: torch.Tensor,"),
+        ("    A = A.to(hidden_states.dtype) * dt.float()", "    A = decay.to(hidden_states.dtype) * dt.float()"))  # fmt: skip
+ALIAS = (
+    ("scan_result = mamba2_chunk_scan(", "scan_result = chunk_scan("),
+    (
+        "logger = logging.get_logger(__name__)\n",
+        "logger = logging.get_logger(__name__)\nchunk_scan = mamba2_chunk_scan\n",
+    ),
+)
+SUMMED = (
+    (
+        "        # Chunk form\n        else:\n",
+        "        # Chunk form\n        else:\n            dt = dt.cumsum(dim=1)\n",
+    ),
+)
+
+
+@pytest.mark.parametrize("edits", [SCAN, ALIAS, SUMMED], ids=["a renamed decay", "another name", "a sum along tokens"])
+def test_a_scan_that_nobody_wraps_is_refused_beside_a_convolution_that_is(edits):
+    with pytest.raises(PassMismatch, match="operations along the sequence in calls of their own names alone"):
+        pipeline.generate(edited(load("nemotron_h"), *edits))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [
+        (("# Run moe on each modality", "# Each modality has experts of its own"),),
+        (("moe_mm_token_type_ids", "kinds"),),
+    ],
+    ids=["upstream's", "renamed"],
+)
+def test_experts_that_some_ranks_tokens_skip_are_refused_on_several_ranks(edits):
+    found = pipeline.generate(edited(load("ernie4_5_vl_moe"), *edits)).text
+    assert 'ops.refuse_uneven_ranks("Ernie4_5_VLMoeMoeBlock", "' in found

@@ -1,0 +1,74 @@
+"""The cross entropies that heads write out themselves, as loss functions: `ops.causal_lm_loss` knows them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def aligned_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+    **ignored_by_upstream: object,
+) -> Tensor:
+    """The cross entropy that heads write out whose labels are those of the tokens above them.
+
+    Args:
+        logits: `[B, S, V]`.
+        labels: `[B, S]`; `-100` is ignored. Not read if `shift_labels` is given, as by `ops.causal_lm_loss`.
+        num_items_in_batch: the sum is divided by it, in fp32; without it, by the number of labels that count.
+        ignored_by_upstream: further keywords of the model's forward, which upstream's loss does not see.
+
+    Returns:
+        The mean, in the dtype of the logits as upstream's; a share of the step in fp32.
+    """
+    targets = labels if shift_labels is None else shift_labels
+    logits_TV, target_T = logits.reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
+    if num_items_in_batch is None:
+        return F.cross_entropy(logits_TV, target_T)
+    from patchgen.kernels.causal_lm_loss import (  # here: what generated code imports loads no kernel
+        cross_entropy_sum,
+        items,
+    )
+
+    return cross_entropy_sum(logits_TV, target_T, -100) / items(target_T, num_items_in_batch, -100)
+
+
+def shifted_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    *,
+    attention_mask: Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    **more: object,
+) -> Tensor:
+    """The cross entropy that heads write out over `logits[..., :-1, :]` and `labels[..., 1:]`.
+
+    Args:
+        labels: `[B, S]`, not yet shifted. Not read if `shift_labels` is given.
+        attention_mask: `[B, S]` or longer, whose last are taken; tokens that it drops are no targets.
+        more: see `aligned_cross_entropy`.
+    """
+    if shift_labels is not None:
+        return aligned_cross_entropy(logits, labels, vocab_size, shift_labels=shift_labels, **more)
+    logits, labels = logits[..., :-1, :], labels[..., 1:]
+    if attention_mask is not None:
+        kept = attention_mask[:, -logits.shape[1] :] != 0
+        logits, labels = logits[kept.to(logits.device)], labels[kept.to(labels.device)]
+    return aligned_cross_entropy(logits, labels, vocab_size, **more)
+
+
+def kept_labels(labels: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The labels `[B, S]` with -100 where a mask, `[B, S]` or longer, drops the token; None: all of them."""
+    if attention_mask is None:
+        return labels
+    return labels.masked_fill(attention_mask[:, -labels.shape[1] :].to(labels.device) == 0, -100)
+
+
+aligned_cross_entropy.is_mean_cross_entropy = True
+shifted_cross_entropy.is_mean_cross_entropy = True
