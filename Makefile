@@ -125,9 +125,10 @@ mutate: $(VENV)/.setup-test  ## hold the generator to 5,000 changed upstream sou
 mutate-generator: $(VENV)/.setup-test  ## change the generator's own modules and ask the tests (an hour)
 	@PYTHONPATH=. $(BIN)/python benchmarks/mutate_generator.py $(ARGS)
 
-lint: $(VENV)/.setup-test  ## ruff, format included; names of tests
+lint: $(VENV)/.setup-test  ## ruff, format included; types; names of tests
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright --pythonpath $(BIN)/python
 	@twice=$$(find tests -name 'test_*.py' | sed 's|.*/||' | sort | uniq -d); test -z "$$twice" || \
 		{ echo "Two files of tests have one name, and pytest takes neither: $$twice. Rename one."; exit 1; }
 

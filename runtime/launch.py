@@ -200,8 +200,9 @@ def _agreed(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
     """
     shared = [outcome]
     dist.broadcast_object_list(shared, src=0)
+    assert shared[0] is not None, "rank 0 has decided"
     values, refusal = shared[0]
-    if refusal:
+    if values is None:
         raise RecipeError(refusal)
     return from_dict(values)
 
@@ -216,7 +217,10 @@ def process_group():
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if has_gpu else torch.device("cpu")
     if has_gpu:
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {}
+    if "RANK" not in os.environ:
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there, not exported by type
+        alone = {"store": store, "rank": 0, "world_size": 1}
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, **alone)
     try:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -79,6 +80,7 @@ def log_probs(model: PreTrainedModel, inputs: Inputs, state: ParallelState, *, t
             _loss(model, _prepared(inputs, state), state, keep, temperature, router_loss=False)
     finally:
         model.train(was_training)
+    assert isinstance(model, FSDPModule), "sharded by `shard_model`"
     model.reshard()  # without a backward, the root stays gathered
     return found[0]
 

@@ -101,6 +101,7 @@ def _write_round(writer: FolderWriter, gatherer: _Gatherer, round_: Sequence[tup
     try:
         if gatherer.is_any(writer.has_failed):  # nobody shall wait for what a rank cannot send
             return False
+        assert exchange is not None, "no rank has failed, this one neither"
         exchange.run()
     except RuntimeError as error:  # another rank is gone: asking the others would wait for it
         writer.abandon()
@@ -244,6 +245,7 @@ class _Exchange:
             for file, output, gathered in self.made:
                 with _named(file, output):
                     if gathered is None:
+                        assert isinstance(output, Passed), "nothing else is copied from a file"
                         on_cpu = output.read(reader)
                     else:
                         finish(gathered[1])

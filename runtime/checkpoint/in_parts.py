@@ -55,7 +55,8 @@ class WeightsInParts:
         self.model, self.directory, self.seed = model, Path(directory), seed
         self._fit = fitting(model, self.directory, allow_missing, allow_unexpected)
         self._may_be_infinite = keys_of_buffers(model, self._fit.parameters)
-        model.checkpoint_origin = self._fit.origin
+        # nn.Module takes any attribute; its type says tensors and modules.
+        model.checkpoint_origin = self._fit.origin  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
     def read(self, tensors: Mapping[str, Tensor]) -> None:

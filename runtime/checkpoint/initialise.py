@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from patchgen.runtime.checkpoint.moves import whole
-from patchgen.runtime.checkpoint.placement import box_of_rank, local_tensor, within
+from patchgen.runtime.checkpoint.placement import local_tensor, part_of_rank
 from patchgen.runtime.parallel.sharding import initialiser_of
 
 
@@ -46,5 +45,6 @@ def initialise(model: nn.Module, names: Sequence[str], *, seed: int) -> None:
             module._buffers.update(buffers)
         for name, value in made.items():
             target = (parameters | buffers)[name]
-            part = within(value, whole(value.shape), box_of_rank(target)) if isinstance(target, DTensor) else value
+            assert value is not None and target is not None, "a name of the state dict"
+            part = part_of_rank(value, target) if isinstance(target, DTensor) else value
             local_tensor(target).copy_(part)

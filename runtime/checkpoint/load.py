@@ -132,7 +132,8 @@ def load_pretrained(
             return reader.bytes_read
 
     num_bytes = together(fill, unusable)
-    model.checkpoint_origin = fit.origin
+    # nn.Module takes any attribute; its type says tensors and modules.
+    model.checkpoint_origin = fit.origin  # pyright: ignore[reportArgumentType]
     seconds = time.perf_counter() - started
     return LoadReport(directory, len(fit.wanted), num_bytes, seconds, fit.initialised, fit.ignored)
 
@@ -324,6 +325,13 @@ def _is_worth_keeping(num_bytes: int, state: Mapping[str, Tensor]) -> bool:
     return any(has_copies(tensor) for tensor in large)
 
 
+def own_box(tensor: Tensor) -> Box:
+    """The part of a tensor that this rank, which is on its mesh, holds."""
+    held = box_of_rank(tensor)
+    assert held is not None, "models are laid out over all ranks"
+    return held
+
+
 def read_all(
     reader: FileReader, pool: ThreadPoolExecutor, wanted: Mapping[str, Moved], state: Mapping[str, Tensor]
 ) -> list[str]:
@@ -332,7 +340,7 @@ def read_all(
     for name, moved in wanted.items():
         target = local_tensor(state[name])
         host_memory.prefer_large_pages(target)
-        part = pull(moved, box_of_rank(state[name]), target)
+        part = pull(moved, own_box(state[name]), target)
         if part.finishes:
             others.append(name)  # it has a buffer: made anew when its turn comes, one at a time
         else:
@@ -340,7 +348,7 @@ def read_all(
         del part
     problems = _read(reader, pool, simple)
     for name in others:
-        part = pull(wanted[name], box_of_rank(state[name]), local_tensor(state[name]))
+        part = pull(wanted[name], own_box(state[name]), local_tensor(state[name]))
         problems = _read(reader, pool, part.reads) | problems
         finish(part)
     return list(problems.values())
@@ -364,9 +372,13 @@ def finish(part: Pull) -> None:
 
 def _spans(reads: Iterable[tuple[Leaf, Box, Tensor]]) -> list[list[tuple[StoredTensor, Box, Tensor]]]:
     """Reads in the order of the files, in parts of about SPAN bytes of one file: one for a thread at a time."""
-    pieces = [(found.source, *piece) for found, box, out in reads for piece in _pieces(found.source, box, out)]
+    pieces: list[tuple[StoredTensor, Box, Tensor]] = []
+    for found, box, out in reads:
+        assert isinstance(found.source, StoredTensor), "what is read here is made of `stored_leaves`"
+        pieces += [(found.source, *piece) for piece in _pieces(found.source, box, out)]
     pieces.sort(key=lambda piece: (piece[0].file, piece[0].offset, piece[1]))
-    spans, free, file = [], 0, None
+    spans: list[list[tuple[StoredTensor, Box, Tensor]]] = []
+    free, file = 0, None
     for stored, box, out in pieces:
         if free <= 0 or stored.file != file:
             spans.append([])
@@ -402,7 +414,7 @@ def compare_copies(
     for name, owner in copies:
         mine = local_tensor(state[owner])
         copy = torch.empty_like(mine)
-        part = pull(parameters[name], box_of_rank(state[owner]), copy)
+        part = pull(parameters[name], own_box(state[owner]), copy)
         problems = _read(reader, pool, part.reads)
         finish(part)
         if problems:

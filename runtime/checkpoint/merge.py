@@ -68,6 +68,7 @@ class Merged(ReadOutput):
         fill(reader, self.moved, whole(shape), total)
         parts = pull(self.added, whole(shape), added)
         for found, box, view in parts.reads:
+            assert isinstance(found.source, Factors | None), "leaves of what an adapter adds"
             view.copy_(found.source.part(box) if found.source is not None else torch.zeros(()))
         finish(parts)
         return total.add_(added).to(self.dtype)
@@ -193,6 +194,7 @@ def _factors(model: PreTrainedModel, adapter: Path) -> dict[str, Factors]:
             if not isinstance(layer, LoraLayer) or NAME not in layer.lora_A:
                 continue
             weight = layer.get_param() if isinstance(layer, ParamWrapper) else layer.get_base_layer().weight
+            assert isinstance(weight, Tensor), "a layer of PEFT adapts one parameter"
             name = parameters[id(weight)]
             factors = [file.get_tensor(f"{path}.{part}.weight") for part in ("lora_A", "lora_B")]
             if layer.lora_variant.get(NAME) is not None or factors[0].ndim != 2:
@@ -219,8 +221,7 @@ def _of_layer(layer, weight: Tensor, first: Tensor, second: Tensor) -> Factors:
         return Factors(left, right, layer.scaling[NAME])
     layer.lora_A[NAME].weight, layer.lora_B[NAME].weight = nn.Parameter(first), nn.Parameter(second)
     weight.data = weight.data.float()  # PEFT rounds factors to the parameter's dtype
-    left, right, scaling = (
-        part.detach() if isinstance(part, Tensor) else part for part in layer.get_delta_factors(NAME)
-    )
+    left, right, scaling = layer.get_delta_factors(NAME)
+    left, right = left.detach(), right.detach()
     *experts, rows, columns = weight.shape
     return Factors(left.reshape(*experts, rows, -1), right.reshape(*experts, -1, columns), scaling)

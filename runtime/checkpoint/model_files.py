@@ -44,7 +44,7 @@ def common_dtype(model: nn.Module) -> torch.dtype | None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
-    return max(sizes, key=sizes.get) if sizes else None
+    return max(sizes, key=lambda one: sizes[one]) if sizes else None
 
 
 def side_files(source: Path) -> dict[str, Path]:

@@ -14,10 +14,11 @@ import zipfile
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -125,6 +126,7 @@ def export_run(
     """
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
+    assert manifest is not None, "`find_checkpoint` finds whole ones"
     others = [other for other in Checkpointer.reader(folder.parent).complete() if other != manifest.step]
     advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
     require_content(folder, manifest, sorted(manifest.checksums), advice)
@@ -226,6 +228,7 @@ def _open(source: Path) -> _Opened:
             best = problems, model, assembly, ignored
         if not problems:
             break
+    assert best is not None, "`empty_models` gives one, or raises"
     problems, model, assembly, ignored = best
     if problems:
         raise CheckpointError(f"{source} does not fit {class_name(model)}:", problems)
@@ -299,6 +302,7 @@ def fill(reader: FileReader, moved: Moved, box: Box, out: Tensor) -> None:
         if isinstance(found.source, StoredTensor):
             reader.read(found.source, wanted, view)
             continue
+        assert isinstance(found.source, list), "leaves of files, or of shards"
         for shard in found.source:
             shared = intersection(wanted, shard.box) if wanted else ()
             if shared is not None:
@@ -326,6 +330,7 @@ def _stored_shards(folder: Path) -> dict[str, Moved]:
         if not key.startswith(MODEL):
             continue
         shards = []
+        assert isinstance(entry, TensorStorageMetadata), "`read_index` admits tensors alone"
         for chunk in entry.chunks:
             place = index.storage_data[MetadataIndex(key, chunk.offsets)]
             file = folder / place.relative_path
@@ -370,8 +375,8 @@ def _data_offset(file: Path, start: int, length: int, key: str) -> int:
     """
     try:
         with file.open("rb") as stream:
-            part = _Part(stream, start, length)
-            tensor = torch.load(part, map_location="meta", weights_only=True)
+            part = _Part(stream, start, length)  # of IO it has what torch asks for
+            tensor = torch.load(cast("IO[bytes]", part), map_location="meta", weights_only=True)
             part.seek(0)
             with zipfile.ZipFile(part) as archive:
                 records = [entry for entry in archive.infolist() if "/data/" in entry.filename]
@@ -417,7 +422,7 @@ def _hash(reader: FileReader, moved: Moved) -> str:
     for box in _slabs(moved):
         out = torch.empty([stop - start for start, stop in box], dtype=moved.dtype)
         fill(reader, moved, box, out)
-        digest.update(memoryview(out.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(out.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()[:32]
 
 

@@ -153,7 +153,8 @@ def fit_scheduler(state: Mapping[str, object], optimizer: Optimizer) -> dict[str
     """The state of a learning-rate scheduler for this run's groups, whose options are already restored."""
     groups = optimizer.param_groups
     fitted = dict(state)
-    count = len(fitted.get("base_lrs") or ())
+    rates = fitted.get("base_lrs")
+    count = len(rates) if isinstance(rates, list | tuple) else 0
     if not count or count == len(groups):
         return fitted
     fitted["base_lrs"] = [group.get("initial_lr", group["lr"]) for group in groups]

@@ -13,7 +13,9 @@ def capture() -> dict:
     state = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = _numpy()
     if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
+        found = numpy.random.get_state()
+        assert isinstance(found, tuple), "a dict is what it gives without `legacy`"
+        kind, keys, *rest = found
         state["numpy"] = (kind, torch.from_numpy(keys.astype("int64")), *map(float, rest))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -72,9 +72,10 @@ class Rest:
             dtype: of the floating-point tensors that trained.
         """
         if self.config is None:
-            return config_files(model, dtype)
+            return {**config_files(model, dtype)}
         fields = json.loads(json.dumps(self.config))
         part = _part(fields, model)
+        assert part is not None, "a config is kept of a whole that this model is a part of"
         before = type(model.config).from_dict(json.loads(json.dumps(part))).to_dict()
         _update(part, _changed(before, model.config.to_dict()))
         for key in ("dtype", "torch_dtype"):

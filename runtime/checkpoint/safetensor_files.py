@@ -241,7 +241,7 @@ class _Run:
 
     @cached_property
     def memory(self) -> memoryview:
-        return memoryview(self.values.view(torch.uint8).numpy())
+        return self.values.view(torch.uint8).numpy().data
 
     @property
     def end(self) -> int:

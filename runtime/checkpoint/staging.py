@@ -64,7 +64,8 @@ class Staging:
             with torch.cuda.stream(self._stream):
                 for name, part in parts.items():
                     self._buffers[name].copy_(part, non_blocking=True)
-                event = self._stream.record_event()
+                event = torch.cuda.Event()
+                event.record(self._stream)
         else:
             for name, part in parts.items():
                 self._buffers[name].copy_(part)
@@ -75,6 +76,8 @@ def _like(original: Tensor, copy: Tensor) -> Tensor:
     """`copy` as the local part of a DTensor that is laid out as the original is."""
     if not isinstance(original, DTensor):
         return copy
-    inner, context = original.detach().__tensor_flatten__()  # from_local would move the copy to the mesh's device
+    detached = original.detach()
+    assert isinstance(detached, DTensor), "of a DTensor"
+    inner, context = detached.__tensor_flatten__()  # from_local would move the copy to the mesh's device
     parts = {name: getattr(original, name) for name in inner} | {"_local_tensor": copy}
     return DTensor.__tensor_unflatten__(parts, context, original.shape, original.stride())

@@ -10,7 +10,8 @@ import pickle
 from pathlib import Path, PurePosixPath
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.serialization import _get_layout
 

@@ -28,13 +28,15 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from patchgen.runtime.checkpoint import optimizer_state, random_state
 from patchgen.runtime.checkpoint.errors import CheckpointError
@@ -59,6 +61,7 @@ from patchgen.runtime.checkpoint.writing import sync_folder
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from transformers import PreTrainedModel
 
 SHARED = "shared.pt"
 MODEL, OPTIMIZER = "model/", "optimizer/"
@@ -82,7 +85,9 @@ class Checkpointer:
         self.directory, self.keep = Path(directory), keep
         self._rank, self._world = world()
         # Writing happens in a thread, so its exchanges need a group of their own, and one for host memory.
-        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+        group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
+        assert not isinstance(group, int), "a group of all ranks, of which no rank is left out"
+        self._group = group
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging = Staging()
         self._staged: Staged | None = None
@@ -150,6 +155,7 @@ class Checkpointer:
         if optimizer is not None and id(optimizer) not in self._hooked:
             optimizer.register_step_pre_hook(lambda *_: self._before_step())
             self._hooked.add(id(optimizer))
+        assert self._staged is not None, "the copy was begun in `prepare`"
         self._pending = self._executor.submit(self._write_staged, self._staged, small, manifest)
 
     def wait(self) -> None:
@@ -197,7 +203,7 @@ class Checkpointer:
         def write_tensors() -> None:
             # With more than one thread, DCP loses what goes wrong in the others.
             writer = FileSystemWriter(partial, sync_files=True, thread_count=1)
-            dcp.save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
+            save(dict(tensors), storage_writer=writer, process_group=self._group, no_dist=self._group is None)
 
         self._agree(write_tensors, manifest.step)
         sums: dict[str, int] = {}
@@ -227,7 +233,7 @@ class Checkpointer:
             name: manifest.checksums[name] if name in manifest.checksums else checksum(partial / name)
             for name in files
         }
-        serial = 1 + max((known.serial for _, known, problem in self._found() if not problem), default=0)
+        serial = 1 + max((known.serial for _, known, problem in self._found() if known and not problem), default=0)
         fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
         write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
         sync_folder(partial)
@@ -266,7 +272,7 @@ class Checkpointer:
 
     def complete(self) -> list[int]:
         """The steps of the checkpoints that are whole, in the order in which they were saved."""
-        whole = [(manifest.serial, manifest.step) for _, manifest, problem in self._found() if not problem]
+        whole = [(known.serial, known.step) for _, known, problem in self._found() if known and not problem]
         return [step for _, step in sorted(whole)]
 
     def broken(self) -> dict[str, str]:
@@ -353,7 +359,10 @@ class Checkpointer:
             if optimizer is not None:
                 if "groups" not in shared:
                     raise CheckpointError(f"{folder} was saved without an optimizer.")
-                stored = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+                own = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+                stored = {
+                    k: v for k, v in own.items() if isinstance(v, TensorStorageMetadata)
+                }  # as all of an index are
                 state = optimizer_state.empty_state(model, optimizer, stored)
                 wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
             if scheduler is not None and "scheduler" not in shared:
@@ -365,7 +374,7 @@ class Checkpointer:
         with torch.no_grad():
             try:
                 reader = IndexReader(folder)
-                dcp.load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+                load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except FAILURES as error:
                 raise CheckpointError(
                     f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self._others(step)
@@ -385,7 +394,8 @@ class Checkpointer:
 
         own = together(restore, f"{folder} cannot be loaded; the model is not usable:", self._group)
         if manifest.origin is not None:
-            model.checkpoint_origin = Origin.from_json(manifest.origin)
+            # nn.Module takes any attribute; its type says tensors and modules.
+            model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": own, "ranks": ranks, "world": manifest.world}
 
     def _unchanged(self) -> int:
@@ -456,7 +466,10 @@ def _origin(model: nn.Module) -> tuple[str, dict | None]:
 
 def _model_files(model: nn.Module) -> dict[str, bytes]:
     """The config files that an export needs."""
-    return {name: text.encode() for name, text in config_files(model).items()} if hasattr(model, "config") else {}
+    if not hasattr(model, "config"):
+        return {}
+    has_config = cast("PreTrainedModel", model)  # which is what models with a config are
+    return {name: text.encode() for name, text in config_files(has_config).items()}
 
 
 def _cause(error: BaseException) -> str:

@@ -129,7 +129,7 @@ class FileWriter:
     def write(self, name: str, tensor: Tensor) -> None:
         """Appends the next tensor (contiguous, on the CPU)."""
         try:
-            self._stream.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            self._stream.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise CheckpointError(f"{name} cannot be written to {self.file}: {error}") from error
 

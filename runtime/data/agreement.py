@@ -35,13 +35,14 @@ def together(work: Callable[[], Result]) -> Result:
     Raises:
         DataError: on all ranks, if it failed on any: with the rank, unless all ranks have the same to say.
     """
-    failure, result = None, None
+    failure: Exception | None = None
+    result: list[Result] = []  # nothing, only where there is a failure, which is raised
     try:
-        result = work()
+        result.append(work())
     except Exception as error:  # whatever it is, the other ranks must hear of it: they would wait
         failure = error
     raise_on_all_ranks(failure)
-    return result
+    return result[0]
 
 
 def raise_on_all_ranks(failure: Exception | None) -> None:

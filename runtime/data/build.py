@@ -72,15 +72,13 @@ def build_loader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
 
-    weights = [source.weight for source in config.sources]
-    repeat = weights[0] is not None
-    if not repeat:
-        weights = [1 if streaming else len(source) for source in sources]
+    given = [source.weight for source in config.sources if source.weight is not None]  # all have one, or none has
+    weights: list[float] = given or [1 if streaming else len(source) for source in sources]
     shuffled = [config.shuffle and not source.streaming for source in config.sources]
     stream = MixedStream(
         sources,
         weights,
-        repeat=repeat,
+        repeat=bool(given),
         seed=config.seed,
         shuffled=shuffled,
         epochs=config.epochs,

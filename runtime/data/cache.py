@@ -22,7 +22,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ class Places:
 
     path: Path
 
-    def of(self, documents: Sequence[int]) -> list[str]:
+    def of(self, documents: Iterable[int]) -> list[str]:
         """The places of some documents, whose numbers ascend."""
         wanted = iter(documents)
         next_one = next(wanted, None)
@@ -97,17 +97,19 @@ def open_cache(root: Path, source: Source, encoder: Encoder, *, skip_bad: bool) 
         with FileLock(root / f"{key}.lock"):
             if not folder.exists():
                 _make(folder, source, encoder, skip_bad=skip_bad)
-    found = {name: folder / f"{name}.npy" for name in ("tokens", "targets", "bounds", "splits", "labels")}
-    arrays = {
-        name: np.load(file, mmap_mode="r", allow_pickle=False) if file.exists() else None
-        for name, file in found.items()
-    }
+    found = {name: folder / f"{name}.npy" for name in ("targets", "splits", "labels")}
     return TokenCache(
-        **arrays,
+        tokens=_array(folder / "tokens.npy"),
+        bounds=_array(folder / "bounds.npy"),
+        **{name: _array(file) if file.exists() else None for name, file in found.items()},
         contents=(folder / "contents.txt").read_text(),
         places=Places(folder / "places.txt"),
         counters=Counters.from_dict(json.loads((folder / "counters.json").read_text())),
     )
+
+
+def _array(file: Path) -> np.ndarray:
+    return np.load(file, mmap_mode="r", allow_pickle=False)
 
 
 def _make(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) -> None:

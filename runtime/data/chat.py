@@ -171,7 +171,7 @@ def rendered(
         else:
             text = render(messages)
         spans = assistant_spans(render, messages, text, tuple(tokenizer.get_added_vocab()))
-    if marks is not None:
+    if marks is not None and learned is not None:
         return text, _marks_of(where, marks, spans, learned)
     return text, [span for number, span in spans.items() if learned is None or number in learned]
 
@@ -193,7 +193,7 @@ class Render:
     def marked(self, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the characters that the template marks as the assistant's."""
         texts, marks = render_jinja_template([messages], return_assistant_tokens_mask=True, **self.options)
-        return texts[0], [tuple(span) for span in marks[0]]
+        return texts[0], [(int(start), int(end)) for start, end in marks[0]]
 
 
 def rendering(

@@ -12,7 +12,7 @@ from patchgen.runtime.data.cache import TokenCache
 from patchgen.runtime.data.collate import text_sample
 from patchgen.runtime.data.config import OnLong
 from patchgen.runtime.data.loader import pair
-from patchgen.runtime.data.problems import REMEMBERED, Counters, refuse_long, told_long
+from patchgen.runtime.data.problems import REMEMBERED, Counters, Outcome, refuse_long, told_long
 
 
 class Documents:
@@ -35,7 +35,7 @@ class Documents:
         if cache.splits is not None:
             self.starts = np.stack([first, first + cache.splits], axis=1)
             self.parts = np.stack([cache.splits, whole - cache.splits], axis=1).astype(np.int32)
-        self.numbers: Sequence[int] = range(len(whole))
+        self.numbers: Sequence[int] | np.ndarray = range(len(whole))
         self._fit(limit, on_long)
         self.lengths = self.parts.sum(axis=1, dtype=np.int32)
 
@@ -50,7 +50,8 @@ class Documents:
             self._split(limit)
             return
         kept = [on_long == "truncate" and self._learns(int(number), limit) for number in long]
-        for outcome, own in (("truncated", long[kept]), ("skipped", long[np.logical_not(kept)])):
+        found: dict[Outcome, np.ndarray] = {"truncated": long[kept], "skipped": long[np.logical_not(kept)]}
+        for outcome, own in found.items():
             first = own[:REMEMBERED]
             reasons = [
                 told_long(int(longest[number]), limit, cut=on_long == "truncate", outcome=outcome) for number in first
@@ -78,7 +79,7 @@ class Documents:
     def sample(self, number: int) -> dict[str, Any]:
         """The sample `number` as `loader.make_batch` takes it."""
         documents = [self._document(*where) for where in zip(self.starts[number], self.parts[number], strict=True)]
-        sample = documents[0] if len(documents) == 1 else pair(*documents)
+        sample: dict[str, Any] = documents[0] if len(documents) == 1 else pair(*documents)
         if self.cache.labels is not None:
             sample["label"] = float(self.cache.labels[self.numbers[number]])
         return sample

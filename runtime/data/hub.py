@@ -59,6 +59,7 @@ class HubStream:
 def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     """The dataset that `source.path` names: a folder written by `save_to_disk`, or a name on the hub."""
     import datasets
+    from datasets.exceptions import DatasetNotFoundError
 
     name = f"{source.path}[{source.split}]"
     if Path(source.path).expanduser().is_dir():
@@ -66,7 +67,7 @@ def open_dataset(source: SourceConfig) -> HubDataset | HubStream:
     else:
         try:
             found = datasets.load_dataset(source.path, source.subset, split=source.split, streaming=source.streaming)
-        except (OSError, datasets.exceptions.DatasetNotFoundError) as error:
+        except (OSError, DatasetNotFoundError) as error:
             raise DataError(
                 f"No data at {source.path}: it is no file or folder here, and the hub gives no dataset of that name: {error}"
             ) from error
@@ -98,7 +99,9 @@ def _open_saved(source: SourceConfig) -> Any:
     found = datasets.load_from_disk(str(path))
     if isinstance(found, datasets.DatasetDict):
         if source.split not in found:
-            raise DataError(f"{source.path} has the splits {', '.join(found)}, not {source.split} (source.split).")
+            raise DataError(
+                f"{source.path} has the splits {', '.join(map(str, found))}, not {source.split} (source.split)."
+            )
         return found[source.split]
     if source.split not in (SourceConfig.split, str(found.split)):
         raise DataError(

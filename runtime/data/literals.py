@@ -26,6 +26,8 @@ START, END = "\U000f0000", "\U000f0001"  # private characters, as transformers m
 MARKED = re.compile(f"{START}([^{START}{END}]*){END}|[{START}{END}]")
 
 Span = tuple[int, int]
+Offsets = Sequence[Span] | np.ndarray
+"""The characters of each token, `(n, 2)`."""
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,14 @@ class Literals:
         pieces, literals, shifts, length, last = [], [], [(0, 0)], 0, 0
         for match in MARKED.finditer(text):
             token = match.group(1)  # None: a template cut between the marks, and one stands alone
-            if token and self._stand_in is None:
+            if not token:
+                piece = ""
+            elif self._stand_in is None:
                 raise BadSample(
                     where, f"{token!r} in a text, and the tokenizer has no token that could stand in for it"
                 )
-            piece = self._stand_in if token else ""
+            else:
+                piece = self._stand_in
             pieces += [text[last : match.start()], piece]
             length += match.start() - last
             if token:
@@ -153,7 +158,7 @@ class Literals:
         return ids, np.repeat(mask, repeats)
 
     def put_back(
-        self, where: str, ids: np.ndarray, offsets: Sequence[Span], literals: Sequence[tuple[Span, str]]
+        self, where: str, ids: np.ndarray, offsets: Offsets, literals: Sequence[tuple[Span, str]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The ids with those of each literal in the place of its stand-in, and how often each old token counts `(n,)`."""
         repeats = np.ones(len(ids), dtype=np.int64)
@@ -168,7 +173,7 @@ class Literals:
         return np.array([one for part in parts for one in part], dtype=np.int64), repeats
 
 
-def mask_of_spans(offsets: Sequence[Span], spans: Sequence[Span]) -> np.ndarray:
+def mask_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
     """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=bool)

@@ -55,9 +55,10 @@ def load_image(value: Any, root: Path) -> Any:
         raise MediaError(f"no readable image: {error}") from error
 
 
-def load_audio(value: Any, root: Path, *, sampling_rate: int) -> np.ndarray:
-    """A sound, one channel, `(samples,)` float32 in [-1, 1] at `sampling_rate`."""
+def load_audio(value: Any, root: Path, *, sampling_rate: int | None) -> np.ndarray:
+    """A sound, one channel, `(samples,)` float32 in [-1, 1] at `sampling_rate`; None: at its own."""
     import av
+    from av.error import FFmpegError
 
     resampler = av.AudioResampler(format="flt", layout="mono", rate=sampling_rate)
     if isinstance(value, dict) and "array" in value:
@@ -71,12 +72,12 @@ def load_audio(value: Any, root: Path, *, sampling_rate: int) -> np.ndarray:
         frames = [*resampler.resample(frame), *resampler.resample(None)]
     else:
         try:
-            with av.open(open_value(value, root)) as container:
+            with av.open(open_value(value, root), "r") as container:
                 if not container.streams.audio:
                     raise MediaError("no sound in the file")
                 frames = [out for frame in container.decode(audio=0) for out in resampler.resample(frame)]
                 frames += resampler.resample(None)
-        except (av.FFmpegError, OSError) as error:
+        except (FFmpegError, OSError) as error:
             raise MediaError(f"no readable sound: {error}") from error
     if not sum(frame.samples for frame in frames):
         raise MediaError("a sound without samples")
@@ -95,16 +96,17 @@ def load_video(value: Any, root: Path, *, fps: float, max_frames: int) -> tuple[
         the whole video, and which frames these are.
     """
     import av
+    from av.error import FFmpegError
 
     if isinstance(value, np.ndarray):
         return value, _metadata(len(value), fps, range(len(value)), value.shape[1:3])
     try:
-        with av.open(open_value(value, root)) as container:
+        with av.open(open_value(value, root), "r") as container:
             if not container.streams.video:
                 raise MediaError("no video in the file")
             rate = float(container.streams.video[0].average_rate or fps)
             frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    except (av.FFmpegError, OSError) as error:
+    except (FFmpegError, OSError) as error:
         raise MediaError(f"no readable video: {error}") from error
     if not frames:
         raise MediaError("a video without frames")

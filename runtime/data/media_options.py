@@ -121,15 +121,14 @@ class MediaOptions:
             DataError: the processor refuses them, in its own words.
         """
         picture = np.linspace(0, 255, 224 * 224 * 3).astype(np.uint8).reshape(224, 224, 3)
+        silence = np.zeros(() if self.sampling_rate is None else self.sampling_rate, dtype=np.float32)
         metadata = {"total_num_frames": 8, "fps": self.fps, "duration": 8 / self.fps, "frames_indices": [*range(8)]}
         trials = {
             "images": lambda part: part(images=[picture], return_tensors="pt", **self.of["images"]),
             "videos": lambda part: part(
                 videos=[np.stack([picture] * 8)], return_tensors="pt", **self._of_videos([metadata])
             ),
-            "audios": lambda part: part(
-                [np.zeros(self.sampling_rate, dtype=np.float32)], return_tensors="pt", **self._of_audios()
-            ),
+            "audios": lambda part: part([silence], return_tensors="pt", **self._of_audios()),
         }
         for modality in self.processor.modalities:
             try:

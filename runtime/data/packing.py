@@ -14,9 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterator
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
 
 
-class Pool:
+class Pool(Generic[Key]):
     """Samples that wait for a batch, each a key and its length in tokens.
 
     Args:
@@ -29,16 +32,16 @@ class Pool:
         self.budget = budget
         self.best_fit = best_fit
         self._apart = [frozenset(pair) for pair in apart]
-        self._modalities: dict[Hashable, frozenset[str]] = {}  # of those that hold any
+        self._modalities: dict[Key, frozenset[str]] = {}  # of those that hold any
         self.tokens = 0
-        self._waiting: dict[Hashable, tuple[int, int]] = {}  # key -> (length, -arrival), oldest first
-        self._by_length: list[tuple[int, int, Hashable]] = []
+        self._waiting: dict[Key, tuple[int, int]] = {}  # key -> (length, -arrival), oldest first
+        self._by_length: list[tuple[int, int, Key]] = []
         self._arrivals = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Key]:
         """The keys that wait, oldest first."""
         return iter(self._waiting)
 
@@ -48,7 +51,7 @@ class Pool:
         self._by_length.clear()
         self.tokens = 0
 
-    def add(self, key: Hashable, length: int, modalities: frozenset[str] = frozenset()) -> None:
+    def add(self, key: Key, length: int, modalities: frozenset[str] = frozenset()) -> None:
         """Raises ValueError for a length that no batch holds or a key that waits already."""
         if not 0 < length <= self.budget:
             raise ValueError(f"Sample {key} has {length} tokens; a batch holds 1 to {self.budget}.")
@@ -62,7 +65,7 @@ class Pool:
         self._arrivals += 1
         self.tokens += length
 
-    def take(self) -> list[Hashable]:
+    def take(self) -> list[Key]:
         """Removes the samples of the next batch from the pool; the pool must not be empty."""
         batch = [next(iter(self._waiting))]
         held = set(self._modalities.get(batch[0], ()))
@@ -73,7 +76,7 @@ class Pool:
             batch.append(key)
         return batch
 
-    def _next(self, room: int, held: set[str]) -> Hashable | None:
+    def _next(self, room: int, held: set[str]) -> Key | None:
         """The sample that a batch with so much room, which holds these modalities, takes next."""
         if not self.best_fit:
             key = next(iter(self._waiting), None)
@@ -84,11 +87,11 @@ class Pool:
             position -= 1
         return self._by_length[position][2] if position >= 0 else None
 
-    def _goes_with(self, key: Hashable, held: set[str]) -> bool:
+    def _goes_with(self, key: Key, held: set[str]) -> bool:
         together = held | self._modalities.get(key, frozenset())
         return not any(pair <= together for pair in self._apart)
 
-    def _remove(self, key: Hashable) -> int:
+    def _remove(self, key: Key) -> int:
         length, arrival = self._waiting.pop(key)
         self._modalities.pop(key, None)
         if self.best_fit:

@@ -39,7 +39,7 @@ class BatchPlan:
         *,
         seed: int | None,
         epochs: int | None,
-        pool: Pool,
+        pool: Pool[tuple[int, int]],
         pool_tokens: int,
     ) -> None:
         self._lengths = lengths

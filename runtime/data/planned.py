@@ -46,7 +46,7 @@ class PlannedLoader(Loader):
         weights = [source.weight for source in config.sources]
         self._plan = BatchPlan(
             [source.lengths for source in sources],
-            None if weights[0] is None else weights,
+            [weight for weight in weights if weight is not None] or None,  # all have one, or none has
             seed=config.seed if config.shuffle else None,
             epochs=config.epochs,
             pool=Pool(config.tokens_per_batch, best_fit=config.packing),

@@ -33,6 +33,7 @@ class Prepare(Protocol):
 
     def __call__(self, source: int, record: Record) -> Prepared:
         """Raises DataError for a sample that is too long where that is refused."""
+        ...
 
 
 class PrepareText:
@@ -82,7 +83,7 @@ def _halves(tokens: Tokens) -> list[Tokens]:
 
 def _learns(tokens: Tokens, limit: int) -> bool:
     """Whether the first `limit` tokens of each document hold some that are learned."""
-    return tokens.targets is None or all(bool(half.targets[1:limit].any()) for half in _halves(tokens))
+    return all(half.targets is None or bool(half.targets[1:limit].any()) for half in _halves(tokens))
 
 
 def _sample(tokens: Tokens, limit: int) -> dict[str, Any]:

@@ -99,4 +99,5 @@ class ProcessorAdapter:
         present = {self._names[name]: list(items) for name, items in given.items() if len(items)}
         if not isinstance(self.processor, ProcessorMixin):
             options = {name: value for name, value in options.items() if name in self._parameters}
-        return dict(self.processor(text=[text], **present, return_tensors="pt", **options))
+        call: dict[str, Any] = {"text": [text], **present, "return_tensors": "pt", **options}
+        return dict(self.processor(**call))

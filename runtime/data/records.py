@@ -53,6 +53,7 @@ class Source(Protocol):
 
     def read(self, position: Any = None) -> Iterator[tuple[Record, Any]]:
         """The records from `position` on (None: from the first), each with the position behind it."""
+        ...
 
     def fingerprint(self) -> Any:
         """What changes when the samples do; JSON types."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from patchgen.runtime.data import records
 from patchgen.runtime.data.order import permutation
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.records import Record, Source
@@ -110,15 +111,16 @@ class MixedStream:
         cursor, source = self._cursors[number], self._sources[number]
         record = None
         if self._shuffled[number]:
-            k = cursor.position or 0
-            there = k < len(source)
+            k, numbered = cursor.position or 0, cast(records.Sequence, source)  # streams are not shuffled
+            there = k < len(numbered)
             if there and wanted:
-                record = source[int(permutation(len(source), self._seed, self.epoch, number, cursor.lap)[k])]
+                record = numbered[int(permutation(len(numbered), self._seed, self.epoch, number, cursor.lap)[k])]
             cursor.position = k + 1
         else:
-            if self._readers[number] is None:
-                self._readers[number] = source.read(cursor.position)
-            record, cursor.position = next(self._readers[number], (None, None))
+            reader = self._readers[number]
+            if reader is None:
+                reader = self._readers[number] = source.read(cursor.position)
+            record, cursor.position = next(reader, (None, None))
             there = record is not None
         if not there:
             if cursor.count == 0:

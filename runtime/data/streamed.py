@@ -105,7 +105,7 @@ class StreamedLoader(Loader):
             share: what of the stream is used, records of `waiting` among it.
             waiting: samples that waited; of their records the others were used before.
         """
-        self._pool = Pool(
+        self._pool: Pool[Key] = Pool(
             self._config.tokens_per_batch,
             best_fit=self._config.packing,
             apart=self._config.separate_modalities or (),
@@ -273,7 +273,9 @@ def dealt_anew(states: Sequence[dict[str, Any]], index: int, count: int) -> dict
         left |= dict.fromkeys(state["left"])
         left |= dict.fromkeys(number for number in range(state["since"], since) if number % shares == share)
         for number, piece in state["waiting"]:
-            left.setdefault(number, []).append(piece)
+            pieces = left.setdefault(number, [])
+            assert pieces is not None, "a record of which samples wait was read, so it is not left as a whole"
+            pieces.append(piece)
     mine = sorted(left)[index::count]
     earliest = min(states, key=lambda state: state["first"])
     counters = Counters()

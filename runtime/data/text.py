@@ -34,6 +34,7 @@ class Encoder(Protocol):
 
     def encode(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         """One answer per sample `(where, fields)`."""
+        ...
 
     def fingerprint(self) -> Any:
         """What changes when the tokens do; JSON types."""
@@ -74,7 +75,7 @@ class TextEncoder:
 
     def _encode_texts(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         texts = [required(where, fields, "text", str) for where, fields in samples]
-        marked = [text if isinstance(text, BadSample) else self.literals.marked(text) for text in texts]
+        marked = ["" if isinstance(text, BadSample) else self.literals.marked(text) for text in texts]
         plain = [text for text, other in zip(texts, marked, strict=True) if isinstance(text, str) and text == other]
         # `verbose` would warn of documents longer than the model's context; packing sees to those.
         found = iter(self.tokenizer(plain, add_special_tokens=True, verbose=False)["input_ids"] if plain else [])

@@ -84,12 +84,13 @@ class Transform:
                 f"the transform {self.spec} returned {_shown(made)}; expected {wanted}, a dict with the columns of "
                 f"{' or '.join(OF_KIND[self.kind])}, or a dict with input_ids and labels",
             )
+        messages = made.get("messages")
         try:
-            if isinstance(made.get("messages"), list):
-                require_messages(where, made["messages"])
+            if isinstance(messages, list):
+                require_messages(where, messages)
             return Rows(self.source, self.kind)(where, dict(made))
         except BadSample as error:
-            told = "messages of which" if isinstance(made.get("messages"), list) else f"{_shown(made)}:"
+            told = "messages of which" if isinstance(messages, list) else f"{_shown(made)}:"
             raise WrongReturn(where, f"the transform {self.spec} returned {told} {error.reason}") from error
 
     def fingerprint(self) -> list[str]:
@@ -129,6 +130,7 @@ class MappedEncoder:
             return error
 
     def _tokens(self, where: str, fields: dict[str, Tensor]) -> Tokens:
+        assert isinstance(self.mapper, Transform), "rows of a format make no sample as the model takes it"
         ids, labels = fields["input_ids"], fields["labels"]
         learned = labels != IGNORED
         if (
@@ -226,6 +228,7 @@ def _from_file(file: Path) -> ModuleType:
         raise FileNotFoundError(file)
     name = f"patchgen_transform_{digest(str(file.resolve()))[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, "the name of the file ends in .py"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -238,14 +241,16 @@ def _inputs(where: str, spec: str, made: Mapping[str, Any]) -> dict[str, Tensor]
     def wrong(reason: str) -> WrongReturn:
         return WrongReturn(where, f"the transform {spec} returned {reason}")
 
-    fields = {name: _tensor(value) for name, value in made.items()}
-    if "labels" not in fields:
+    if "labels" not in made:
         raise wrong(
-            f"input_ids without labels, only {', '.join(sorted(fields))}: labels are the ids, -100 where not learned"
+            f"input_ids without labels, only {', '.join(sorted(made))}: labels are the ids, -100 where not learned"
         )
-    for name, value in fields.items():
+    fields: dict[str, Tensor] = {}
+    for name, given in made.items():
+        value = _tensor(given)
         if value is None:
-            raise wrong(f"{name} as {_shown(made[name])}, expected numbers of one shape")
+            raise wrong(f"{name} as {_shown(given)}, expected numbers of one shape")
+        fields[name] = value
     ids = fields["input_ids"] = (
         fields["input_ids"].reshape(-1) if 1 in fields["input_ids"].shape[:-1] else fields["input_ids"]
     )

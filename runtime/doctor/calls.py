@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.selfcheck import HALF_PRECISION, TOLERANCE
 from patchgen.runtime.train.feed import to_device
 from patchgen.runtime.verify.seam_proof import all_eager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EAGER_ATTENTION = "patchgen_eager"
 """Attention as its formula stands, with the documents of packed rows."""
@@ -35,14 +38,14 @@ def selected(chosen: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eager_attention(model: nn.Module) -> Iterator[None]:
+def eager_attention(model: PreTrainedModel) -> Iterator[None]:
     """The model attends by the formula."""
     before = attention_kinds.named_in(model.config)
     model.set_attn_implementation(EAGER_ATTENTION)
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        model.set_attn_implementation(before if isinstance(before, str) else dict(before))
 
 
 @contextlib.contextmanager
@@ -101,8 +104,8 @@ def slopes(model: nn.Module, row: Mapping[str, Any], chosen: Mapping[str, str]) 
 
 @torch.no_grad()
 def _look(name: str, found: dict[str, Slope], parameter: nn.Parameter) -> None:
-    gradient = parameter.grad
-    gains = ()
+    gradient, gains = parameter.grad, ()
+    assert gradient is not None, "called when it has been accumulated"
     if parameter.ndim > 1 and parameter.shape[-1] == parameter.shape[-2]:
         weights, steps = (one.reshape(-1, *one.shape[-2:]) for one in (parameter.detach(), gradient))
         gains = tuple(

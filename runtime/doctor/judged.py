@@ -17,7 +17,7 @@ from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import setup
-from patchgen.runtime.train.recipe import RecipeError
+from patchgen.runtime.train.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
@@ -100,15 +100,14 @@ class ObjectiveCheck(Check):
 
     def run(self, patient: Patient) -> Finding:
         recipe = patient.recipe
-        if recipe.teacher is not None:
-            return _teacher(patient)
+        if (teacher := choose.teacher_recipe(recipe)) is not None:
+            return _teacher(patient, teacher)
         if recipe.data.kind == "preference":
             return _preferences(patient)
         return passed(f"{recipe.objective.name} compares the model with no other.")
 
 
-def _teacher(patient: Patient) -> Finding:
-    other = choose.teacher_recipe(patient.recipe)
+def _teacher(patient: Patient, other: Recipe) -> Finding:
     try:
         choose.require_same_tokens(patient.blueprint, models.build_on_meta(other))
     except RecipeError as error:

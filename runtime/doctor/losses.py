@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,8 @@ from patchgen.runtime.doctor.recorded_experts import expert_calls
 from patchgen.runtime.train import first_loss
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from patchgen.runtime.doctor.patient import Patient
 
 GAIN = 0.05
@@ -126,7 +128,7 @@ def alternatives(patient: Patient) -> Iterator[Alternative]:
 # ---------------------------------------------------------------------------------------------------- head
 
 
-def _scaled_heads(model: nn.Module) -> Iterator[Alternative]:
+def _scaled_heads(model: PreTrainedModel) -> Iterator[Alternative]:
     head = model.get_output_embeddings()
     embeddings = model.get_input_embeddings()
     if head is None or head.weight is embeddings.weight:
@@ -141,7 +143,7 @@ def _scaled_heads(model: nn.Module) -> Iterator[Alternative]:
         )
 
 
-def _tied(model: nn.Module) -> Iterator[Alternative]:
+def _tied(model: PreTrainedModel) -> Iterator[Alternative]:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is None or head.weight is embeddings.weight or head.weight.shape != embeddings.weight.shape:
         return
@@ -149,25 +151,32 @@ def _tied(model: nn.Module) -> Iterator[Alternative]:
         "the head tied to the embeddings",
         "These weights were trained with a tied head: set tie_word_embeddings: true in config.json, and leave the head's own "
         "matrix out.",
-        [(head.weight, lambda: embeddings.weight)],
+        [(head.weight, lambda: _weight(embeddings))],
     )
+
+
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor), "embeddings are a matrix"
+    return weight
 
 
 # ------------------------------------------------------------------------------------------------- positions
 
 
-def _rotary(model: nn.Module) -> Iterator[Alternative]:
+def _rotary(model: PreTrainedModel) -> Iterator[Alternative]:
     """Modules of the language model that make their frequencies of a base that their config has."""
-    modules = [m for m in model.get_decoder().modules() if "inv_freq" in m._buffers and _base(m) is not None]
-    if not modules:
+    found = ((m, _base(m)) for m in model.get_decoder().modules() if "inv_freq" in m._buffers)
+    known = [(module, base) for module, base in found if base is not None]
+    if not known:
         return
-    now = _base(modules[0])
+    now = known[0][1]
     for base in (base for base in BASES if not math.isclose(base, now, rel_tol=0.1)):
         yield Alternative(
             f"rope_theta = {base:g} (the config has {now:g})",
             "The weights were trained with another base of their rotary positions: take the config.json that came with them, "
             "and look at model.overrides.",
-            [(module.inv_freq, functools.partial(_frequencies, module, base)) for module in modules],
+            [(module.get_buffer("inv_freq"), functools.partial(_frequencies, module, base)) for module, _ in known],
             GAIN_OF_NUMBERS,
         )
 
@@ -178,9 +187,9 @@ def _base(module: nn.Module) -> float | None:
 
 
 def _frequencies(module: nn.Module, base: float) -> Tensor:
-    config = copy.deepcopy(module.config)
+    config: Any = copy.deepcopy(module.config)
     config.rope_parameters = {**config.rope_parameters, "rope_theta": base}
-    return type(module)(config=config).inv_freq
+    return type(module)(config=config).get_buffer("inv_freq")
 
 
 # -------------------------------------------------------------------------------------------------- matrices

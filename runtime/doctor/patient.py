@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -38,8 +38,6 @@ from patchgen.runtime.train.recipe import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Value = TypeVar("Value")
-
 
 class Needs(Exception):
     """A check cannot run without a part that could not be made, or that this machine has no room for."""
@@ -49,13 +47,13 @@ class NoRoom(Needs):
     """The memory of this machine is too small for what is asked."""
 
 
-def part(named: str) -> Callable[[Callable[[Any], Value]], property]:
+def part(named: str) -> Callable[[Callable[[Any], Any]], property]:
     """A property that is made once. Its failure is raised once as it is, and from then on as `Needs`, which names the check
     that told of it."""
 
-    def decorate(make: Callable[[Any], Value]) -> property:
+    def decorate(make: Callable[[Any], Any]) -> property:
         @functools.wraps(make)
-        def get(self: Patient) -> Value:
+        def get(self: Patient) -> Any:
             if make.__name__ in self.failures:
                 raise Needs(f"it needs {named}: {self.failures[make.__name__]}.")
             if make.__name__ not in self.made:

@@ -76,6 +76,7 @@ class PlainTransformers(Check):
             )
             return _compared(patient, yardstick, found, told)
         folder = models.weights_folder(patient.recipe.model)
+        assert folder is not None, "the place of the weights was found above"
         found, missing = _trace_of(upstream, folder, patient, inputs, paths, patient.blueprint.config)
         if missing:
             return not_checked(f"upstream's {upstream.__name__} does not find {missing} in {folder}.")
@@ -145,7 +146,7 @@ def _trace_of(
     Args:
         config: instead of the folder's own.
     """
-    model, told = upstream.from_pretrained(
+    loaded: Any = upstream.from_pretrained(
         folder,
         config=copy.deepcopy(config),
         dtype=patient.dtype,
@@ -153,6 +154,7 @@ def _trace_of(
         output_loading_info=True,
         trust_remote_code=False,
     )
+    model, told = loaded  # a pair, which upstream's signature does not say
     model = model.to(patient.device)
     # New parts that the recipe allows are among them: upstream's random values of them are not ours.
     return traces.record_plain(model, inputs, paths), few(sorted(told["missing_keys"]))

@@ -104,7 +104,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 def main() -> None:
     recipe = from_dict(json.loads(sys.argv[1]))
     with launch.process_group() as device:
-        scratch = [tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else None]
+        scratch = [tempfile.mkdtemp(prefix="patchgen-step-") if dist.get_rank() == 0 else ""]
         dist.broadcast_object_list(scratch, src=0)
         figures = one_step(recipe, device, Path(scratch[0]))
         if dist.get_rank() == 0:

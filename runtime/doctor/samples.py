@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -139,7 +139,8 @@ def own_samples(config: DataConfig) -> Iterator[Sample]:
     """The first rows that transforms make samples of, as they hand them over."""
     sources = [open_source(source) for source in config.sources]
     for mapper, source in zip(mappers_of(config), sources, strict=True):
-        for record, _ in itertools.islice(source.read() if isinstance(mapper, Transform) else (), FIRST_ROWS):
+        rows: Iterable[tuple[Record, Any]] = source.read() if isinstance(mapper, Transform) else ()
+        for record, _ in itertools.islice(rows, FIRST_ROWS):
             with contextlib.suppress(BadSample):
                 made = mapper(record.where, record.fields())
                 if isinstance(made, Inputs):

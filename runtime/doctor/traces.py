@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from patchgen.runtime.doctor import calls
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.verify.conditioning import ROUNDING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEPTH = 2
 MOST = 0.3
@@ -50,7 +53,7 @@ def watched(model: nn.Module) -> list[str]:
     return found
 
 
-def record(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
+def record(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
     """What a generated model computes eagerly, attention included."""
     with calls.eager_attention(model):
         return record_as(model, inputs, paths, {})
@@ -88,7 +91,7 @@ def _keeper(path: str, outputs: dict[str, Tensor]) -> Callable:
     return keep
 
 
-def record_shaken(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
+def record_shaken(model: PreTrainedModel, inputs: Mapping[str, Any], paths: Sequence[str]) -> Trace:
     """As `record`, the embeddings of the tokens moved by their last bit: how far rounding alone carries."""
     generator = torch.Generator().manual_seed(0)
 

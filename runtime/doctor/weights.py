@@ -22,6 +22,8 @@ from patchgen.runtime.train import lora_targets
 from patchgen.runtime.train import model as models
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from patchgen.runtime.doctor.patient import Patient
 
 
@@ -40,6 +42,7 @@ class Weights(Check):
         except CheckpointError as error:
             return failed(str(error), _advice(patient, str(error)))
         folder = models.weights_folder(patient.recipe.model)
+        assert folder is not None, "the place of the weights was found above"
         for problem, advice in (*_rounded(patient, folder), *_untrained(patient, model)):
             return failed(problem, advice)
         tied = "tied to the embeddings" if _is_tied(model) else "a matrix of its own"
@@ -48,7 +51,7 @@ class Weights(Check):
         return passed(f"{count:,} parameters from {folder}; the head is {tied}{held}.")
 
 
-def _is_tied(model: nn.Module) -> bool:
+def _is_tied(model: PreTrainedModel) -> bool:
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embeddings.weight
 
@@ -56,6 +59,7 @@ def _is_tied(model: nn.Module) -> bool:
 def _advice(patient: Patient, told: str) -> str:
     """What the refusal of a checkpoint means, where shapes or ties say it."""
     folder = models.weights_folder(patient.recipe.model)
+    assert folder is not None, "a checkpoint that was refused lies somewhere"
     stored, state = read_folder(folder), patient.blueprint.state_dict()
     turned = [
         name
@@ -85,10 +89,10 @@ def _is_head(patient: Patient, parameter: nn.Parameter) -> bool:
 def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     """Weights and buffers that the checkpoint keeps wider than its others, for a reason, and the model in 16 bits."""
     stored, state = read_folder(folder), patient.blueprint.state_dict()
-    sizes = Counter()
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in stored.values():
         sizes[tensor.dtype] += tensor.num_bytes // tensor.dtype.itemsize
-    common = max((dtype for dtype in sizes if dtype.is_floating_point), key=sizes.get)
+    common = max((dtype for dtype in sizes if dtype.is_floating_point), key=lambda dtype: sizes[dtype])
     chosen = getattr(torch, patient.recipe.model.dtype)
     if chosen.itemsize >= 4:
         return
@@ -117,13 +121,14 @@ def _paths(model: nn.Module, wanted: nn.Module) -> list[str]:
 
 
 @torch.no_grad()
-def _untrained(patient: Patient, model: nn.Module) -> Iterator[tuple[str, str]]:
+def _untrained(patient: Patient, model: PreTrainedModel) -> Iterator[tuple[str, str]]:
     """Tokens of the data whose embeddings nobody has trained: rows of zeros, or alike."""
     try:
         ids = sorted({token for sample in patient.samples for token in sample.ids})
     except Needs:  # told by the check of the data
         return
     weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor), "embeddings are a table"
     configs = (patient.config, patient.config.get_text_config())
     places = {value for one in configs for value in vars(one).values() if type(value) is int}  # media among them
     used = [token for token in ids if token < weight.shape[0] and token not in places]

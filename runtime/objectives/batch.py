@@ -70,11 +70,13 @@ class Batch:
 
     def token_log_probs(self) -> Tensor:
         """The log-probability of each target, `(s,)` in fp32 or wider; 0 where nothing is learned."""
-        return token_log_probs(self.head, self.hidden, self.targets)
+        head, hidden = self._of_forward()
+        return token_log_probs(head, hidden, self.targets)
 
     def per_token(self, function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
         """What a function makes of the logits of each token; see `kernels.token_log_probs.per_token`."""
-        return per_token(self.head, self.hidden, function, *given)
+        head, hidden = self._of_forward()
+        return per_token(head, hidden, function, *given)
 
     # ---------------------------------------------------------------------------------- of each document
 
@@ -83,7 +85,9 @@ class Batch:
         sums = values.new_zeros(self.num_documents, *values.shape[1:]).index_add(0, self.index, values)
         if self.state.sp == 1:
             return sums
-        parts = gather_rows(sums, self.state.sp_group, operation="add up what slices hold of each document")
+        told = "add up what slices hold of each document"
+        # torch.compiler.disable has no types: what it decorates is taken for the decorator that it returns without one.
+        parts = gather_rows(sums, self.state.sp_group, operation=told)  # pyright: ignore[reportCallIssue]
         return parts.unflatten(0, (self.state.sp, -1)).sum(0)
 
     def document_log_probs(self) -> Tensor:
@@ -93,7 +97,8 @@ class Batch:
     def document_scores(self) -> Tensor:
         """What the head gives for the last token of each document, `(D, scores)` in fp32 or wider."""
         taken = self.last_tokens().unsqueeze(1)
-        scores = self.head(self.hidden.unsqueeze(0)).squeeze(0)
+        head, hidden = self._of_forward()
+        scores = head(hidden.unsqueeze(0)).squeeze(0)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         return self.document_sums(torch.where(taken, scores, 0))
 
@@ -110,6 +115,11 @@ class Batch:
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Those of `(D, ...)` that are of chosen and of rejected documents, `(pairs, ...)` each."""
         return values[0 : self.num_samples : 2], values[1 : self.num_samples : 2]
+
+    def _of_forward(self) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+        """The head and the hidden states."""
+        assert self.head is not None and self.hidden is not None, "a batch has them within the forward (`computing`)"
+        return self.head, self.hidden
 
 
 # ------------------------------------------------------------------------------------ around the forward
@@ -168,4 +178,10 @@ def computing(function: Callable[[Batch], Tensor], batch: Batch) -> Callable[...
 def share(objective: Objective, batch: Batch) -> Callable[..., Tensor]:
     """This rank's share of the loss of the step that is live (`parallel.loss.step`), for the seam of the loss."""
     ranks = 1 if objective.per == "label" else batch.state.sp  # each of them has the whole
-    return computing(lambda known: objective.loss(known) / (current_step().num_items * ranks), batch)
+
+    def divided(known: Batch) -> Tensor:
+        items = current_step().num_items
+        assert items is not None, "a live step of a run has counted its items before it began"
+        return objective.loss(known) / (items * ranks)
+
+    return computing(divided, batch)

@@ -16,6 +16,7 @@ from patchgen.runtime.objectives.base import NextToken, Objective
 from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -48,12 +49,12 @@ def objective_of(config: ObjectiveConfig) -> Objective:
         raise RecipeError(f"objective.options of {config.name}: {told}") from error
 
 
-def _explain(problem: dict) -> str:
+def _explain(problem: ErrorDetails) -> str:
     where = ".".join(map(str, problem["loc"]))
     if problem["type"] == "missing":
         return f"{where} must be given"
     if problem["type"] == "value_error":
-        return str(problem["ctx"]["error"])
+        return str(problem.get("ctx", {})["error"])
     return f"{where}: {problem['msg'][0].lower()}{problem['msg'][1:]}, not {problem['input']!r}"
 
 

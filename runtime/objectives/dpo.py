@@ -45,6 +45,7 @@ class DPO(Objective):
 
     def loss(self, batch: Batch) -> Tensor:
         ratios = batch.document_log_probs()
+        assert batch.reference is not None, "this objective says that it needs one"
         chosen, rejected = batch.pairs(ratios - batch.reference.to(ratios.dtype))
         margin = self.beta * (chosen - rejected)
         smooth = self.label_smoothing

@@ -13,17 +13,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from patchgen.runtime import ops, parallel
+from patchgen.runtime import ops, parallel, parts
 from patchgen.runtime.parallel.loss import current_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    class _Bases(GenericForSequenceClassification, PreTrainedModel):
+        """What stands behind `SequenceClassifier` in every class that is made of it."""
+else:
+    _Bases = object
 
 
 class UnknownHeadError(LookupError):
@@ -43,6 +48,7 @@ def sequence_classifier(head: type[PreTrainedModel], config: PreTrainedConfig) -
     upstream = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if upstream is None:
         raise UnknownHeadError(f"transformers has no sequence classifier for a {type(config).__name__}.")
+    assert isinstance(upstream, type), "the mapping names one class for a config"
     own = [name for name in ("__init__", "forward") if name in vars(upstream)]
     if not issubclass(upstream, GenericForSequenceClassification) or own:
         raise UnknownHeadError(
@@ -51,11 +57,12 @@ def sequence_classifier(head: type[PreTrainedModel], config: PreTrainedConfig) -
         )
     with torch.device("meta"):
         causal = head._from_config(config)
-    base = type(causal.base_model)
-    if base.__name__ != MODEL_MAPPING[type(config)].__name__:
+    base, upstream_base = type(causal.base_model), MODEL_MAPPING[type(config)]
+    assert isinstance(upstream_base, type), "a config whose classifier is the generic one has one base model"
+    if base.__name__ != upstream_base.__name__:
         raise UnknownHeadError(
-            f"transformers' {upstream.__name__} is over {MODEL_MAPPING[type(config)].__name__}, and the generated "
-            f"{head.__name__} over {base.__name__}."
+            f"transformers' {upstream.__name__} is over {upstream_base.__name__}, and the generated {head.__name__} "
+            f"over {base.__name__}."
         )
     pretrained = next(one for one in head.__bases__ if issubclass(one, PreTrainedModel))
     ops.register_checkpoint_mapping(upstream.__name__)
@@ -66,18 +73,18 @@ def sequence_classifier(head: type[PreTrainedModel], config: PreTrainedConfig) -
         "base_class": base,
         "base_model_prefix": upstream.base_model_prefix,
         "config_class": head.config_class,
-        "get_parallel_plan": head.get_parallel_plan,
+        parts.PLAN: getattr(head, parts.PLAN),
         "only_causal": () if head.__name__ == upstream.__name__ else beside,
     }
     return type(upstream.__name__, (SequenceClassifier, GenericForSequenceClassification, pretrained), members)
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
+def head_of(model: PreTrainedModel) -> nn.Module | None:
     """The layer that gives what is read of a model: its scores or its logits."""
     return model.score if isinstance(model, SequenceClassifier) else model.get_output_embeddings()
 
 
-class SequenceClassifier:
+class SequenceClassifier(_Bases):
     """`GenericForSequenceClassification` with another base model, and with a loss over the documents of packed rows."""
 
     base_class: type[PreTrainedModel]
@@ -88,6 +95,7 @@ class SequenceClassifier:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         super(GenericForSequenceClassification, self).__init__(config)
+        assert config.num_labels is not None, "a config that is made a classifier's has labels"
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.base_class._from_config(config))
         self.score = nn.Linear(config.get_text_config().hidden_size, self.num_labels, bias=False)
@@ -95,7 +103,7 @@ class SequenceClassifier:
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any
+        self, input_ids: torch.LongTensor | None = None, labels: torch.LongTensor | None = None, **kwargs: Any
     ) -> SequenceClassifierOutputWithPast:
         """While a parallel state is live: the loss of the step's objective; without one the scores `(1, s, labels)` of each
         token, for which of them counts is the objective's matter. Else upstream's."""

@@ -82,6 +82,7 @@ class Learning:
             inputs, batch = self._split(rows)
             return read(self.model, inputs, batch, Batch.document_log_probs)[: batch.num_samples].tolist()
 
+        assert self.table is not None, "asked of a run that keeps a reference"
         self.table.load()
         return self.table.fill(micro_batches, compute)
 
@@ -94,6 +95,7 @@ class Learning:
         """The log-probabilities `(D,)` of the documents before training."""
         if self.table is not None:
             return self.table.of(batch.extra["keys"], batch.num_documents)
+        assert self.adapted is not None, "`build` gives what needs a reference a table or adapters"
         with self.adapted.disable_adapter():
             return read(self.model, inputs, batch, Batch.document_log_probs)
 
@@ -123,6 +125,7 @@ def read(model: PreTrainedModel, inputs: dict[str, Any], batch: Batch, function:
 
     def keep(known: Batch) -> Tensor:
         found.append(function(known))
+        assert known.hidden is not None, "within the forward a batch has hidden states (`computing`)"
         return known.hidden.new_zeros(())
 
     with _evaluating(model), loss.step(1, router_loss=False, objective=computing(keep, batch)):

@@ -8,6 +8,7 @@ load.read()              # {"model.layers.0.mlp.experts": tensor([1031, 977, ...
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,12 @@ from torch import Tensor, nn
 
 from patchgen.runtime.parallel import checkpointing, sharding
 from patchgen.runtime.parallel.collectives import all_reduce
+
+
+class _Experts(Protocol):
+    """What the modules of a plan have."""
+
+    num_experts: int
 
 
 class ExpertLoad:
@@ -54,8 +61,8 @@ class ExpertLoad:
             # Every model hands (hidden states, indices, weights) to its experts, in this order.
             index = args[1] if len(args) > 1 else next(v for k, v in kwargs.items() if "ind" in k)
             if torch.is_grad_enabled() and not index.is_meta and not checkpointing.is_replay():
-                ones = torch.ones_like(index.reshape(-1))
-                counts = ones.new_zeros(module.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
+                ones, experts = torch.ones_like(index.reshape(-1)), cast(_Experts, module)
+                counts = ones.new_zeros(experts.num_experts + 1).scatter_add_(0, index.reshape(-1), ones)
                 if path not in self._counts:  # and kept: a captured step adds to it whenever it is replayed
                     self._counts[path] = counts[:-1].clone()
                 else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,8 @@ def norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         square = _sum_of_squares(gradients)
         if mesh is not None:
             square = square.to(mesh.device_type)
-        for dim in parts:
-            square = all_reduce(square, group=mesh.get_group(dim), operation="add up the gradient norm")
+            for dim in parts:
+                square = all_reduce(square, group=mesh.get_group(dim), operation="add up the gradient norm")
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
 
@@ -71,8 +72,10 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
     others = [one for one in gradients if id(one) not in ids]
     sums = [_squares_by_kernel(large)] if large else []
     if others:
-        sums.append(torch.stack(torch._foreach_norm(others, 2, dtype=torch.float32)).square().sum())
-    return sum(sums)
+        # torch does not export its foreach functions by type.
+        norms = torch._foreach_norm(others, 2, dtype=torch.float32)  # pyright: ignore[reportPrivateImportUsage]
+        sums.append(torch.stack(norms).square().sum())
+    return sum(sums[1:], sums[0])
 
 
 def _has_kernel(gradient: Tensor) -> bool:
@@ -98,28 +101,30 @@ def clip(model: nn.Module, max_norm: float, *, optimizer: Optimizer | None = Non
     Raises:
         ValueError: gradients narrower than their parameters, which scaling would round, and no such optimizer.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    total = norm(parameters)
+    found = [(parameter, parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    total = norm(parameter for parameter, _ in found)
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     factor = torch.where(torch.isfinite(total), factor, 1.0)
     multiplied = _multiplied_by_optimizer(optimizer, factor)
-    rest = [parameter for parameter in parameters if id(parameter) not in multiplied]
-    narrow = [parameter for parameter in rest if parameter.grad.dtype.itemsize < parameter.dtype.itemsize]
+    rest = [(parameter, gradient) for parameter, gradient in found if id(parameter) not in multiplied]
+    narrow = [(wide, gradient) for wide, gradient in rest if gradient.dtype.itemsize < wide.dtype.itemsize]
     if narrow:
+        wide, gradient = narrow[0]
         raise ValueError(
-            f"{len(narrow)} gradients are {narrow[0].grad.dtype} while their parameters are {narrow[0].dtype}: their "
+            f"{len(narrow)} gradients are {gradient.dtype} while their parameters are {wide.dtype}: their "
             "optimizer takes them as computed and scales them itself. Call clip(model, max_norm, optimizer=optimizer)."
         )
-    local = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in rest]
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for _, gradient in rest]
     if local:
-        torch._foreach_mul_(local, factor.to(local[0].device))
+        torch._foreach_mul_(local, factor.to(local[0].device))  # pyright: ignore[reportPrivateImportUsage]
     return total
 
 
 def _multiplied_by_optimizer(optimizer: Optimizer | None, factor: Tensor) -> set[int]:
     """Leaves the factor with those optimizers that multiply themselves; returns the ids of their parameters."""
     found: set[int] = set()
-    for part in getattr(optimizer, "parts", (optimizer,)):
+    parts: Any = getattr(optimizer, "parts", (optimizer,))  # of whatever class: by what they have
+    for part in parts:
         if hasattr(part, "gradient_factor"):
             part.gradient_factor = factor
             found |= {id(parameter) for group in part.param_groups for parameter in group["params"]}

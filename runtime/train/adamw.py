@@ -59,7 +59,8 @@ class AdamW(torch.optim.AdamW):
     def _update(self, parameter: nn.Parameter, group: dict, factor: Tensor | None) -> None:
         from patchgen.kernels.adamw import adamw_  # loads Triton
 
-        state = self.state[parameter]
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None, "a step asks for parameters that have one"
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -70,7 +71,7 @@ class AdamW(torch.optim.AdamW):
             copy.before_writing()
         adamw_(
             values,
-            undivided.local(parameter.grad).contiguous(),
+            undivided.local(gradient).contiguous(),
             undivided.local(state["exp_avg"]),
             undivided.local(state["exp_avg_sq"]),
             step=int(state["step"]),

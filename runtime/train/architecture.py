@@ -35,6 +35,7 @@ from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 CODE_OF_DATA = ("processing_*.py", "tokenization_*.py", "image_processing_*.py", "video_processing_*.py")
 CODE_OF_DATA += ("feature_extraction_*.py",)
@@ -127,7 +128,14 @@ _GENERATED: dict[type, registry.GeneratedModel] = {}
 
 def generated_of(head: type[PreTrainedModel]) -> registry.GeneratedModel:
     """The generated model that a head belongs to; of code that was registered with the file that it was made from."""
-    return _GENERATED.get(head) or registry.read_model(Path(sys.modules[head.__module__].__file__).parent)
+    return _GENERATED.get(head) or registry.read_model(file_of(head).parent)
+
+
+def file_of(head: type[PreTrainedModel]) -> Path:
+    """The file that a head stands in."""
+    file = sys.modules[head.__module__].__file__
+    assert file is not None, "a head is read from a file"
+    return Path(file)
 
 
 @functools.lru_cache(maxsize=8)
@@ -150,6 +158,7 @@ def import_path(model: ModelConfig) -> str | None:
     if model.code is None or Path(model.code).is_dir():
         return None
     folder, module = _find(model.code)
+    assert module is not None, "it names no folder, so it names a module"
     place = folder.parents[module.count(".")] if (folder / "__init__.py").is_file() else folder
     known = [*site.getsitepackages(), site.getusersitepackages()]
     return None if str(place) in known else str(place)
@@ -167,13 +176,14 @@ def _find(code: str) -> tuple[Path, str | None]:
         spec = importlib.util.find_spec(code) if all(part.isidentifier() for part in code.split(".")) else None
     except ModuleNotFoundError:
         spec = None
-    if spec is None or not (spec.origin or spec.submodule_search_locations):
+    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if spec is None or not (spec.origin or locations):
         places = ", ".join(dict.fromkeys(place or "." for place in sys.path))
         raise RecipeError(
             f"model.code = '{code}' is no folder ({folder.absolute()}) and no module that can be imported (looked in "
             f"{places}). Name the folder with configuration_*.py and modeling_*.py."
         )
-    place = Path(spec.origin).parent if spec.origin else Path(next(iter(spec.submodule_search_locations)))
+    place = Path(spec.origin).parent if spec.origin else Path(locations[0])
     return place.resolve(), code
 
 
@@ -280,7 +290,8 @@ def _own_configs(config: object) -> Iterator[type[PreTrainedConfig]]:
         return  # AutoConfig: whatever the checkpoint says
     if not config.__module__.startswith("transformers."):
         yield config
-    for part in (config.sub_configs or {}).values():
+    # transformers' classproperty is a dict of the class, which its type does not say.
+    for part in (config.sub_configs or {}).values():  # pyright: ignore[reportAttributeAccessIssue]
         yield from _own_configs(part)
 
 
@@ -291,7 +302,8 @@ def _register_processing(key: str, found: Architecture, module: str | None) -> N
     one, in the `__init__.py` of a module: nothing else says which belongs to the configuration.
     """
     config = found.heads[0].config_class
-    by_kind: dict[type, list[type]] = {}
+    assert config is not None, "a generated head names its configuration"
+    by_kind: dict[type | None, list[type]] = {}  # None: of no kind
     for file in dict.fromkeys(file for pattern in CODE_OF_DATA for file in sorted(found.folder.glob(pattern))):
         load = functools.partial(registry.import_file, file)
         if module is not None and (found.folder / "__init__.py").is_file():
@@ -314,7 +326,7 @@ def _register_processing(key: str, found: Architecture, module: str | None) -> N
 
 
 @functools.cache
-def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
+def _kinds() -> dict[type, tuple[_LazyAutoMapping, Callable[[type, type], None]]]:
     """What prepares data, the narrower kind first: its base, the mapping of its auto class, how it gets there."""
     import transformers
     from transformers.image_processing_backends import PilBackend, TorchvisionBackend
@@ -357,7 +369,7 @@ def _kinds() -> dict[type, tuple[object, Callable[[type, type], None]]]:
     }
 
 
-def _registered(mapping: object) -> set[type]:
+def _registered(mapping: _LazyAutoMapping) -> set[type]:
     """The classes that somebody has added to one of transformers' mappings."""
     added = mapping._extra_content.values()
     return {one for value in added for one in (value.values() if isinstance(value, dict) else [value])}

@@ -111,6 +111,7 @@ class _Place:
 
 @functools.lru_cache(maxsize=8)
 def _places(head: type[PreTrainedModel], config_text: str) -> dict[str, _Place]:
+    assert head.config_class is not None, "a generated head names its configuration"
     config = head.config_class.from_dict(json.loads(config_text))
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation="eager")

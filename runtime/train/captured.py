@@ -186,12 +186,15 @@ class CapturedStep:
         if answer == NEITHER:
             self._forget()
             self._form = Form.that_fits(inputs, self._form) if inputs is not None else None
-        self._write(self._form.bring(inputs) if self._form is not None else rows, items, tokens)
+        self._write(self._form.bring(inputs) if inputs is not None and self._form is not None else rows, items, tokens)
         if answer != READY:
             self._tell_not_replayed(answer)
             return self.compute(self._inputs, self._items, self._tokens)
         if self._recording is None:
             self._record()
+        assert self._recording is not None and self._share is not None, (
+            "recording runs the step, which gives its share"
+        )
         self._recording.replay()
         for shards in self._shards:
             shards.have_been_read()  # as after a step

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 from patchgen.runtime.train import run_log
 
@@ -34,9 +35,10 @@ def check(directory: Path, below: float) -> str:
         )
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory / "export", output_loading_info=True, trust_remote_code=False
     )
+    model, report = loaded  # a pair, which its signature does not say
     wrong = {kind: sorted(names) for kind, names in report.items() if names}
     if wrong:
         raise ValueError(f"transformers does not load {directory / 'export'} whole: {wrong}")

@@ -31,8 +31,10 @@ def changes(recipe: Recipe) -> str:
     """
     checkpointer = Checkpointer.reader(recipe.directory / "checkpoints")
     steps = checkpointer.complete()
-    folder = checkpointer.folder_of(steps[-1]) if steps else None
-    before = _read(folder / RECIPE) if folder is not None else None
+    if not steps:
+        return ""
+    folder = checkpointer.folder_of(steps[-1])
+    before = _read(folder / RECIPE)
     if before is None:
         return ""
     before, now = BEFORE_OBJECTIVES | before, flat(to_dict(recipe))

@@ -27,6 +27,7 @@ def view(recipe: Recipe, *, rows: int, evaluation: bool = False) -> Shown:
     if recipe.data.kind == "multimodal" and recipe.data.separate_modalities is None:
         recipe = modalities.with_apart(recipe, preflight.examine(recipe).apart)
     config, parts = recipe.eval_data if evaluation else recipe.data, setup.data_parts(recipe)
+    assert config is not None, "a recipe without this section was refused"
     loader = build_loader(
         config,
         tokenizer=parts.tokenizer,

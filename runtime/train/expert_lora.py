@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -23,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from patchgen.kernels.moe_adapters import LowRank
 from patchgen.runtime import expert_adapters
+from patchgen.runtime.checkpoint.load import own_box
 from patchgen.runtime.checkpoint.moves import whole as box
-from patchgen.runtime.checkpoint.placement import box_of_rank, within
+from patchgen.runtime.checkpoint.placement import within
 from patchgen.runtime.parallel import checkpointing, sharding, undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -40,6 +42,12 @@ class Factor(nn.Module):
         self.weight = nn.Parameter(weight)
 
 
+def _weight(layer: nn.Module) -> Tensor:
+    weight = layer.weight
+    assert isinstance(weight, Tensor), "a factor, of PEFT's or ours, is one tensor"
+    return weight
+
+
 class ExpertLora(ParamWrapper):
     """The adapter of one stacked parameter, around the experts or around the adapter of their other parameter.
 
@@ -47,14 +55,14 @@ class ExpertLora(ParamWrapper):
         state: experts are divided over its `ep`; so are the factors, of which every rank draws all.
     """
 
-    def __init__(self, *args: object, state: ParallelState, **kwargs: object) -> None:
+    def __init__(self, *args: Any, state: ParallelState, **kwargs: Any) -> None:
         self.parallel_state = state  # first, for PEFT fills the layer in its constructor
         super().__init__(*args, **kwargs)
 
-    def update_layer(self, adapter_name: str, *args: object, **kwargs: object) -> None:
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         """Makes the factors as PEFT does, of the same random numbers, and keeps this rank's part of them."""
         super().update_layer(adapter_name, *args, **kwargs)
-        a, b = self.lora_A[adapter_name].weight.data, self.lora_B[adapter_name].weight.data
+        a, b = _weight(self.lora_A[adapter_name]).data, _weight(self.lora_B[adapter_name]).data
         count = self.num_experts
         self.lora_A[adapter_name] = Factor(self._own(a.view(count, -1, a.shape[1])))
         self.lora_B[adapter_name] = Factor(self._own(b.view(b.shape[0], -1, count).permute(2, 0, 1)))
@@ -67,7 +75,7 @@ class ExpertLora(ParamWrapper):
 
     def get_delta_factors(self, adapter_name: str) -> tuple[Tensor, Tensor, float]:
         """`(left, right, scale)`, whose product has the layout of the parameter."""
-        a, b = self.lora_A[adapter_name].weight, self.lora_B[adapter_name].weight
+        a, b = _weight(self.lora_A[adapter_name]), _weight(self.lora_B[adapter_name])
         # Which side A is of, PEFT decides; its first releases took every parameter as one that is transposed.
         swapped = getattr(self, "_did_swap_in_out_features", False)
         left, right = (b, a) if swapped else (a.transpose(1, 2), b.transpose(1, 2))
@@ -113,7 +121,7 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
     units = list(outermost(model))
     for unit in units:
         factors = {p for module in unit.modules() if isinstance(module, Factor) for p in module.parameters()}
-        fully_shard(
+        sharded = fully_shard(
             unit,
             mesh=state.expert_fsdp_mesh,
             reshard_after_forward=options.reshard_after_forward,
@@ -121,8 +129,8 @@ def shard(model: nn.Module, state: ParallelState, options: sharding.ShardingOpti
             mp_policy=as_is,
             ignored_params=set(unit.parameters()) - factors,  # of the layer, or of the experts' own unit
         )
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
         undivided.install(unit)
         checkpointing.hide_hooks(unit)
     return len(units)
@@ -133,12 +141,14 @@ def whole(tensor: Tensor) -> Tensor:
     """A tensor of all ranks; every rank calls it."""
     if not isinstance(tensor, DTensor):
         return tensor
-    place = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank holds a part of an adapter"
+    place = zip(coordinate, tensor.placements, strict=True)
     is_first = all(index == 0 for index, placement in place if isinstance(placement, Replicate))
     own = tensor.to_local()
     found = own.new_zeros(tensor.shape)
     if is_first:  # of the ranks that hold the same
-        within(found, box(found.shape), box_of_rank(tensor)).copy_(own)
+        within(found, box(found.shape), own_box(tensor)).copy_(own)
     return all_reduce(found, operation="gather an adapter")
 
 
@@ -146,11 +156,13 @@ def whole(tensor: Tensor) -> Tensor:
 def part_of_delta(module: LoraLayer) -> tuple[nn.Parameter, Tensor]:
     """What an adapter changes, and what it adds to the part of it that this rank holds; every rank calls it."""
     if not isinstance(module, ExpertLora):
-        weight = module.get_param() if isinstance(module, ParamWrapper) else module.get_base_layer().weight
-        return weight, within(delta := module.get_delta_weight(ADAPTER), box(delta.shape), box_of_rank(weight))
+        layer: Any = module  # each of PEFT's layers says what it adds; the type of them all does not
+        weight = layer.get_param() if isinstance(module, ParamWrapper) else layer.get_base_layer().weight
+        delta = layer.get_delta_weight(ADAPTER)
+        return weight, within(delta, box(delta.shape), own_box(weight))
     weight = module.get_param()
     left, right, scale = module.get_delta_factors(ADAPTER)
-    experts, rows, columns = box_of_rank(weight)
+    experts, rows, columns = own_box(weight)
     ranks = (0, left.shape[2])
     left, right = whole(left.contiguous()), whole(right.contiguous())
     left, right = (
@@ -165,7 +177,7 @@ def in_peft_layout(model: nn.Module) -> dict[str, Tensor]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, ExpertLora):
-            a, b = (whole(factors[ADAPTER].weight.detach()) for factors in (module.lora_A, module.lora_B))
+            a, b = (whole(_weight(factors[ADAPTER]).detach()) for factors in (module.lora_A, module.lora_B))
             found[f"{path}.lora_A.{ADAPTER}.weight"] = a.flatten(0, 1).cpu()
             found[f"{path}.lora_B.{ADAPTER}.weight"] = b.permute(1, 2, 0).flatten(1, 2).cpu()
     return found

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from patchgen.runtime import model_calls
-from patchgen.runtime.data import DataError, Loader
+from patchgen.runtime.data import DataError
 from patchgen.runtime.data.agreement import raise_on_all_ranks
 from patchgen.runtime.objectives.base import NextToken, Objective, sources_of
 from patchgen.runtime.objectives.reference import keys_of
@@ -83,6 +83,16 @@ def micro_batches_per_step(batches_per_step: int, num_batches: int, *, router_lo
     return batches_per_step // num_batches
 
 
+class Batches(Protocol):
+    """What micro-batches are read from; a `Loader` is one."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position behind what was read."""
+        ...
+
+
 class Feed:
     """Draws the micro-batches of one step after another from a loader.
 
@@ -97,7 +107,7 @@ class Feed:
 
     def __init__(
         self,
-        loader: Loader,
+        loader: Batches,
         state: ParallelState,
         num_micro_batches: int,
         cost: ModelCost,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -120,7 +120,7 @@ def _attention_layers(model: PreTrainedModel) -> Iterable[tuple[int, int | None]
     for module in decoder.modules():
         if not report.attends(module):
             continue
-        config = module.config
+        config: Any = module.config
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         query = getattr(config, "qk_head_dim", None) or size

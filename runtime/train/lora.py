@@ -66,14 +66,16 @@ def add_adapters(
     require_any_layout(targets, dist.get_world_size())
     wanted = peft.LoraConfig(
         r=config.rank,
-        lora_alpha=config.alpha,
+        lora_alpha=config.alpha,  # pyright: ignore[reportArgumentType]  # PEFT says int, and divides it
         use_rslora=config.rslora,
         lora_dropout=config.dropout,
         target_modules=list(targets.modules),
         target_parameters=[*targets.experts, *targets.others] or None,
         task_type="CAUSAL_LM",
     )
-    wanted._register_custom_module(expert_lora.custom_modules(model, targets.experts, state))
+    # PEFT calls what it is told, and says that it must be a class.
+    custom = expert_lora.custom_modules(model, targets.experts, state)
+    wanted._register_custom_module(custom)  # pyright: ignore[reportArgumentType]
     if dist.get_rank() == 0:
         print(targets.told, flush=True)
     # Of this rank's device only: by default the generators of all devices are kept, which opens each of them.
@@ -146,7 +148,7 @@ def save(adapted: PeftModel, folder: Path) -> None:
 
     experts = expert_lora.in_peft_layout(adapted)
     if dist.get_rank() == 0:
-        adapted.save_pretrained(folder, state_dict=adapted.state_dict() | experts)
+        adapted.save_pretrained(str(folder), state_dict=adapted.state_dict() | experts)
     dist.barrier()
 
 

@@ -72,15 +72,16 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
     modules = dict(model.named_modules())
     experts, others = _find_parameters(model, config)
     inside = _language_model(model)
-    found: dict[str, str] = {}
+    found: dict[str, str | None] = {}
     left: dict[str, str] = {}
     missing: list[str] = []
     for target in [config.target_modules] if isinstance(config.target_modules, str) else config.target_modules:
         matched = {name: _tower(name, inside) for name in _matched(model, modules, config, target)}
         if not matched:
             missing.append(target)
+        towers = {name: tower for name, tower in matched.items() if tower is not None}
         wanted = {name: tower for name, tower in matched.items() if tower is None or _names(target, tower)}
-        left |= {name: tower for name, tower in matched.items() if wanted and name not in wanted}
+        left |= {name: tower for name, tower in towers.items() if wanted and name not in wanted}
         found |= {_adapted(modules, name): tower for name, tower in (wanted or matched).items()}
     if missing:
         raise RecipeError(_told_of_nothing(model, config, missing))
@@ -91,8 +92,7 @@ def find_targets(model: PreTrainedModel, config: LoraConfig) -> Targets:
 def num_parameters(model: PreTrainedModel, config: LoraConfig) -> tuple[int, int]:
     """How many numbers the adapters have: those that every rank holds whole, and those that are divided over the ranks."""
     targets = find_targets(model, config)
-    whole = [model.get_submodule(name).weight for name in targets.modules]
-    whole += [model.get_parameter(name) for name in targets.others]
+    whole = [model.get_parameter(name) for name in (*(f"{path}.weight" for path in targets.modules), *targets.others)]
     divided = [model.get_parameter(name) for name in targets.experts]
     widths = sum(weight.shape[0] + weight[0].numel() for weight in whole)
     stacked = sum(weight.shape[0] * sum(weight.shape[1:]) for weight in divided)
@@ -154,7 +154,7 @@ def _matched(
     try:
         for name, module in modules.items():
             if is_all:  # each by its own name: layers and exclusions are asked of PEFT as ever
-                asked.target_modules = {name.rpartition(".")[2]}
+                asked.target_modules = [name.rpartition(".")[2]]
                 if not isinstance(module, nn.Linear) or module is head:
                     continue
             if name and bool(check_target_module_exists(asked, name)):

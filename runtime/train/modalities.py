@@ -48,7 +48,7 @@ def kept_apart(
         separates_documents: whether a run computes documents in rows of their own.
     """
     taken = MediaMaker.taken_by(generated_class)
-    pairs = [tuple(sorted(pair)) for pair in itertools.combinations(taken, 2)]
+    pairs: list[Pair] = [(min(pair), max(pair)) for pair in itertools.combinations(taken, 2)]
     if not pairs:
         return ()
     attention.register()

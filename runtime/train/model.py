@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,12 @@ from patchgen.runtime.verify import head_kinds
 from patchgen.runtime.verify.verdict import one_line
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    class ShardedModel(PreTrainedModel, FSDPModule):
+        """What `fully_shard` makes of a model."""
+
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
@@ -123,7 +128,7 @@ def require_fields(config: PreTrainedConfig, overrides: Mapping[str, Any], where
                 + (f" Near: {', '.join(near)}." if near else "")
             )
         inner = getattr(config, name, None)
-        if isinstance(value, Mapping) and hasattr(inner, "to_dict"):
+        if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
             require_fields(inner, value, f"{where}.{name}", source)
 
 
@@ -132,8 +137,9 @@ def _merged(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> dict[str,
     values = config.to_dict()
     for name, value in overrides.items():
         inner = getattr(config, name, None)
-        nested = isinstance(value, Mapping) and hasattr(inner, "to_dict")
-        values[config.attribute_map.get(name, name)] = _merged(inner, value) if nested else value
+        if isinstance(value, Mapping) and inner is not None and hasattr(inner, "to_dict"):
+            value = _merged(inner, value)
+        values[config.attribute_map.get(name, name)] = value
     return values
 
 
@@ -235,6 +241,7 @@ def find_head(config: PreTrainedConfig, own: architecture.Heads = None) -> type[
             return registry.find_head(one)
         except registry.UnknownModelError as error:
             unknown = unknown or error
+    assert unknown is not None, "at least the config itself was asked for"
     raise unknown
 
 
@@ -267,9 +274,9 @@ def require_kernels(section: KernelsConfig) -> None:
         wanted = getattr(section, name)
         reason = seams.unavailable(name, wanted) if wanted is not None else None
         if reason is None and wanted == "triton" and not torch.cuda.is_available():
-            import triton
+            from triton import knobs
 
-            reason = None if triton.knobs.runtime.interpret else "it needs a CUDA device"
+            reason = None if knobs.runtime.interpret else "it needs a CUDA device"
         if reason is not None:
             raise RecipeError(f"kernels.{name} = '{wanted}' cannot run here: {reason}.")
 
@@ -330,7 +337,7 @@ def sharding_options(section: ParallelSection, device: torch.device) -> sharding
     )
 
 
-def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> PreTrainedModel:
+def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> ShardedModel:
     """The model of a recipe, sharded over the ranks, with its weights. Every rank must call it."""
     model = build_on_meta(recipe)
     checkpointing.apply(model, recipe.parallel.activation_checkpointing)
@@ -343,7 +350,7 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> P
         done = load_pretrained(model, folder, **may_differ(recipe, model), seed=recipe.train.seed)
         if _is_first_rank():
             print(done, flush=True)  # what was initialised or left out is told before it trains
-    return model
+    return cast("ShardedModel", model)  # FSDP2 has changed its class in place
 
 
 def tell_padding(model: PreTrainedModel, tokenizer: Any) -> None:

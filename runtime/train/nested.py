@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: Mapping[str, Any] | Mapping[int, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value of nested dicts and lists, as `--set` takes them."""
     found = {}
     for key, value in values.items():
@@ -20,7 +20,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def section_type(kind: Any) -> type | None:
     """The dataclass that an annotation names, alone, optional, in a tuple or by name."""
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return kind
     if typing.get_origin(kind) in (typing.Union, types.UnionType, tuple, list, dict):
         return next(filter(None, map(section_type, typing.get_args(kind))), None)

@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from patchgen.runtime.objectives.heads import head_of
 from patchgen.runtime.train.adamw import AdamW
 from patchgen.runtime.train.recipe import OptimConfig, RecipeError
 from patchgen.runtime.train.sections import GroupConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def factor(step: int, config: OptimConfig, total: int) -> float:
@@ -81,7 +85,7 @@ def freeze(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     return frozen
 
 
-def build(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizers of the trained parameters: AdamW, or Muon and AdamW.
 
     Args:
@@ -140,7 +144,7 @@ def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, p
     ]
 
 
-def _matrices(model: nn.Module, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+def _matrices(model: PreTrainedModel, trained: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     """What Muon takes: matrices of layers. Embeddings and the head have rows of their own meaning; stacks of experts
     have three dimensions, which torch's Muon refuses."""
     ends = {

@@ -16,7 +16,6 @@ import functools
 import hashlib
 import json
 import os
-import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -213,6 +212,7 @@ def _of_type(
     generated: registry.GeneratedModel, head: type[PreTrainedModel]
 ) -> tuple[verdict.Verdict, Mapping[str, Any] | None]:
     """The verdict on a head, and the record of its training path: that beside its file if it holds here, else made now."""
+    assert head.config_class is not None, "a generated head names its configuration"
     recorded = report.read_training(generated.directory, generated.file, head.__name__)
     if recorded is not None and _is_of_this_choice(recorded, head.config_class):
         return verdict.Verdict(verdict.PROVEN), recorded
@@ -260,12 +260,12 @@ def _code() -> str:
 def _key(
     head: type[PreTrainedModel],
     config: PreTrainedConfig,
-    named_attention: str | None,
+    named_attention: Names | None,
     named_seams: Mapping[str, str | None],
     media: bool,
     dtype: torch.dtype,
 ) -> str:
-    modules = [Path(sys.modules[head.__module__].__file__), *part_files(head, config)]
+    modules = [architecture.file_of(head), *part_files(head, config)]
     files = [file for one in modules for file in sorted(one.parent.glob("*.py"))]  # with a configuration of one's own
     parts = {
         "files": [hashlib.sha256(file.read_bytes()).hexdigest() for file in files],

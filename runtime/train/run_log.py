@@ -74,6 +74,7 @@ class RunLog(Listener):
 
     def _write(self, entry: dict[str, Any]) -> None:
         with writing(self.directory / STEPS, self.on_failed):
+            assert self._file is not None, "a run has started before its first step, or was stopped"
             self._file.write(json.dumps(entry) + "\n")
 
 

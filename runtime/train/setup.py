@@ -102,7 +102,9 @@ def require_fitting(tokenizer: Any, config: Any, source: str) -> None:
     named = {value for name, value in vars(config).items() if name.endswith(("_token_id", "_token_index"))}
     outside = {token: index for token, index in tokenizer.get_vocab().items() if index >= size and index not in named}
     if outside:
-        examples = ", ".join(f"{token!r} = {outside[token]}" for token in sorted(outside, key=outside.get)[:3])
+        examples = ", ".join(
+            f"{token!r} = {outside[token]}" for token in sorted(outside, key=lambda one: outside[one])[:3]
+        )
         raise RecipeError(
             f"The tokenizer of model.source = '{source}' has {len(tokenizer)} tokens and the model a vocab_size of "
             f"{size}: {len(outside)} tokens have no embedding ({examples}). Take the tokenizer that belongs to the model."

@@ -11,10 +11,16 @@ import contextlib
 import signal
 import socket
 import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 # A terminal sends Ctrl-C to all processes, and the launcher hands its own on: one request arrives more than once.
 SAME_REQUEST_SECONDS = 5.0
+
+
+Handler = Callable[[int, FrameType | None], Any] | int | None
+"""As `signal.signal` takes and returns it."""
 
 
 class StopRequest:
@@ -22,7 +28,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self._since: float | None = None
-        self._before: dict[int, object] = {}
+        self._before: dict[int, Handler] = {}
         self._reached = False
 
     def requested(self) -> bool:

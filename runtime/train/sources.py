@@ -74,7 +74,7 @@ class Sources:
 
         return read
 
-    def figures(self, counts: Sequence[tuple[int, int]]) -> dict[str, SourceFigures]:
+    def figures(self, counts: Sequence[Sequence[int]]) -> dict[str, SourceFigures]:
         """The figures since the last call; every rank must call it.
 
         Args:

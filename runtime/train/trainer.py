@@ -13,7 +13,7 @@ import math
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import continuing, first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
-from patchgen.runtime.train.feed import End, Feed, StepBatches, micro_batches_per_step
+from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
 from patchgen.runtime.train.signals import StopRequest
@@ -172,7 +172,7 @@ class Trainer:
                 self.save(position, asynchronous=False)
             return self.finish(upcoming.reason)
 
-    def feed(self, loader: Loader, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
+    def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
         """The steps of a loader."""
         figures = self.eval_sources if loader is self.eval_loader else self.sources
         options = {"objective": self.learning.objective, "num_sources": len(figures.names) if figures else 0}
@@ -224,7 +224,7 @@ class Trainer:
         return share
 
     def micro_batch(
-        self, inputs: dict[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
+        self, inputs: Mapping[str, Any], items: Tensor, tokens: Tensor | int, of: int = 1, **options: Any
     ) -> Tensor:
         """The gradients of one of `of` micro-batches on the device, added to those there are; returns its share of the loss.
 
@@ -270,9 +270,9 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """The mean loss per item over `eval_batches` packed batches, the same ones each time; without that of routers."""
-        recipe = self.recipe
+        assert self.eval_loader is not None, "asked of runs that have evaluation data"
         self.eval_loader.load_state_dict(copy.deepcopy(self.eval_start))
-        count = micro_batches_per_step(recipe.train.eval_batches, self.state.config.num_batches)
+        count = micro_batches_per_step(self.recipe.train.eval_batches, self.state.config.num_batches)
         feed = self.feed(self.eval_loader, 1)
         started, total, labels, num_items = time.perf_counter(), torch.zeros((), device=self.device), 0, 0
         counts = numpy.zeros((feed.num_sources, 2), dtype=numpy.int64)
@@ -411,7 +411,7 @@ class Trainer:
 
     def export(self) -> Path:
         """Writes the model, or its adapters; every rank must call it."""
-        if self.adapted is None:
+        if self.adapted is None or self.recipe.lora is None:  # which go together
             return setup.export(self.recipe, self.model, self.parts)
         lora.save(self.adapted, folder := self.recipe.directory / lora.ADAPTER)
         if not self.recipe.lora.merge:

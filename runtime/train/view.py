@@ -106,6 +106,7 @@ class LiveView(Listener):
             parts.append(Text(of_sources(record.sources), style="dim"))
         if self._evaluation is not None:
             parts.append(Text(f"evaluation at step {self._evaluation.step}: loss {self._evaluation.loss:.4f}"))
+        assert self._live is not None, "a run starts before its first step"
         self._live.update(Panel(Group(*parts), title=self._start.name), refresh=True)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PreTrainedModel
 
 from patchgen.runtime import parallel
 from patchgen.runtime.attention_masks import UnsupportedError
@@ -22,7 +22,7 @@ from patchgen.runtime.parallel.state import ParallelState
 SP = 2
 
 
-def refusal_on_slices(model: nn.Module) -> str:
+def refusal_on_slices(model: PreTrainedModel) -> str:
     """Why the model's attention cannot be computed on a slice of packed rows; empty where nothing refuses it.
 
     What fails otherwise is left to the comparison of slices with the whole sequence on the ranks themselves
