@@ -207,7 +207,7 @@ def test_a_pass_whose_file_is_gone_is_named(place):
 def test_the_way_out_of_a_miss_names_the_file_of_the_pass(place):
     missing = PASS.replace("        def decorate(", '        raise Missed("another form")\n\n        def decorate(')
     with_pass(place, missing.replace("Example, R", "Example, Missed, R"))
-    with pytest.raises(PassMismatch, match=r"mend the pass \(/.*/passes/trace_attention.py\)"):
+    with pytest.raises(PassMismatch, match=r"update the pass \(/.*/passes/trace_attention.py\)"):
         pipeline.generate(upstream.load(MODEL))
     assert pass_named("trace_attention") is not None
 

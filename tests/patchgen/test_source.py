@@ -295,7 +295,7 @@ def test_exports_name_what_is_there(export: str):
 def test_a_dropped_name_that_is_still_referred_to_is_an_error_with_its_place():
     text = (
         "from ...modeling_utils import PreTrainedModel\n\n\n"
-        "class Model(PreTrainedModel):\n    def f(self):\n        return gone()\n"
+        "class Model(PreTrainedModel):\n    def forward(self):\n        return gone()\n"
     )
     with pytest.raises(EmissionError, match=r"gone in Model"):
         pipeline.generate(written(text), ModelConfig("example", roots=("Model",)))
