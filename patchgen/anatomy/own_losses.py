@@ -20,7 +20,7 @@ from patchgen.anatomy.graph import Anatomy
 ALIGNED, SHIFTED = "aligned", "shifted"
 LOSS_CLASS, LOSS_FUNCTION = "torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy"
 COMPUTES = {"CrossEntropyLoss", "cross_entropy", "nll_loss", "NLLLoss"}
-FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), :-1(, :)?\]")  # logits without the last token
+FIRST = re.compile(r"(?P<name>\w+)\[(\.\.\., :-1, :|:, :-1(, :)?)\]")  # logits without the last token
 SECOND = re.compile(r"(?P<name>\w+)\[(\.\.\.|:), 1:\]")  # labels, or a mask, without the first
 CROPPED = re.compile(r"(?P<name>\w+)\[:, -(\((?P<logits>\w+)\.shape\[1\] - 1\)|(?P<cut>.+)\.shape\[1\]):\]")
 
