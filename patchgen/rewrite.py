@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 
 import libcst as cst
 import libcst.matchers as m
@@ -113,11 +114,12 @@ def insert_at_start(function: cst.FunctionDef, new: Sequence[cst.BaseStatement])
 def insert_before(
     body: Sequence[cst.BaseStatement], position: int, new: Sequence[cst.BaseStatement]
 ) -> list[cst.BaseStatement]:
-    """Inserts statements before `body[position]`, which keeps its comments; a blank line above it is kept on both."""
-    new = list(new)
-    if any(line.comment is None for line in body[position].leading_lines):
-        new[0] = new[0].with_changes(leading_lines=[cst.EmptyLine(indent=False), *new[0].leading_lines])
-    return [*body[:position], *new, *body[position:]]
+    """Inserts statements before `body[position]`, which keeps its comments; a blank line above it stands above both."""
+    first, after = new[0], body[position]
+    blank = list(takewhile(lambda line: line.comment is None, after.leading_lines))
+    first = first.with_changes(leading_lines=[*blank, *first.leading_lines])
+    after = after.with_changes(leading_lines=after.leading_lines[len(blank) :])
+    return [*body[:position], first, *new[1:], after, *body[position + 1 :]]
 
 
 def insert_at(function: cst.FunctionDef, position: int, code: str, mark: str) -> cst.FunctionDef:

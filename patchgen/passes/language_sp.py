@@ -46,7 +46,6 @@ class LanguageSP(SitePass):
 
       +         # patchgen: language_sp
       +         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-      +
                 if position_ids is None:
                     position_ids = torch.arange(inputs_embeds.shape[1]).unsqueeze(0)
                 hidden_states = inputs_embeds
