@@ -2,7 +2,7 @@
 
 A run takes the few committed models that have every kind of site; `make test-models` takes all.
 
-Where upstream refuses (a stateful model that is to be assisted), the generated class refuses in the same words.
+Where upstream refuses (a stateful model that is to be assisted, layers that no static cache knows), the generated class refuses in the same words.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def result(way: Callable, model) -> tuple[list[Tensor], str]:
     try:
         with torch.no_grad():
             return list(tensors(way(model))), ""
-    except (ValueError, RuntimeError, AttributeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, AttributeError, KeyError, NotImplementedError) as error:
         return [], f"{type(error).__name__}: {error}"
 
 
@@ -133,7 +133,7 @@ def test_every_way_of_generating_is_upstreams(name, head):
     pair = pair_of(name, head)
     served = [way for way, generate in WAYS.items() if assert_same(generate, pair.upstream, pair.generated)]
     # What no class refuses; the rest depends on its cache, its positions and its inputs.
-    always = {"greedy", "sampling", "beams", "left padding", "no cache", "static cache", "continued", "text positions"}
+    always = {"greedy", "sampling", "beams", "left padding", "no cache", "continued", "text positions"}
     assert always <= set(served)
 
 
