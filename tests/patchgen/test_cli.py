@@ -374,9 +374,7 @@ def test_a_sweep_of_one_type_keeps_the_other_rows_and_counts_those_of_another_pr
     assert "another prover" not in (tmp_path / "coverage.md").read_text()
 
 
-def test_a_sweep_proves_again_only_what_does_not_hold(
-    tmp_path: Path, proven: dict, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_sweep_proves_again_only_what_does_not_hold(tmp_path: Path, proven: dict, monkeypatch: pytest.MonkeyPatch):
     held = proven | {"seconds": 77.0}
     (tmp_path / "coverage.json").write_text(json.dumps({"key": {}, "rows": [held]}))
     assert sweep(tmp_path, "arcee")[1]["arcee"] == held

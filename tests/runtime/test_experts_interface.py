@@ -15,10 +15,12 @@ from patchgen.runtime.parallel import report
 from patchgen.runtime.verify.model_pair import perturb
 from patchgen.runtime.verify.small_config import small_config
 
-WITH_EXPERTS = chosen_models.models(  # llama4's experts are one product of stacked matrices, which nothing else computes
-    name
-    for name in chosen_models.with_hits("fused_experts")
-    if "@use_experts_implementation(" in registry.find_model(name).file.read_text()
+WITH_EXPERTS = (
+    chosen_models.models(  # llama4's experts are one product of stacked matrices, which nothing else computes
+        name
+        for name in chosen_models.with_hits("fused_experts")
+        if "@use_experts_implementation(" in registry.find_model(name).file.read_text()
+    )
 )
 NAMES = ("eager", "grouped_mm", "batched_mm")
 IDS = torch.randint(3, 50, (2, 13), generator=torch.Generator().manual_seed(0))

@@ -2,7 +2,8 @@
 
 A run takes the few committed models that have every kind of site; `make test-models` takes all.
 
-Where upstream refuses (a stateful model that is to be assisted, layers that no static cache knows), the generated class refuses in the same words.
+Where upstream refuses (a stateful model that is to be assisted, layers that no static cache knows), the generated class
+refuses in the same words.
 """
 
 from __future__ import annotations
