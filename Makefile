@@ -16,7 +16,7 @@ FROM = $(if $(TRANSFORMERS),--transformers $(TRANSFORMERS))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-test regen regen-all check report verify verify-all verify-ranks sweep sweep-media sweep-heads sweep-ranks records \
-	test test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
+	test test-models test-slow accounts test-poisoned test-refusals test-parallel mutate mutate-generator \
 	test-checkpoints test-kernels lint bench-generate bench-moe bench-loss bench-elementwise bench-data train clean
 
 help:  ## list the targets
@@ -97,6 +97,12 @@ records: $(VENV)/.setup-test  ## renew every recorded proof that does not hold
 
 test: $(VENV)/.setup-test  ## run the tests
 	@$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 $(ARGS)
+
+# What a run asks of the few models that have every kind of site (tests/chosen_models.py).
+test-models: $(VENV)/.setup-test  ## generating, losses, experts, heads and checkpoints of every committed model (minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS) tests/runtime/test_generate.py tests/runtime/test_implementations.py \
+		tests/runtime/test_experts_interface.py tests/runtime/test_positions.py tests/runtime/parallel/test_absent_towers.py \
+		tests/runtime/objectives/test_heads.py tests/distributed/test_checkpoints.py
 
 test-slow: $(VENV)/.setup-test  ## the slow tests as well: every upstream file imports, every model is proven
 	@$(BIN)/python -m pytest -m "not gpu" -n 2 $(ARGS)

@@ -26,6 +26,7 @@ from patchgen.anatomy.classes import (
     reads_name,
     stored,
     stores_of,
+    walk,
 )
 from patchgen.anatomy.names import Names
 from patchgen.source import Module, bound_names
@@ -314,10 +315,11 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
     return anatomy
 
 
-def references(node: ast.AST) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def references(node: ast.AST) -> frozenset[str]:
     """The names that a piece of code refers to, quoted annotations included."""
     found = set()
-    for child in ast.walk(node):
+    for child in walk(node):
         if isinstance(child, ast.Name):
             found.add(child.id)
         annotation = getattr(child, "annotation", None) or getattr(child, "returns", None)
@@ -326,7 +328,7 @@ def references(node: ast.AST) -> set[str]:
         if isinstance(child, ast.Subscript):
             quoted = [node.value for node in ast.walk(child.slice) if isinstance(node, ast.Constant)]
             found |= {value for value in quoted if isinstance(value, str) and value.isidentifier()}
-    return found
+    return frozenset(found)
 
 
 def _names_in_string(value: object) -> set[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, base_name, stored
+from patchgen.anatomy.classes import FunctionNode, base_name, stored, walk
 from patchgen.source import bound_names
 
 
@@ -29,7 +30,7 @@ class Names:
         self.statements: dict[str, list[ast.stmt]] = {}
         self._base_of = base_of
         for leaf in _leaves(nodes):
-            declared = [name for node in ast.walk(leaf) if isinstance(node, ast.Global) for name in node.names]
+            declared = [name for node in walk(leaf) if isinstance(node, ast.Global) for name in node.names]
             for name in (*_changed(leaf), *declared):
                 self.statements.setdefault(name, []).append(leaf)
             for name, meaning in self.imports(leaf):
@@ -39,7 +40,7 @@ class Names:
         for statement in nodes:
             for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
-        everything = [node for statement in nodes for node in ast.walk(statement)]
+        everything = [node for statement in nodes for node in walk(statement)]
         for function in (node for node in everything if isinstance(node, FunctionNode)):
             self._mark_local(function)
         for node in everything:
@@ -118,15 +119,16 @@ class Names:
             yield from ((name, other or f".{name}") for name in bound_names(statement))
 
 
-def local_names(function: ast.AST) -> set[str]:
+@functools.lru_cache(maxsize=4096)
+def local_names(function: ast.AST) -> frozenset[str]:
     """The names that a function, or other code, binds: parameters, assignments, loops, definitions and imports in it."""
     found = set(stored(function))
-    for node in ast.walk(function):
+    for node in walk(function):
         if isinstance(node, ast.arg):
             found.add(node.arg)
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
             found |= set(bound_names(node))
-    return found
+    return frozenset(found)
 
 
 def _leaves(nodes: Sequence[ast.AST]) -> Iterator[ast.stmt]:
@@ -145,7 +147,7 @@ def _changed(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`
     elif isinstance(statement, FunctionNode | ast.ClassDef):
-        inside = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
+        inside = [node for node in walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
         local = local_names(statement)
         stores = [node for node in inside if isinstance(node.ctx, ast.Store) and base_name(node) not in local]
         stores += statement.decorator_list

@@ -21,6 +21,7 @@ from patchgen.anatomy.classes import (
     dotted,
     own_attribute,
     parameter_names,
+    walk,
 )
 from patchgen.anatomy.names import local_names
 
@@ -323,7 +324,7 @@ def unread_experts(anatomy: Anatomy) -> list[str]:
     unnamed = [info for info in anatomy.classes.values() if not found & set(info.roles)]
     signs = [f"{info.name} {sign}" for info in unnamed for sign in _signs(anatomy, info, found)]
     if len(unnamed) == len(anatomy.classes):
-        read = [(i.name, node) for i in unnamed for node in ast.walk(i.node) if isinstance(node, ast.Attribute)]
+        read = [(i.name, node) for i in unnamed for node in walk(i.node) if isinstance(node, ast.Attribute)]
         options = [(name, node) for name, node in read if dotted(node.value).endswith("config")]
         signs += [f"{name} reads {dotted(node)}" for name, node in options if "expert" in node.attr]
     return list(dict.fromkeys(signs))
@@ -364,14 +365,14 @@ def _choices(anatomy: Anatomy, info: ClassInfo) -> Iterator[str]:
     """Where a class chooses among the slices of a stack, or adds up what modules of a list make of chosen rows."""
     lists = {name for name, call in info.built.items() if anatomy.names.resolve(call.func) == LIST}
     for method in info.methods.values():
-        subscripts = [node for node in ast.walk(method) if isinstance(node, ast.Subscript)]
+        subscripts = [node for node in walk(method) if isinstance(node, ast.Subscript)]
         fixed = ast.Constant | ast.Slice | ast.Tuple
         chosen = {own_attribute(node.value) for node in subscripts if not isinstance(node.slice, fixed)}
         yield from (
             f"chooses among the slices of self.{name}" for name in stack_shapes(anatomy, info) if name in chosen
         )
-        for loop in (node for node in ast.walk(method) if isinstance(node, ast.For)):
-            looped = {own_attribute(node) for node in ast.walk(loop)} & lists
+        for loop in (node for node in walk(method) if isinstance(node, ast.For)):
+            looped = {own_attribute(node) for node in walk(loop)} & lists
             if looped and SUMS & called_names(loop):
                 yield f"adds up what modules of self.{sorted(looped)[0]} make of chosen rows"
 
@@ -385,7 +386,7 @@ def is_dispatcher(anatomy: Anatomy, decorator: ast.expr) -> bool:
 def attention_of_torch(anatomy: Anatomy, code: ast.AST) -> Iterator[ast.expr]:
     """The expressions of code that stand for an attention of torch's, by whatever name."""
     local = local_names(code)
-    for node in (node for node in ast.walk(code) if isinstance(node, ast.Name | ast.Attribute)):
+    for node in (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute)):
         package, _, name = (anatomy.names.resolve(node, local) or "").rpartition(".")
         if name in TORCH_ATTENTION and package.startswith("torch"):
             yield node
@@ -404,7 +405,7 @@ def convolutions(anatomy: Anatomy, method: FunctionNode, own: Sequence[str] = ()
 
 def reads_interface(anatomy: Anatomy, code: ast.AST) -> bool:
     """Whether code names transformers' table of attention functions, by whatever name."""
-    nodes = (node for node in ast.walk(code) if isinstance(node, ast.Name | ast.Attribute))
+    nodes = (node for node in walk(code) if isinstance(node, ast.Name | ast.Attribute))
     meanings = (anatomy.names.resolve(node) or "" for node in nodes)
     return any(meaning.startswith("transformers.") and meaning.endswith(f".{INTERFACE}") for meaning in meanings)
 

@@ -16,7 +16,12 @@ def write() -> None:
 
 def models_page() -> str:
     """The text of the page. It follows from the records alone."""
-    return render("models.jinja", rows=[_row(name) for name in committed()])
+    return render("models.jinja", rows=rows())
+
+
+def rows() -> list[dict[str, object]]:
+    """What the records say of each committed model."""
+    return [_row(name) for name in committed()]
 
 
 def _row(name: str) -> dict[str, object]:
@@ -27,18 +32,22 @@ def _row(name: str) -> dict[str, object]:
     ran = dict.fromkeys(case["case"] for case in cases)
     syncs = passes.get("host_sync_lint", {"upstream": [], "notes": []})
     compared = ("loss", "outputs", "gradient")
+    hits = {step: len(found["hits"]) for step, found in passes.items() if found["hits"]}
     return {
         "name": name,
         "status": proof.get("status", "not proven"),
         "head": proof.get("head", ""),
         "text": [case for case in ran if case not in MEDIA_CASES],
         "media": [kind for kind in MEDIA_CASES if kind in ran],
+        "takes_media": "fill_back" in hits,
+        "types": model.record["model_types"],
+        "parts": [part["default"]["model"] for part in model.record.get("parts", ())],
         "variants": list(dict.fromkeys(case["variant"] for case in cases)),
         "steps": len(cases),
         "equal": sum(all(case[part]["equal"] for part in compared) for case in cases),
         "refused": proof.get("refused_inputs", {}),
         "without_gradient": len(proof.get("without_gradient", [])),
-        "hits": {step: len(found["hits"]) for step, found in passes.items() if found["hits"]},
+        "hits": hits,
         "lines": model.changed_lines,
         "config_lines": len(source_keys.own_config(name).splitlines()),
         "syncs": _excused(syncs["upstream"]),

@@ -5,8 +5,10 @@ python -m patchgen.commands.support_matrix      # writes them again
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
+from patchgen.commands import models_page
 from patchgen.commands.examination import EAGER_ONLY, PROVEN
 from patchgen.commands.models_page import rank_results
 from patchgen.errors import PatchgenError
@@ -48,14 +50,25 @@ def _cell(result: dict | None) -> str:
 
 
 def counts() -> str:
-    """What the README says of the record of text types."""
+    """What the README says of the record of text types, and of the committed models."""
     statuses = [row["status"] for row in _text_rows()]
     equal = sum(status in (PROVEN, EAGER_ONLY) for status in statuses)
     return (
         f"- **Proven.** Loss, logits and every gradient of {equal} model types are bit-identical to upstream's, and "
         f"{statuses.count(PROVEN)} of them are\n  proven as a run computes, with its attention, kernels and packed rows: "
-        "[docs/coverage.md](docs/coverage.md).\n"
+        f"[docs/coverage.md](docs/coverage.md).\n{_committed_models()}"
     )
+
+
+def _committed_models() -> str:
+    rows = models_page.rows()
+    proven = [row["name"] for row in rows if row["status"] == PROVEN]
+    lines = [f"- **Committed.** {len(rows)} generated models, {len(proven)} of them proven as they stand."]
+    for what, takes_media in (("Text", False), ("Images, video or sound", True)):
+        names = [f"`{row['name']}`" for row in rows if row["takes_media"] == takes_media]
+        lines += [f"{what}: {', '.join(names)}."]
+    lines += ["What each computes, was proven on and changes: [docs/models.md](docs/models.md)."]
+    return textwrap.fill(" ".join(lines), 131, subsequent_indent="  ", break_on_hyphens=False) + "\n"
 
 
 def page(text: str) -> str:

@@ -8,29 +8,15 @@ REASON = "queries are scaled by the position in the document: a packed row, or a
 EDITS = (
     EditMethod(
         "Llama4TextDecoderLayer.forward",
-        match="attention_states, _ = self.self_attn(hidden_states=hidden_states, position_embeddings=position_embeddings, "
-        "attention_mask=attention_mask, past_key_values=past_key_values, use_cache=use_cache, **kwargs)",
-        code="""
-attention_states, _ = self.self_attn(
-    hidden_states=hidden_states,
-    position_embeddings=position_embeddings,
-    attention_mask=attention_mask,
-    past_key_values=past_key_values,
-    use_cache=use_cache,
-    position_ids=position_ids,
-    **kwargs,
-)
-""",
-        where="instead",
+        match="hidden_states = self.input_layernorm(hidden_states)",
+        code='kwargs["position_ids"] = position_ids',
+        where="before",
         reason=REASON,
     ),
     EditMethod(
         "Llama4TextAttention.forward",
         match="positions = torch.arange(hidden_states.shape[1], device=hidden_states.device) + past_seen_tokens",
-        code="""
-if "cu_seq_lens_q" in kwargs or ops.is_sliced():
-    positions = kwargs["position_ids"]
-""",
+        code='if "cu_seq_lens_q" in kwargs or ops.is_sliced():\n    positions = kwargs["position_ids"]',
         where="after",
         reason=REASON,
     ),

@@ -118,10 +118,9 @@ def build(model: PreTrainedModel, config: OptimConfig) -> torch.optim.Optimizer:
 
 
 def adamw_for(parameter: nn.Parameter) -> Callable[..., torch.optim.Optimizer]:
-    """The AdamW for parameters like this one: in one pass on GPUs, torch's elsewhere."""
-    if not parameter.is_cuda:
-        return torch.optim.AdamW
-    return AdamW if failed_import("triton") is None else partial(torch.optim.AdamW, fused=True)
+    """The AdamW for parameters like this one: in one pass over memory, on GPUs by the kernel."""
+    by_kernel = parameter.is_cuda and failed_import("triton") is None
+    return AdamW if by_kernel else partial(torch.optim.AdamW, fused=True)
 
 
 def parameter_groups(trained: dict[str, nn.Parameter], config: OptimConfig, *, peak: float) -> list[dict]:

@@ -248,7 +248,7 @@ def agrees(
     if meta:
         sharding.materialise(model, "cpu")
         sharding.load_whole(model, whole_tensors)
-    optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=LEARNING_RATE, foreach=True)
+    optimizer = torch.optim.AdamW(sharding.optimizer_groups(model), lr=LEARNING_RATE, fused=True)
 
     losses, norms, first = [], [], {}
     for step in range(3):

@@ -1,12 +1,12 @@
 """A process that knows nothing of patchgen: loads checkpoints with transformers and compares their logits, bit for bit.
 
-    python plain_transformers.py CLASS ORIGINAL EXPORT...
-
-Prints "same" if every export gives the logits of the original with no missing or unexpected key.
+Reads lines of JSON, [CLASS, ORIGINAL, EXPORT...], and prints for each "same" if every export gives the logits of the
+original with no missing or unexpected key; what differs ends it.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 
 import torch
@@ -26,8 +26,7 @@ def logits(cls, folder: str) -> torch.Tensor:
     return outputs.logits
 
 
-def main(name: str, original: str, *exports: str) -> None:
-    transformers.utils.logging.disable_progress_bar()
+def compare(name: str, original: str, *exports: str) -> None:
     cls = getattr(transformers, name)
     expected = logits(cls, original)
     assert expected.isfinite().all() and expected.std() > 0
@@ -35,9 +34,11 @@ def main(name: str, original: str, *exports: str) -> None:
         got = logits(cls, export)
         assert torch.equal(got, expected), f"{export} gives other logits, by {(got - expected).abs().max()}"
     assert not any(module.startswith("patchgen") for module in sys.modules)
-    print("same")
+    print("same", flush=True)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(*sys.argv[1:])
+    transformers.utils.logging.disable_progress_bar()
+    for line in sys.stdin:
+        compare(*json.loads(line))

@@ -20,18 +20,10 @@ from safetensors.torch import load_file
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint import export_run, fingerprint
 from patchgen.runtime.verify.model_pair import perturb
-from patchgen.runtime.verify.ranks import RankPool
 from patchgen.runtime.verify.small_config import small_config
 
 FEW = ("qwen3_moe", "gpt_oss", "mixtral", "qwen3_omni_moe")
 MODELS = tuple(model.name for model in registry.generated_models())
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    pool = RankPool(1)
-    yield pool
-    pool.close()
 
 
 def upstream_checkpoint(name: str, folder: Path) -> tuple[str, str]:
@@ -54,19 +46,33 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def plain_transformers(head: str, original: Path, *exports: Path) -> None:
-    """Compares in a process without patchgen."""
+@pytest.fixture(scope="module")
+def plain_transformers():
+    """Compares in a process without patchgen, one for all: nearly all of its time is its start."""
     script = Path(__file__).with_name("plain_transformers.py")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-P", str(script), head, str(original), *map(str, exports)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0 and done.stdout.split()[-1:] == ["same"], done.stdout + done.stderr
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+    with subprocess.Popen([sys.executable, "-P", str(script)], env=environment, **pipes) as process:
+
+        def compare(head: str, original: Path, *exports: Path) -> None:
+            process.stdin.write(json.dumps([head, str(original), *map(str, exports)]) + "\n")
+            process.stdin.flush()
+            told = []
+            while not told or told[-1] not in ("same\n", ""):
+                told.append(process.stdout.readline())
+            assert told[-1] == "same\n", "".join(told)
+
+        yield compare
+        process.stdin.close()
 
 
 @pytest.mark.parametrize(
     "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
-def test_from_upstream_over_ranks_to_plain_transformers(name, tmp_path, one_rank, two_ranks, four_ranks):
+def test_from_upstream_over_ranks_to_plain_transformers(
+    name, tmp_path, one_rank, two_ranks, four_ranks, plain_transformers
+):
     """1, 2 and 4 ranks (EP 2, FSDP2): the export is upstream's checkpoint, key by key and bit by bit."""
     head, file = upstream_checkpoint(name, tmp_path / "original")
     expected = tensors(tmp_path / "original")

@@ -1,15 +1,16 @@
-"""A whole omni checkpoint through `patchgen train`: its thinker trains on two ranks, the export is the whole again."""
+"""A whole omni checkpoint through a recipe: its thinker trains on two ranks, the export is the whole again."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import cases_trainer
 import omni_models
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import Qwen3OmniMoeForConditionalGeneration
 
@@ -48,15 +49,13 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: one for file in folder.glob("*.safetensors") for name, one in load_file(file).items()}
 
 
-def test_a_whole_checkpoint_trains_on_ranks_and_comes_out_whole(whole, tmp_path):
+def test_a_whole_checkpoint_trains_on_ranks_and_comes_out_whole(whole, tmp_path, two_ranks):
     source, config = whole
-    rows, recipe = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
+    rows = tmp_path / "rows.jsonl"
     said = [{"role": "user", "content": "The Elbe?"}, {"role": "assistant", "content": "In Dresden, behind the hill."}]
     rows.write_text((json.dumps({"messages": said}) + "\n") * 40)
-    recipe.write_text(RECIPE.format(source=source, rows=rows, place=tmp_path))
-    words = [sys.executable, "-m", "patchgen.cli", "train", str(recipe), "--nproc", "2"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    recipe = yaml.safe_load(RECIPE.format(source=source, rows=rows, place=tmp_path))
+    two_ranks.run(cases_trainer.train, recipe)
 
     before, after = tensors(source), tensors(tmp_path / "run" / "export")
     assert after.keys() == before.keys()

@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 
+import chosen_models
 import pytest
 import torch
 from rounding import require_rounding
@@ -79,10 +80,7 @@ def test_the_loss_seam_equals_its_eager_twin(name: str):
     require_rounding(loss, expected)
 
 
-HEADS = [(name, head) for name in committed() for head in registry.find_model(name).heads]
-
-
-@pytest.mark.parametrize("name, head", HEADS)
+@pytest.mark.parametrize("name, head", chosen_models.heads(committed()))
 def test_logits_come_back_in_evaluation_and_not_in_training(name: str, head: str):
     """Metrics read them; whoever trains reads the loss."""
     generated = registry.find_model(name)
