@@ -146,10 +146,14 @@ def _pictures(
 
     grid = next((name for name in others if name.endswith("grid_thw")), None)
     if grid is not None:
-        merge = layout.merge_size(tower)
-        height, width = merge * sp, merge
-        told = {name: torch.tensor([merge], device=like.device) for name in others if name.endswith("merge_sizes")}
+        told = {
+            name: torch.tensor([layout.merge_size(tower)], device=like.device)
+            for name in others
+            if name.endswith("merge_sizes")
+        }
         for shape in layout.patch_shapes(tower):
+            merge = 1 if shape == layout.token_shape(tower) else layout.merge_size(tower)
+            height, width = merge * sp, merge
             yield {first: like.new_zeros(height * width, *shape), grid: integers([1, height, width])} | told
         return
     beside = next((name for name in others if name.startswith("target_sizes")), None)

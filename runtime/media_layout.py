@@ -53,8 +53,15 @@ def patch_values(vision: PreTrainedConfig) -> int:
 
 
 def patch_shapes(vision: PreTrainedConfig) -> tuple[tuple[int, ...], ...]:
-    """The shapes in which a packed patch may come: its numbers in a row, or as an image."""
-    return (patch_values(vision),), (channels(vision), vision.patch_size, vision.patch_size)
+    """The shapes in which a packed patch may come: its numbers in a row, as an image, or as one of all that are merged."""
+    patch = (channels(vision), vision.patch_size, vision.patch_size)
+    return (patch_values(vision),), patch, token_shape(vision)
+
+
+def token_shape(vision: PreTrainedConfig) -> tuple[int, ...]:
+    """The patches of one token as an image, channels last: grids then count tokens."""
+    side = vision.patch_size * merge_size(vision)
+    return side, side, channels(vision)
 
 
 def merged_patch_values(vision: PreTrainedConfig) -> int:
@@ -90,8 +97,9 @@ def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def mel_bins(audio: PreTrainedConfig) -> int:
+    """The numbers of a frame, where several are stacked those of all."""
     names = ("num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", "feature_size")
-    return first_int(audio, *names, default=80)
+    return first_int(audio, *names, default=80) * first_int(audio, "num_stacked_frames", default=1)
 
 
 def samples_per_token(config: PreTrainedConfig) -> int:

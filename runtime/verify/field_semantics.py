@@ -179,6 +179,12 @@ def is_dropout(name: str) -> bool:
     return DROPOUT.match(name) is not None
 
 
+def is_input_width(name: str) -> bool:
+    """Whether a field holds widths between the parts of a tower, which no other field says."""
+    rule = rule_for(name)
+    return rule is not None and rule.meaning == "input width of a later part"
+
+
 def is_special_id(name: str) -> bool:
     """Whether a field holds ids of the vocabulary."""
     return SPECIAL_ID.match(name) is not None

@@ -271,7 +271,7 @@ class MediaMaker:
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
         vision = layout.tower_config(self.config, kind)
-        merge = layout.merge_size(vision)
+        merge = 1 if patch == layout.token_shape(vision) else layout.merge_size(vision)
         steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's

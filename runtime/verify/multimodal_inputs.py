@@ -27,7 +27,7 @@ import torch
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.media import AUDIO, IMAGE, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -315,7 +315,10 @@ class SampleBuilder:
 
         out = dict(batch)
         for kind, grid in grids.items():
-            merge = layout.merge_size(layout.tower_config(self.config, kind))
+            tower = layout.tower_config(self.config, kind)
+            if batch[INPUTS[kind]].shape[1:] == layout.token_shape(tower):
+                return None  # grids count tokens: the tower finds the patches itself
+            merge = layout.merge_size(tower)
             bounds = get_vision_cu_seqlens(grid)
             out[f"{kind}_cu_seqlens"] = bounds
             out[f"{kind}_max_seqlen"] = int(bounds.diff().max())

@@ -182,9 +182,9 @@ def shrink(
         if name in overrides:
             continue
         declared = explicit.get(name, _declared(field))
-        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict)):
-            declared = values[name]  # derived by the class, but not from other fields
         names = common_names.get(name, name), name
+        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)):
+            declared = values[name]  # derived by the class, but not from other fields
         small = _small_value(declared, names, special_ids)
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             unclassified.append(name)
@@ -379,6 +379,8 @@ def _layers(
         kinds = _kinds_in_source(config_class)
         if len(kinds) > 1:
             return {count_name: len(kinds), "layer_types": kinds}
+    if values.get("mlp_layer_types", MLP_KINDS) is None:  # left to the checkpoint: one of each kind
+        return {count_name: len(MLP_KINDS), "mlp_layer_types": list(reversed(MLP_KINDS))}
     if values.get("layer_types") and len(set(values["layer_types"])) == 1:
         values = {**values, "layer_types": _with_every_kind(config_class, values)}
     selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
@@ -464,6 +466,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
+    if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # who asks for both means a part
+        found["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
     crops = values.get("image_grid_pinpoints")
