@@ -161,6 +161,16 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
+# What released configs say where the class leaves it open.
+UNSAID: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
+
+IMAGE_CODES: dict[str, Callable[[int], str]] = {
+    "IMGIMG": lambda number: f"IMGIMG{chr(ord('A') + number // 10)}{chr(ord('A') + number % 10)}Z",
+    "<|visual token": lambda number: f"<|visual token {number:06d}|>",
+}
+"""How vocabularies that have the codes of an image tokenizer name them, by what the names begin with."""
+NUM_IMAGE_CODES = 16
+
 DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")
 

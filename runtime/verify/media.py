@@ -373,10 +373,12 @@ def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def features_of(output: Any) -> Any:
-    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one."""
+    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one, or what a layer takes."""
     for name in ("pooler_output", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             return getattr(output, name)
+    if (deepstack := getattr(output, "deepstack_features", None)) is not None:  # nothing else: of the first layer
+        return deepstack[0][1]
     return output
 
 

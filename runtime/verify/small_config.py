@@ -203,6 +203,9 @@ def shrink(
     }
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(fields, values, explicit, overrides)
+    source = _modeling_source(config_class)
+    overrides |= {name: one for name, one in sizes.UNSAID.items() if values.get(name, one) is None}
+    overrides |= field_relations.vocabulary(values, parts, source, special_ids)
     overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunks_of_hops(values, parts)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
