@@ -39,6 +39,12 @@ def merge_size(vision: PreTrainedConfig) -> int:
     return kernel[0] if kernel else first_int(vision, "spatial_merge_size", "merge_size", default=1)
 
 
+def packed_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+    """The same of packed patches, where it may be the model that merges, by a share of their number in each direction."""
+    share = getattr(config, "downsample_ratio", None)
+    return round(1 / share) if isinstance(share, float) else merge_size(vision)
+
+
 def total_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
     """How many patches become one token in each direction where the tower merges windows, and the model what comes out."""
     window = getattr(vision, "window_kernel_size", None) or (1,)

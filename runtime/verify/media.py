@@ -24,6 +24,7 @@ from torch import Tensor
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.media_forms import (
     CHANNELS,
+    GRIDS,
     REFUSALS,
     WAVEFORM,
     beside_image,
@@ -124,7 +125,7 @@ class MediaMaker:
             AttributeError: the model has no `get_<modality>_features`.
         """
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
-        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith((*GRIDS, "mask", "sizes")))
         if key not in self._counts:
             self._counts[key] = self._ask(item)
         return self._counts[key]
@@ -163,7 +164,7 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------ vision
 
     def _image(self, number: int) -> Item:
-        if "image_grid_thw" in self.known:
+        if self.known & {f"{IMAGE}_{grid}" for grid in GRIDS}:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
         if SIDE_BY_SIDE[INPUTS[IMAGE]] in self.known:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
@@ -271,14 +272,16 @@ class MediaMaker:
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
         vision = layout.tower_config(self.config, kind)
-        merge = 1 if patch == layout.token_shape(vision) else layout.merge_size(vision)
+        merge = 1 if patch == layout.token_shape(vision) else layout.packed_merge(self.config, vision)
         steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
             merge *= FREE_MERGE
             arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
         t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
-        arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), f"{kind}_grid_thw": torch.tensor([[t, h, w]])}
+        name = next(name for grid in GRIDS if (name := f"{kind}_{grid}") in self.known)
+        row = [h, w] if name.endswith(GRIDS[1]) else [t, h, w]
+        arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), name: torch.tensor([row])}
         return Item(kind, arguments, frames=t)
 
     def _accepted_patch(self, kind: str, merged: tuple[int, int, int]) -> tuple[int, ...]:

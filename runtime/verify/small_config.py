@@ -442,7 +442,8 @@ def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
         return []
     source = _modeling_source(config_class)
     with_default = re.findall(r"""getattr\((?:self\.)?config, ["'](\w+_token_(?:id|index))["'], [\d_]+\)""", source)
-    return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default})
+    placeholders = {name for name in sizes.PLACEHOLDERS if f"config.{name}" in source}
+    return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default, *placeholders})
 
 
 def _modeling_source(config_class: type[PreTrainedConfig]) -> str:
@@ -494,6 +495,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
         }
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
+    stages = values.get("base_channels"), values.get("channel_multiplier"), values.get("hidden_size")
+    if stages[0] and stages[1] and stages[0] * stages[1][-1] == stages[2]:  # of the last stage
+        found["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
     if "hash_seed" in own_fields:
         found["hash_seed"] = 0
     if "languages" in own_fields and "default_language" in own_fields:
