@@ -23,7 +23,8 @@ def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
         ValueError: the config has none under a name that transformers uses.
     """
     names = ("audio_config", "encoder_config") if kind == AUDIO else ("vision_config", "vq_config")
-    found = next((vars(config)[name] for name in names if vars(config).get(name) is not None), None)
+    owners = (config, *(vars(config).get(key) for key in config.sub_configs))
+    found = next((one for owner in owners for name in names if (one := getattr(owner, name, None)) is not None), None)
     if found is None and kind == IMAGE and first_int(config, "patch_size", default=0):
         return config
     if found is None:

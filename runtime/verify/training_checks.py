@@ -157,14 +157,15 @@ class Comparison:
             ("accumulation", lambda: self.accumulation(packed)),
             ("router loss", self.router_loss),
         ]
-        for name, documents in self.media.items():
-            steps.append(
-                (
-                    f"packed {name}",
-                    lambda n=name, d=documents: self.documents(f"packed {n}", d, d.packed(self.positions)),
-                )
-            )
-        for name, step in steps if not self.only else [one for one in steps if one[0] in self.only]:
+        if self.only:
+            steps = [one for one in steps if one[0] in self.only]
+        for name, media in self.media.items():
+            if self.only:
+                steps.append((f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.together)))
+                continue
+            packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
+            steps.append((f"packed {name}", packed_media))
+        for name, step in steps:
             try:
                 step()
             except Exception as error:
@@ -382,7 +383,7 @@ class Comparison:
             telling = (key for key in ("logits", "loss") if key in beyond)
             key = next(telling, max(beyond, key=lambda name: beyond[name].relative))
             verb = "differ" if key == "logits" else "differs"
-            whose = "upstream's" if name in UNPACKED else "upstream's for the documents alone"
+            whose = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents alone"
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_size(beyond[key])}.")
 
 
