@@ -97,9 +97,11 @@ RULES: dict[str, FieldRule] = {
     "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
     "mm_token_type_ids": WHOLE_TOKENS,
     "token_type_ids": WHOLE_TOKENS,
+    "image_embeds_position_mask": WHOLE_TOKENS,
     "moe_mm_token_type_ids": TOKENS,  # read layer by layer, beside the hidden states
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
+    "flattened_patches": ITEMS,
     "pixel_attention_mask": ITEMS,
     "image_grid_thw": ITEMS,
     "video_grid_thw": ITEMS,

@@ -119,7 +119,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     # towers
     _rule("image", r"(.*_)?image_size", IMAGE),
     _rule("patch", r"(.*_)?patch_size", PATCH),
-    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", IMAGE_TOKENS),
+    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?|latent_query_num", IMAGE_TOKENS),
     _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
     _rule("stages of a tower of convolutions", r"depths", 1),

@@ -40,10 +40,11 @@ if TYPE_CHECKING:
 
 SOUND = "sound"
 """The kind of a video with its audio."""
+FLAT_PATCHES = "flattened_patches"
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 """What is made of each modality."""
 OTHER_INPUTS = {
-    IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
+    IMAGE: ("pixel_values_images", "image_pixel_values", FLAT_PATCHES),
     AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
 }
 """Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
@@ -90,7 +91,9 @@ class MediaMaker:
     def modalities_of(model_class: type) -> tuple[str, ...]:
         """What the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
-        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else INPUTS
+        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else {**INPUTS}
+        if INPUTS[IMAGE] not in known:
+            made[IMAGE] = FLAT_PATCHES
         return tuple(kind for kind, name in made.items() if name in known)
 
     @staticmethod
@@ -144,6 +147,10 @@ class MediaMaker:
         width = self.config.get_text_config(decoder=True).hidden_size
         return sum(tensor.numel() for tensor in _tensors(features_of(output))) // width
 
+    def has_features(self, kind: str) -> bool:
+        """Whether a method of the model computes the features of a modality."""
+        return any(hasattr(one, f"get_{kind}_features") for one in (self.model, *self.model.children()))
+
     def _features(self, kind: str) -> Callable[..., Any]:
         """The method of the model, or of the one in it, that computes features of a modality."""
         name = f"get_{kind}_features"
@@ -168,12 +175,26 @@ class MediaMaker:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
         if SIDE_BY_SIDE[INPUTS[IMAGE]] in self.known:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
+        if not self.has_features(IMAGE):
+            return self._flat_patches() if FLAT_PATCHES in self.known else self._plain_image()
         if self._form is None and IMAGE not in self._candidates:
             try:
                 self._form = self._accepted_form()
             except REFUSALS as refusal:
                 self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
         return self._whole_image(*self._form) if self._form is not None else self._candidate(IMAGE)
+
+    def _plain_image(self) -> Item:
+        """An image that nothing is said of."""
+        vision = layout.tower_config(self.config, IMAGE)
+        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, layout.channels(vision), *layout.image_size(vision))})
+
+    def _flat_patches(self) -> Item:
+        """An image as a row of patches, each behind its row and column, counted from 1."""
+        vision = layout.tower_config(self.config, IMAGE)
+        places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).float()
+        patches = torch.cat([places, self._noise(len(places), vision.patch_embed_hidden_size)], dim=1)
+        return Item(IMAGE, {FLAT_PATCHES: patches[None]})
 
     def _candidate(self, kind: str) -> Item:
         """An item of the form that was found by trying, with numbers of its own."""

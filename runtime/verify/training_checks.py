@@ -35,6 +35,7 @@ from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIO
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ class Comparison:
         self.draw = inputs.TextDraw(config)
         self.plain = inputs.plain_rows(self.draw)
         self.text = inputs.text_documents(self.draw)
-        self.media = inputs.media_documents(self.reference) if media else {}
+        self.needs_media = takes_media(reference_class) and self.upstream_refusal() is not None
+        self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
+        if self.needs_media and self.media:  # rows of text alone are none that it is trained on
+            self.text = next(iter(self.media.values()))
+            self.plain = dict(self.text.together)
         self.seams: dict[str, str] = {}
         self.ran_seams: dict[str, str] = {}
         self.positions: Any = None
@@ -157,6 +162,8 @@ class Comparison:
             ("accumulation", lambda: self.accumulation(packed)),
             ("router loss", self.router_loss),
         ]
+        if self.needs_media:  # the others are of other tokens, and of text alone
+            steps = [one for one in steps if one[0] in ("plain", "packed", "chunks", "accumulation")]
         if self.only:
             steps = [one for one in steps if one[0] in self.only]
         for name, media in self.media.items():
@@ -263,11 +270,12 @@ class Comparison:
 
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""
-        rows = [*inputs.same_rows([self.text]), self.plain]
+        rows = [*inputs.same_rows([self.text]), *(self.text.rows if self.needs_media else [self.plain])]
         items = sum(map(inputs.num_labels, rows))
+        second = packed if self.needs_media else self.plain
         self._compare(
             "accumulation",
-            self._step([_handed(packed), _handed(self.plain)], items),
+            self._step([_handed(packed), _handed(second)], items),
             lambda model: self._reference_step(model, rows, items),
         )
 
