@@ -102,6 +102,9 @@ RULES: dict[str, FieldRule] = {
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
     "flattened_patches": ITEMS,
+    "aspect_ratio_ids": ITEMS,
+    "aspect_ratio_mask": ITEMS,
+    "cross_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each tile of the images beside its row
     "pixel_attention_mask": ITEMS,
     "image_grid_thw": ITEMS,
     "video_grid_thw": ITEMS,

@@ -187,7 +187,12 @@ class MediaMaker:
     def _plain_image(self) -> Item:
         """An image that nothing is said of."""
         vision = layout.tower_config(self.config, IMAGE)
-        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, layout.channels(vision), *layout.image_size(vision))})
+        image = layout.channels(vision), *layout.image_size(vision)
+        if "aspect_ratio_ids" not in self.known:
+            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *image)})
+        tiles = vision.max_num_tiles
+        beside = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
+        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, 1, tiles, *image), **beside})
 
     def _flat_patches(self) -> Item:
         """An image as a row of patches, each behind its row and column, counted from 1."""

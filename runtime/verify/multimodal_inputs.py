@@ -17,6 +17,7 @@ Shapes: B samples, S tokens of the longest sample, P patches, F frames.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ import torch
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
+from patchgen.runtime.verify.model_pair import perturb
 from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 
 if TYPE_CHECKING:
@@ -306,6 +308,9 @@ class SampleBuilder:
             **dict.fromkeys(TYPES, types),
             **collate_items(item for sample in samples for item in sample.items),
         }
+        if "aspect_ratio_mask" in batch:  # each token sees all tiles of the images of its row
+            tiles = batch["aspect_ratio_mask"].shape[1:]
+            batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
         return Case(name, {key: value for key, value in batch.items() if key in self.known})
@@ -416,7 +421,12 @@ class SampleBuilder:
         """Whether upstream's logits tell one item from another."""
         batch = self.case(kind, [self.sample([3, item, 3], {kind: layout})]).batch
         other = {**batch, **self.maker.item(kind, 0).arguments}
-        found = [self.ask(rows).logits for rows in (batch, other)]
+        model, self.model = self.model, copy.deepcopy(self.model)
+        perturb(self.model)  # gates that begin at zero let nothing through
+        try:
+            found = [self.ask(rows).logits for rows in (batch, other)]
+        finally:
+            self.model = model
         return not torch.equal(*found)
 
     def _candidates(self, kind: str) -> Iterator[Layout]:

@@ -498,6 +498,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     stages = values.get("base_channels"), values.get("channel_multiplier"), values.get("hidden_size")
     if stages[0] and stages[1] and stages[0] * stages[1][-1] == stages[2]:  # of the last stage
         found["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
+    middle, out = values.get("intermediate_layers_indices"), values.get("vision_output_dim")
+    if middle and out == (len(middle) + 1) * values["hidden_size"]:  # of these layers, and of the last
+        found |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * small["hidden_size"]}
     if "hash_seed" in own_fields:
         found["hash_seed"] = 0
     if "languages" in own_fields and "default_language" in own_fields:

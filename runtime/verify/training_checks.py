@@ -256,6 +256,10 @@ class Comparison:
         packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in known}
         try:
             found = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
+            for documents in self.media.values():
+                rows = {n: v for n, v in documents.packed(self.positions).items() if n in known}
+                apart = self._row_of_logits(self.reference, documents.reference())
+                found = found.worst(difference(self._reference_logits(self.reference, rows), apart))
         except Exception:
             return True
         return not found.relative <= TOLERANCE
