@@ -102,6 +102,11 @@ RULES: dict[str, FieldRule] = {
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
     "flattened_patches": ITEMS,
+    "image_pixel_values": ITEMS,
+    "image_attention_mask": ITEMS,  # of each crop, its patches
+    "audio_input_features": ITEMS,
+    "audio_embed_sizes": ITEMS,
+    "audio_attention_mask": ITEMS,
     "aspect_ratio_ids": ITEMS,
     "aspect_ratio_mask": ITEMS,
     "cross_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each tile of the images beside its row

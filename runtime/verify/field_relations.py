@@ -58,6 +58,15 @@ def relate_parts(parts: Mapping[str, Part], source: str) -> None:
             setattr(parts[key].config, name, grouped // width * parts[key].config.hidden_size)
 
 
+def distinct_placeholders(parts: Mapping[str, Part], special_ids: Iterator[int]) -> None:
+    """Gives the placeholders of parts ids of their own: what stands for an image stands for no sound."""
+    found: dict[int, str] = {}
+    for part in parts.values():
+        for name in sizes.PLACEHOLDERS:
+            if type(token := vars(part.config).get(name)) is int and found.setdefault(token, name) != name:
+                setattr(part.config, name, next(special_ids))
+
+
 def vocabulary(
     values: Mapping[str, object], parts: Mapping[str, Part], source: str, special_ids: Iterator[int]
 ) -> dict[str, object]:

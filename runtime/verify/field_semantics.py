@@ -133,7 +133,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "input width of a later part",
-        r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim|downsample_channels)",
+        r"(.*_)?(out_dim|in_dim|out_channel|adapter_input_size|projection_dim|downsample_channels)",
         HIDDEN,
     ),
     _rule(

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 SOUND = "sound"
 """The kind of a video with its audio."""
-FLAT_PATCHES = "flattened_patches"
+FLAT_PATCHES, CROPS, SOUND_FRAMES = "flattened_patches", "image_pixel_values", "audio_input_features"
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 """What is made of each modality."""
 OTHER_INPUTS = {
-    IMAGE: ("pixel_values_images", "image_pixel_values", FLAT_PATCHES),
-    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+    IMAGE: ("pixel_values_images", CROPS, FLAT_PATCHES),
+    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", SOUND_FRAMES),
 }
 """Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
 
@@ -89,12 +89,10 @@ class MediaMaker:
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
-        """What the forward of a class takes beside text."""
+        """What can be made of what the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
-        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else {**INPUTS}
-        if INPUTS[IMAGE] not in known:
-            made[IMAGE] = FLAT_PATCHES
-        return tuple(kind for kind, name in made.items() if name in known)
+        names = {IMAGE: (CROPS, FLAT_PATCHES), AUDIO: (WAVEFORM, SOUND_FRAMES)}
+        return tuple(kind for kind, one in INPUTS.items() if {one, *names.get(kind, ())} & known.keys())
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
@@ -188,6 +186,10 @@ class MediaMaker:
         """An image that nothing is said of."""
         vision = layout.tower_config(self.config, IMAGE)
         image = layout.channels(vision), *layout.image_size(vision)
+        if CROPS in self.known:  # the whole, and one crop of it
+            sides = [one // vision.patch_size for one in image[1:]]
+            beside = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
+            return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **beside})
         if "aspect_ratio_ids" not in self.known:
             return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *image)})
         tiles = vision.max_num_tiles
@@ -318,6 +320,8 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
+        if SOUND_FRAMES in self.known:
+            return self._plain_sound()
         if INPUTS[AUDIO] not in self.known:
             samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
             forms = (self.waveform(samples, channel) for channel in CHANNELS)
@@ -330,6 +334,12 @@ class MediaMaker:
         if self._frames is None:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
+
+    def _plain_sound(self) -> Item:
+        """A sound that says how many tokens it takes."""
+        tower = layout.tower_config(self.config, AUDIO)
+        frames = self._noise(1, AUDIO_TOKENS[0] * tower.time_reduction, layout.mel_bins(tower))
+        return Item(AUDIO, {SOUND_FRAMES: frames, "audio_embed_sizes": torch.tensor([AUDIO_TOKENS[0]])})
 
     def _accepted_frames(self) -> dict[int, int]:
         """The lengths of sounds where upstream takes one length only; empty where it takes any."""

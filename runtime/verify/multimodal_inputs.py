@@ -446,9 +446,10 @@ class SampleBuilder:
                 yield Layout(placeholder, start, end, per_frame)
 
     def _id(self, *names: str) -> int | None:
-        for name in names:
-            found = getattr(self.config, name, None)
-            if type(found) is int:
+        parts = [getattr(self.config, key, None) for key in self.config.sub_configs]
+        for owner in (self.config, *parts):
+            found = next((one for name in names if type(one := getattr(owner, name, None)) is int), None)
+            if found is not None:
                 return found
         return None
 

@@ -174,6 +174,7 @@ def shrink(
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
     field_relations.relate_parts(parts, _modeling_source(config_class))
+    field_relations.distinct_placeholders(parts, special_ids)
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
     common_names = {own: common for common, own in config_class.attribute_map.items()}
@@ -442,7 +443,7 @@ def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
         return []
     source = _modeling_source(config_class)
     with_default = re.findall(r"""getattr\((?:self\.)?config, ["'](\w+_token_(?:id|index))["'], [\d_]+\)""", source)
-    placeholders = {name for name in sizes.PLACEHOLDERS if f"config.{name}" in source}
+    placeholders = {name for name in sizes.PLACEHOLDERS if re.search(rf"\bconfig\.{name}\b", source)}
     return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default, *placeholders})
 
 
