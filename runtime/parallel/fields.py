@@ -103,7 +103,7 @@ RULES: dict[str, FieldRule] = {
     "pixel_values_videos": ITEMS,
     "flattened_patches": ITEMS,
     "image_pixel_values": ITEMS,
-    "image_attention_mask": ITEMS,  # of each crop, its patches
+    "image_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each image beside its row
     "audio_input_features": ITEMS,
     "audio_embed_sizes": ITEMS,
     "audio_attention_mask": ITEMS,

@@ -191,7 +191,8 @@ class MediaMaker:
             beside = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
             return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **beside})
         if "aspect_ratio_ids" not in self.known:
-            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *image)})
+            several = (1,) if "image_attention_mask" in self.known else ()  # which images of its row a token sees
+            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *several, *image)})
         tiles = vision.max_num_tiles
         beside = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
         return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, 1, tiles, *image), **beside})

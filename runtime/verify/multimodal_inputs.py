@@ -311,6 +311,9 @@ class SampleBuilder:
         if "aspect_ratio_mask" in batch:  # each token sees all tiles of the images of its row
             tiles = batch["aspect_ratio_mask"].shape[1:]
             batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
+        if "image_attention_mask" in self.known and "pixel_values" in batch:
+            seen = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
+            batch["image_attention_mask"] = torch.ones(seen, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
         return Case(name, {key: value for key, value in batch.items() if key in self.known})
