@@ -34,6 +34,8 @@ REFUSALS = (
 
 CROPS = ((), *((crops,) for crops in range(1, 7)))
 """What stands before `C, H, W` of an image: nothing, or a number of crops."""
+GRIDS = ("grid_thw", "grid_hw")
+"""Ends of the names of what says how many patches an image has in time, height and width, or in the latter two."""
 VIDEO_FRAMES = (1, 2, 4, 8)
 AUDIO_FRAMES = (16, 100, 400)
 """Some audio towers halve their frames four times."""
@@ -144,13 +146,15 @@ def _pictures(
     def integers(*rows: list[int]) -> Tensor:
         return torch.tensor(rows, device=like.device)
 
-    grid = next((name for name in others if name.endswith("grid_thw")), None)
+    grid = next((name for name in others if name.endswith(GRIDS)), None)
     if grid is not None:
-        merge = layout.merge_size(tower)
-        height, width = merge * sp, merge
-        told = {name: torch.tensor([merge], device=like.device) for name in others if name.endswith("merge_sizes")}
+        merged = layout.packed_merge(features.__self__.config, tower)
+        told = {name: torch.tensor([merged], device=like.device) for name in others if name.endswith("merge_sizes")}
         for shape in layout.patch_shapes(tower):
-            yield {first: like.new_zeros(height * width, *shape), grid: integers([1, height, width])} | told
+            merge = 1 if shape == layout.token_shape(tower) else merged
+            sides = [merge * sp, merge]
+            row = sides if grid.endswith(GRIDS[1]) else [1, *sides]
+            yield {first: like.new_zeros(merge * merge * sp, *shape), grid: integers(row)} | told
         return
     beside = next((name for name in others if name.startswith("target_sizes")), None)
     if beside is not None:  # patches side by side
@@ -162,8 +166,9 @@ def _pictures(
     sides = layout.image_sides(tower)
     for height, width in sides:
         if kind == layout.VIDEO:
-            for frames in VIDEO_FRAMES:
-                yield {first: like.new_zeros(1, frames, layout.channels(tower), height, width)}
+            steps = layout.first_int(tower, "video_temporal_patch_size", default=1)
+            for leading, frames in itertools.product(((1,), ()), (count for count in VIDEO_FRAMES if count % steps == 0)):
+                yield {first: like.new_zeros(*leading, frames, layout.channels(tower), height, width)}
             continue
         for crops, with_sizes in image_forms(takes_sizes="image_sizes" in others):
             # Not zeros: some models take an image of zeros for the filling of a batch, and drop it.

@@ -23,7 +23,8 @@ def tower_config(config: PreTrainedConfig, kind: str) -> PreTrainedConfig:
         ValueError: the config has none under a name that transformers uses.
     """
     names = ("audio_config", "encoder_config") if kind == AUDIO else ("vision_config", "vq_config")
-    found = next((vars(config)[name] for name in names if vars(config).get(name) is not None), None)
+    owners = (config, *(vars(config).get(key) for key in config.sub_configs))
+    found = next((one for owner in owners for name in names if (one := getattr(owner, name, None)) is not None), None)
     if found is None and kind == IMAGE and first_int(config, "patch_size", default=0):
         return config
     if found is None:
@@ -37,6 +38,12 @@ def merge_size(vision: PreTrainedConfig) -> int:
     """How many patches are merged to one feature, in each direction."""
     kernel = getattr(vision, "merge_kernel_size", None)  # height and width
     return kernel[0] if kernel else first_int(vision, "spatial_merge_size", "merge_size", default=1)
+
+
+def packed_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
+    """The same of packed patches, where it may be the model that merges, by a share of their number in each direction."""
+    share = getattr(config, "downsample_ratio", None)
+    return round(1 / share) if isinstance(share, float) else merge_size(vision)
 
 
 def total_merge(config: PreTrainedConfig, vision: PreTrainedConfig) -> int:
@@ -53,8 +60,15 @@ def patch_values(vision: PreTrainedConfig) -> int:
 
 
 def patch_shapes(vision: PreTrainedConfig) -> tuple[tuple[int, ...], ...]:
-    """The shapes in which a packed patch may come: its numbers in a row, or as an image."""
-    return (patch_values(vision),), (channels(vision), vision.patch_size, vision.patch_size)
+    """The shapes in which a packed patch may come: its numbers in a row, as an image, or as one of all that are merged."""
+    patch = (channels(vision), vision.patch_size, vision.patch_size)
+    return (patch_values(vision),), patch, token_shape(vision)
+
+
+def token_shape(vision: PreTrainedConfig) -> tuple[int, ...]:
+    """The patches of one token as an image, channels last: grids then count tokens."""
+    side = vision.patch_size * merge_size(vision)
+    return side, side, channels(vision)
 
 
 def merged_patch_values(vision: PreTrainedConfig) -> int:
@@ -90,8 +104,9 @@ def image_sides(vision: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def mel_bins(audio: PreTrainedConfig) -> int:
+    """The numbers of a frame, where several are stacked those of all."""
     names = ("num_mel_bins", "num_mels", "input_dim", "input_feat_size", "input_size", "feature_size")
-    return first_int(audio, *names, default=80)
+    return first_int(audio, *names, default=80) * first_int(audio, "num_stacked_frames", default=1)
 
 
 def samples_per_token(config: PreTrainedConfig) -> int:

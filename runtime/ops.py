@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from patchgen.runtime import expert_adapters, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
@@ -249,6 +250,8 @@ def causal_lm_loss(
     """
     if labels is None:
         return head(hidden_states), None
+    if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
+        loss_function, upcast = aligned_cross_entropy, True
     state, read_losses = parallel.current(), None
     needs_logits = not training
     is_served = serves("causal_lm_loss")

@@ -97,9 +97,19 @@ RULES: dict[str, FieldRule] = {
     "inputs_embeds": FieldRule(1, sliced=True, pad_scale=1),
     "mm_token_type_ids": WHOLE_TOKENS,
     "token_type_ids": WHOLE_TOKENS,
+    "image_embeds_position_mask": WHOLE_TOKENS,
     "moe_mm_token_type_ids": TOKENS,  # read layer by layer, beside the hidden states
     "pixel_values": ITEMS,
     "pixel_values_videos": ITEMS,
+    "flattened_patches": ITEMS,
+    "image_pixel_values": ITEMS,
+    "image_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each image beside its row
+    "audio_input_features": ITEMS,
+    "audio_embed_sizes": ITEMS,
+    "audio_attention_mask": ITEMS,
+    "aspect_ratio_ids": ITEMS,
+    "aspect_ratio_mask": ITEMS,
+    "cross_attention_mask": FieldRule(1, pad_scale=1),  # of each token, and each tile of the images beside its row
     "pixel_attention_mask": ITEMS,
     "image_grid_thw": ITEMS,
     "video_grid_thw": ITEMS,

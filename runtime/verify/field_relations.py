@@ -4,13 +4,17 @@
 | --- | --- |
 | `vision_feature_layer` names layers of `vision_config` | the field's name |
 | `x.reshape(-1, self.config.audio_config.intermediate_size)` groups frames: it is a whole number of widths | the modeling file |
+| `self.config.audio_config.projection_bias`, which the class of the part does not have | the modeling file |
+| a vocabulary has an id for each code of an image tokenizer | names in the modeling file |
+| the text model has the layers that `spatial_target_layers` names | the field's name |
 | a chunk of samples holds whole hops | `hop_length` of the part that takes them |
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from patchgen.runtime.verify import field_semantics as sizes
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 LAYERS_OF_A_TOWER = re.compile(r"(\w+)_feature_layers?$")
+LAYERS_OF_TEXT = re.compile(r"\w+_target_layers$")
+READ = re.compile(r"\bconfig\.(\w+_config)\.(\w+)\b(?!\()")
+NAMED_IDS = re.compile(r"""vocab_map\.get\(["'](.+?)["']\)""")
 GROUPS = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)\s*,?\s*\)")
 
 
@@ -39,6 +46,10 @@ def relate_parts(parts: Mapping[str, Part], source: str) -> None:
     for part in parts.values():
         for name, value in layer_numbers(vars(part.config), parts).items():
             setattr(part.config, name, value)
+    for key, name in READ.findall(source):
+        rule = sizes.rule_for(name)
+        if key in parts and not hasattr(parts[key].config, name) and (rule is not None or name.endswith("_bias")):
+            setattr(parts[key].config, name, False if rule is None else rule.small(sys.maxsize))
     for key, name in GROUPS.findall(source):
         if key not in parts:
             continue
@@ -47,10 +58,37 @@ def relate_parts(parts: Mapping[str, Part], source: str) -> None:
             setattr(parts[key].config, name, grouped // width * parts[key].config.hidden_size)
 
 
+def distinct_placeholders(parts: Mapping[str, Part], special_ids: Iterator[int]) -> None:
+    """Gives the placeholders of parts ids of their own: what stands for an image stands for no sound."""
+    found: dict[int, str] = {}
+    for part in parts.values():
+        for name in sizes.PLACEHOLDERS:
+            if type(token := vars(part.config).get(name)) is int and found.setdefault(token, name) != name:
+                setattr(part.config, name, next(special_ids))
+
+
+def vocabulary(
+    values: Mapping[str, object], parts: Mapping[str, Part], source: str, special_ids: Iterator[int]
+) -> dict[str, object]:
+    """The ids by name that a modeling file reads off a config which leaves them open, with as many codes as are drawn."""
+    prefix = next((prefix for prefix in sizes.IMAGE_CODES if f'startswith("{prefix}")' in source), None)
+    if prefix is None or values.get("vocabulary_map", {}) is not None:
+        return {}
+    for part in parts.values():
+        for name in ("num_embeddings", "codebook_size"):
+            if hasattr(part.config, name):
+                setattr(part.config, name, sizes.NUM_IMAGE_CODES)
+    codes = (sizes.IMAGE_CODES[prefix](number) for number in range(sizes.NUM_IMAGE_CODES))
+    return {"vocabulary_map": {name: next(special_ids) for name in (*dict.fromkeys(NAMED_IDS.findall(source)), *codes)}}
+
+
 def layer_numbers(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, object]:
     """The fields among `values` that name layers which a small tower lacks, with layers that it has, in the same order."""
-    found = {}
+    found: dict[str, object] = {}
     for name, value in values.items():
+        if LAYERS_OF_TEXT.match(name) and isinstance(value, (list, tuple)) and "text_config" in parts:
+            found[name] = list(range(1, len(value) + 1))
+            parts["text_config"].config.num_hidden_layers = len(value) + 1
         match = LAYERS_OF_A_TOWER.match(name)
         tower = parts.get(f"{match[1]}_config") if match else None
         count = getattr(tower.config, "num_hidden_layers", None) if tower else None

@@ -119,7 +119,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     # towers
     _rule("image", r"(.*_)?image_size", IMAGE),
     _rule("patch", r"(.*_)?patch_size", PATCH),
-    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?", IMAGE_TOKENS),
+    _rule("tokens per image, a square", r"mm_tokens_per_image|image_seq_len(gth)?|latent_query_num", IMAGE_TOKENS),
     _rule("table of positions, a square", r"num_position_embeddings", 64),
     _rule("audio", r"num_mel_bins|conv_chunksize", 16),
     _rule("stages of a tower of convolutions", r"depths", 1),
@@ -133,7 +133,7 @@ INTEGER_RULES: tuple[Rule, ...] = (
     ),
     _rule(
         "input width of a later part",
-        r"(.*_)?(out_dim|in_dim|adapter_input_size|projection_dim|downsample_channels)",
+        r"(.*_)?(out_dim|in_dim|out_channel|adapter_input_size|projection_dim|downsample_channels)",
         HIDDEN,
     ),
     _rule(
@@ -161,6 +161,16 @@ PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
 # What released configs carry without the class declaring it, by the name of the sub-config.
 UNDECLARED: dict[str, dict[str, object]] = {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}}
 
+# What released configs say where the class leaves it open.
+UNSAID: dict[str, object] = {"downsample_rate": "1/2", "deepstack_layer_map": [[1, 0]]}
+
+IMAGE_CODES: dict[str, Callable[[int], str]] = {
+    "IMGIMG": lambda number: f"IMGIMG{chr(ord('A') + number // 10)}{chr(ord('A') + number % 10)}Z",
+    "<|visual token": lambda number: f"<|visual token {number:06d}|>",
+}
+"""How vocabularies that have the codes of an image tokenizer name them, by what the names begin with."""
+NUM_IMAGE_CODES = 16
+
 DROPOUT = re.compile(r".*(dropout|pdrop|layerdrop|jitter|drop_path|_drop)(_.*)?$|^drop.*|vae_std$")
 SPECIAL_ID = re.compile(r"(.*_)?(token_id|token_index|token_ids|pad_index|unk_index|mask_index|eos_index|bos_index)$")
 
@@ -177,6 +187,12 @@ def rule_for(*names: str) -> Rule | None:
 def is_dropout(name: str) -> bool:
     """Whether a field is a probability or a size of random noise in training, which a comparison sets to zero."""
     return DROPOUT.match(name) is not None
+
+
+def is_input_width(name: str) -> bool:
+    """Whether a field holds widths between the parts of a tower, which no other field says."""
+    rule = rule_for(name)
+    return rule is not None and rule.meaning == "input width of a later part"
 
 
 def is_special_id(name: str) -> bool:

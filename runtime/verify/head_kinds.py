@@ -50,7 +50,7 @@ def kind_of(class_name: str) -> str | None:
         if any(class_name in ((one,) if isinstance(one, str) else one) for one in served):
             is_one = {CONDITIONAL: _is_encoder_decoder, BASE: lambda name: not _is_language_model(name)}.get(kind)
             return kind if is_one is None or is_one(class_name) else None
-    return None
+    return CONDITIONAL if _is_language_model(class_name) and _is_encoder_decoder(class_name) else None
 
 
 def _is_encoder_decoder(class_name: str) -> bool:

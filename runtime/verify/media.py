@@ -24,6 +24,7 @@ from torch import Tensor
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.media_forms import (
     CHANNELS,
+    GRIDS,
     REFUSALS,
     WAVEFORM,
     beside_image,
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
 
 SOUND = "sound"
 """The kind of a video with its audio."""
+FLAT_PATCHES, CROPS, SOUND_FRAMES = "flattened_patches", "image_pixel_values", "audio_input_features"
 INPUTS = {IMAGE: "pixel_values", VIDEO: "pixel_values_videos", AUDIO: "input_features"}
 """What is made of each modality."""
 OTHER_INPUTS = {
-    IMAGE: ("pixel_values_images", "image_pixel_values", "flattened_patches"),
-    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", "audio_input_features"),
+    IMAGE: ("pixel_values_images", CROPS, FLAT_PATCHES),
+    AUDIO: (WAVEFORM, "audio_values", "audio_input_ids", "input_audio_embeds", SOUND_FRAMES),
 }
 """Other names under which a forward takes a modality: nothing is made of them, but for sounds as they were recorded."""
 
@@ -87,10 +89,10 @@ class MediaMaker:
 
     @staticmethod
     def modalities_of(model_class: type) -> tuple[str, ...]:
-        """What the forward of a class takes beside text."""
+        """What can be made of what the forward of a class takes beside text."""
         known = inspect.signature(model_class.forward).parameters
-        made = {**INPUTS, AUDIO: WAVEFORM} if INPUTS[AUDIO] not in known else INPUTS
-        return tuple(kind for kind, name in made.items() if name in known)
+        names = {IMAGE: (CROPS, FLAT_PATCHES), AUDIO: (WAVEFORM, SOUND_FRAMES)}
+        return tuple(kind for kind, one in INPUTS.items() if {one, *names.get(kind, ())} & known.keys())
 
     @staticmethod
     def taken_by(model_class: type) -> dict[str, str]:
@@ -124,7 +126,7 @@ class MediaMaker:
             AttributeError: the model has no `get_<modality>_features`.
         """
         key = (item.kind, *(tuple(tensor.shape) for tensor in item.arguments.values()), item.frames)
-        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith(("thw", "mask", "sizes")))
+        key += tuple(str(t.tolist()) for name, t in item.arguments.items() if name.endswith((*GRIDS, "mask", "sizes")))
         if key not in self._counts:
             self._counts[key] = self._ask(item)
         return self._counts[key]
@@ -142,6 +144,10 @@ class MediaMaker:
             self.model.train(training)
         width = self.config.get_text_config(decoder=True).hidden_size
         return sum(tensor.numel() for tensor in _tensors(features_of(output))) // width
+
+    def has_features(self, kind: str) -> bool:
+        """Whether a method of the model computes the features of a modality."""
+        return any(hasattr(one, f"get_{kind}_features") for one in (self.model, *self.model.children()))
 
     def _features(self, kind: str) -> Callable[..., Any]:
         """The method of the model, or of the one in it, that computes features of a modality."""
@@ -163,16 +169,40 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------ vision
 
     def _image(self, number: int) -> Item:
-        if "image_grid_thw" in self.known:
+        if self.known & {f"{IMAGE}_{grid}" for grid in GRIDS}:
             return self.patches(IMAGE, IMAGE_GRIDS[number])
         if SIDE_BY_SIDE[INPUTS[IMAGE]] in self.known:
             return self.side_by_side(IMAGE, IMAGE_GRIDS[number])
+        if not self.has_features(IMAGE):
+            return self._flat_patches() if FLAT_PATCHES in self.known else self._plain_image()
         if self._form is None and IMAGE not in self._candidates:
             try:
                 self._form = self._accepted_form()
             except REFUSALS as refusal:
                 self._candidates[IMAGE] = self._accepted_candidate(IMAGE, refusal)
         return self._whole_image(*self._form) if self._form is not None else self._candidate(IMAGE)
+
+    def _plain_image(self) -> Item:
+        """An image that nothing is said of."""
+        vision = layout.tower_config(self.config, IMAGE)
+        image = layout.channels(vision), *layout.image_size(vision)
+        if CROPS in self.known:  # the whole, and one crop of it
+            sides = [one // vision.patch_size for one in image[1:]]
+            beside = {"image_sizes": torch.tensor([image[1:]]), "image_attention_mask": torch.ones(1, 2, *sides)}
+            return Item(IMAGE, {CROPS: self._noise(1, 2, *image), **beside})
+        if "aspect_ratio_ids" not in self.known:
+            several = (1,) if "image_attention_mask" in self.known else ()  # which images of its row a token sees
+            return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, *several, *image)})
+        tiles = vision.max_num_tiles
+        beside = {"aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long), "aspect_ratio_mask": torch.ones(1, 1, tiles)}
+        return Item(IMAGE, {INPUTS[IMAGE]: self._noise(1, 1, tiles, *image), **beside})
+
+    def _flat_patches(self) -> Item:
+        """An image as a row of patches, each behind its row and column, counted from 1."""
+        vision = layout.tower_config(self.config, IMAGE)
+        places = torch.cartesian_prod(torch.arange(1, 3), torch.arange(1, 4)).float()
+        patches = torch.cat([places, self._noise(len(places), vision.patch_embed_hidden_size)], dim=1)
+        return Item(IMAGE, {FLAT_PATCHES: patches[None]})
 
     def _candidate(self, kind: str) -> Item:
         """An item of the form that was found by trying, with numbers of its own."""
@@ -271,14 +301,16 @@ class MediaMaker:
 
     def _packed(self, kind: str, merged: tuple[int, int, int], patch: tuple[int, ...]) -> Item:
         vision = layout.tower_config(self.config, kind)
-        merge = layout.merge_size(vision)
+        merge = 1 if patch == layout.token_shape(vision) else layout.packed_merge(self.config, vision)
         steps = layout.first_int(vision, "temporal_merge_size", default=1) if kind == VIDEO else 1
         arguments = {}
         if f"{kind}_merge_sizes" in self.known:  # each item says its own, and none is the model's
             merge *= FREE_MERGE
             arguments[f"{kind}_merge_sizes"] = torch.tensor([merge])
         t, h, w = -(-merged[0] // steps) * steps, merged[1] * merge, merged[2] * merge
-        arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), f"{kind}_grid_thw": torch.tensor([[t, h, w]])}
+        name = next(name for grid in GRIDS if (name := f"{kind}_{grid}") in self.known)
+        row = [h, w] if name.endswith(GRIDS[1]) else [t, h, w]
+        arguments |= {INPUTS[kind]: self._noise(t * h * w, *patch), name: torch.tensor([row])}
         return Item(kind, arguments, frames=t)
 
     def _accepted_patch(self, kind: str, merged: tuple[int, int, int]) -> tuple[int, ...]:
@@ -289,6 +321,8 @@ class MediaMaker:
     # ------------------------------------------------------------------------------------------------- audio
 
     def _audio(self, number: int) -> Item:
+        if SOUND_FRAMES in self.known:
+            return self._plain_sound()
         if INPUTS[AUDIO] not in self.known:
             samples = AUDIO_TOKENS[number] * layout.samples_per_token(self.config)
             forms = (self.waveform(samples, channel) for channel in CHANNELS)
@@ -301,6 +335,12 @@ class MediaMaker:
         if self._frames is None:
             return self._candidate(AUDIO)
         return self.spectrogram(self._frames.get(number, AUDIO_FRAMES[number]))
+
+    def _plain_sound(self) -> Item:
+        """A sound that says how many tokens it takes."""
+        tower = layout.tower_config(self.config, AUDIO)
+        frames = self._noise(1, AUDIO_TOKENS[0] * tower.time_reduction, layout.mel_bins(tower))
+        return Item(AUDIO, {SOUND_FRAMES: frames, "audio_embed_sizes": torch.tensor([AUDIO_TOKENS[0]])})
 
     def _accepted_frames(self) -> dict[int, int]:
         """The lengths of sounds where upstream takes one length only; empty where it takes any."""
@@ -373,10 +413,12 @@ def _same_length(name: str, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def features_of(output: Any) -> Any:
-    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one."""
+    """The features in what `get_<modality>_features` returns: `pooler_output` where there is one, or what a layer takes."""
     for name in ("pooler_output", "last_hidden_state"):
         if getattr(output, name, None) is not None:
             return getattr(output, name)
+    if (deepstack := getattr(output, "deepstack_features", None)) is not None:  # nothing else: of the first layer
+        return deepstack[0][1]
     return output
 
 

@@ -17,17 +17,19 @@ Shapes: B samples, S tokens of the longest sample, P patches, F frames.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.media import AUDIO, IMAGE, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.model_pair import perturb
+from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +39,12 @@ TYPE_OF = {IMAGE: 1, VIDEO: 2, AUDIO: 3}
 """The modality of a token in `mm_token_type_ids`; 0 is text."""
 
 
-TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids")
+PLACES = "image_embeds_position_mask"
+"""The argument that says where images stand in the text, whatever their tokens are."""
+TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", PLACES)
 """The arguments that say the modality of each token."""
+MOST_TOKENS = 64
+"""Of an item that no method computes features of."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Layout:
     start: int | None
     end: int | None
     per_frame: bool = False
+    count: int | None = None
+    """The tokens of each item, where no method of the model computes its features; 0: text attends to it from beside."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,20 @@ def _missing(
     return found
 
 
+def without_media(model: PreTrainedModel, cases: Sequence[Case]) -> tuple[Sequence[Case], str]:
+    """The cases of text alone, and why there are none of a model that refuses them all, in upstream's own words."""
+    refusal = ""
+    for case in cases:
+        try:
+            with torch.no_grad():
+                model(**case.batch, use_cache=False)
+        except REFUSALS as error:
+            refusal = refusal or _reason(error)
+        else:
+            return cases, ""
+    return (), refusal
+
+
 class SampleBuilder:
     """Samples for one model: what its config says, and what upstream answers where it does not.
 
@@ -159,14 +181,7 @@ class SampleBuilder:
         """The batches by name, each of samples that differ."""
         item = self.maker.item
         if IMAGE in self.layouts:
-            yield (
-                "images",
-                (
-                    self.sample([5, item(IMAGE, 0), 3, item(IMAGE, 1), 4]),
-                    self.sample([item(IMAGE, 2), 6]),
-                    self.sample([12]),
-                ),
-            )
+            yield "images", self._images()
         if VIDEO in self.layouts:
             yield "video", (self.sample([4, item(VIDEO, 0), 5]), self.sample([2, item(VIDEO, 1), 3]))
         if AUDIO in self.layouts:
@@ -192,6 +207,26 @@ class SampleBuilder:
             for one in together:
                 row += [one, 3]
             yield "mixed", (self.sample(row), *alone, self.sample([10]))
+
+    def _images(self) -> tuple[Sample, ...]:
+        """Several images, one, and none where upstream takes that."""
+        item = self.maker.item
+        if self.layouts[IMAGE].count == 0:  # beside the text: one for each row
+            return self.sample([5, item(IMAGE, 0), 3]), self.sample([2, item(IMAGE, 1), 9])
+        several = (
+            self.sample([5, item(IMAGE, 0), 3, item(IMAGE, 1), 4]),
+            self.sample([item(IMAGE, 2), 6]),
+            self.sample([12]),
+        )
+        return several if self.takes(several) or not self.takes(several[:2]) else several[:2]
+
+    def takes(self, samples: Sequence[Sample]) -> bool:
+        """Whether upstream takes a batch of these."""
+        try:
+            self.ask(self.case("", samples).batch)
+        except REFUSALS:
+            return False
+        return True
 
     @property
     def takes_sound(self) -> bool:
@@ -229,13 +264,15 @@ class SampleBuilder:
             return
         layout = layouts[item.kind]
         runs = item.frames if layout.per_frame else 1
-        count = self.maker.count(item) // runs
+        count = self.maker.count(item) // runs if layout.count is None else layout.count
         for frame in range(runs):
             if frame:  # upstream's processors write a time stamp between frames
                 yield int(self.drawable[0]), 0
-            yield self._mark(layout.start), 0
+            if count:
+                yield self._mark(layout.start), 0
             yield from ((layout.placeholder, TYPE_OF[item.kind]) for _ in range(count))
-            yield self._mark(layout.end), 0
+            if count:
+                yield self._mark(layout.end), 0
 
     def _mark(self, token: int | None) -> int:
         return int(self.drawable[1]) if token is None else token
@@ -271,6 +308,12 @@ class SampleBuilder:
             **dict.fromkeys(TYPES, types),
             **collate_items(item for sample in samples for item in sample.items),
         }
+        if "aspect_ratio_mask" in batch:  # each token sees all tiles of the images of its row
+            tiles = batch["aspect_ratio_mask"].shape[1:]
+            batch["cross_attention_mask"] = torch.ones(*batch["input_ids"].shape, *tiles, dtype=torch.long)
+        if "image_attention_mask" in self.known and "pixel_values" in batch:
+            seen = *batch["input_ids"].shape, batch["pixel_values"].shape[1]
+            batch["image_attention_mask"] = torch.ones(seen, dtype=torch.long)
         if any(item.inside for sample in samples for item in sample.items):
             batch["use_audio_in_video"] = True
         return Case(name, {key: value for key, value in batch.items() if key in self.known})
@@ -315,7 +358,10 @@ class SampleBuilder:
 
         out = dict(batch)
         for kind, grid in grids.items():
-            merge = layout.merge_size(layout.tower_config(self.config, kind))
+            tower = layout.tower_config(self.config, kind)
+            if batch[INPUTS[kind]].shape[1:] == layout.token_shape(tower):
+                return None  # grids count tokens: the tower finds the patches itself
+            merge = layout.merge_size(tower)
             bounds = get_vision_cu_seqlens(grid)
             out[f"{kind}_cu_seqlens"] = bounds
             out[f"{kind}_max_seqlen"] = int(bounds.diff().max())
@@ -325,19 +371,21 @@ class SampleBuilder:
 
     # --------------------------------------------------------------------------------------- asking upstream
 
-    def ask(self, batch: Mapping[str, Any]) -> None:
-        """Runs upstream's forward on a batch; raises what upstream raises."""
+    def ask(self, batch: Mapping[str, Any]) -> Any:
+        """What upstream's forward returns for a batch; raises what upstream raises."""
         training = self.model.training
         self.model.eval()
         try:
             with torch.no_grad():
-                self.model(**batch, use_cache=False)
+                return self.model(**batch, use_cache=False)
         finally:
             self.model.train(training)
 
     def _layout(self, kind: str) -> Layout:
         """The first of the layouts that the config allows which upstream takes."""
         item = self.maker.item(kind, 0)
+        if not self.maker.has_features(kind):
+            return self._found_layout(kind, item)
         self.maker.count(item)
         refusal: Exception = ValueError(f"the config names no placeholder token for {kind}")
         for candidate in self._candidates(kind):
@@ -349,6 +397,40 @@ class SampleBuilder:
                 continue
             return candidate
         raise refusal
+
+    def _found_layout(self, kind: str, item: Item) -> Layout:
+        """The layout of a modality that no method computes features of: so many tokens as upstream takes, and reads."""
+        found: Layout | None = None
+        refusal: Exception = ValueError(f"upstream's logits are the same whatever the {kind} is")
+        known = next(self._candidates(kind), Layout(int(self.drawable[2]), None, None))
+        for count in range(MOST_TOKENS + 1):
+            candidate = replace(known, count=count)
+            try:
+                if not self._is_read(kind, item, candidate):
+                    continue
+            except REFUSALS as error:
+                refusal = error
+                if found is not None:
+                    return found
+                continue
+            found = candidate
+            if not count:  # it stands beside the text
+                return found
+        if found is None:
+            raise refusal
+        return found
+
+    def _is_read(self, kind: str, item: Item, layout: Layout) -> bool:
+        """Whether upstream's logits tell one item from another."""
+        batch = self.case(kind, [self.sample([3, item, 3], {kind: layout})]).batch
+        other = {**batch, **self.maker.item(kind, 0).arguments}
+        model, self.model = self.model, copy.deepcopy(self.model)
+        perturb(self.model)  # gates that begin at zero let nothing through
+        try:
+            found = [self.ask(rows).logits for rows in (batch, other)]
+        finally:
+            self.model = model
+        return not torch.equal(*found)
 
     def _candidates(self, kind: str) -> Iterator[Layout]:
         names = [kind, IMAGE] if kind == VIDEO else [kind]  # some write video frames with the images' placeholder
@@ -367,9 +449,10 @@ class SampleBuilder:
                 yield Layout(placeholder, start, end, per_frame)
 
     def _id(self, *names: str) -> int | None:
-        for name in names:
-            found = getattr(self.config, name, None)
-            if type(found) is int:
+        parts = [getattr(self.config, key, None) for key in self.config.sub_configs]
+        for owner in (self.config, *parts):
+            found = next((one for name in names if type(one := getattr(owner, name, None)) is int), None)
+            if found is not None:
                 return found
         return None
 

@@ -174,6 +174,7 @@ def shrink(
         sub_overrides[key] = sub.overrides
         unclassified += [f"{key}.{name}" for name in sub.unclassified]
     field_relations.relate_parts(parts, _modeling_source(config_class))
+    field_relations.distinct_placeholders(parts, special_ids)
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
     common_names = {own: common for common, own in config_class.attribute_map.items()}
@@ -182,9 +183,9 @@ def shrink(
         if name in overrides:
             continue
         declared = explicit.get(name, _declared(field))
-        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict)):
-            declared = values[name]  # derived by the class, but not from other fields
         names = common_names.get(name, name), name
+        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)):
+            declared = values[name]  # derived by the class, but not from other fields
         small = _small_value(declared, names, special_ids)
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
             unclassified.append(name)
@@ -203,6 +204,9 @@ def shrink(
     }
     overrides |= _layers(config_class, values, _per_layer_config(prototype))
     overrides |= _related(fields, values, explicit, overrides)
+    source = _modeling_source(config_class)
+    overrides |= {name: one for name, one in sizes.UNSAID.items() if values.get(name, one) is None}
+    overrides |= field_relations.vocabulary(values, parts, source, special_ids)
     overrides |= field_relations.layer_numbers(values, parts) | field_relations.chunks_of_hops(values, parts)
     rope = _small_rope(_with_sections(config_class, values.get("rope_parameters")), overrides, values)
     if rope is not None:
@@ -379,6 +383,8 @@ def _layers(
         kinds = _kinds_in_source(config_class)
         if len(kinds) > 1:
             return {count_name: len(kinds), "layer_types": kinds}
+    if values.get("mlp_layer_types", MLP_KINDS) is None:  # left to the checkpoint: one of each kind
+        return {count_name: len(MLP_KINDS), "mlp_layer_types": list(reversed(MLP_KINDS))}
     if values.get("layer_types") and len(set(values["layer_types"])) == 1:
         values = {**values, "layer_types": _with_every_kind(config_class, values)}
     selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
@@ -437,7 +443,8 @@ def _undeclared_ids(config_class: type[PreTrainedConfig]) -> list[str]:
         return []
     source = _modeling_source(config_class)
     with_default = re.findall(r"""getattr\((?:self\.)?config, ["'](\w+_token_(?:id|index))["'], [\d_]+\)""", source)
-    return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default})
+    placeholders = {name for name in sizes.PLACEHOLDERS if re.search(rf"\bconfig\.{name}\b", source)}
+    return sorted({*re.findall(r"self\.config\.(\w+_token_id)\b", source), *with_default, *placeholders})
 
 
 def _modeling_source(config_class: type[PreTrainedConfig]) -> str:
@@ -464,6 +471,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
+    inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
+    if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # who asks for both means a part
+        found["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]
     crops = values.get("image_grid_pinpoints")
@@ -486,6 +496,12 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
         }
     if "axial_pos_shape" in own_fields:  # training wants the product to be the length of the sequence
         found |= {"axial_pos_shape": [4, sizes.SEQUENCE // 4], "axial_pos_embds_dim": _split(sizes.HIDDEN, [1, 3])}
+    stages = values.get("base_channels"), values.get("channel_multiplier"), values.get("hidden_size")
+    if stages[0] and stages[1] and stages[0] * stages[1][-1] == stages[2]:  # of the last stage
+        found["hidden_size"] = small["base_channels"] * small["channel_multiplier"][-1]
+    middle, out = values.get("intermediate_layers_indices"), values.get("vision_output_dim")
+    if middle and out == (len(middle) + 1) * values["hidden_size"]:  # of these layers, and of the last
+        found |= {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * small["hidden_size"]}
     if "hash_seed" in own_fields:
         found["hash_seed"] = 0
     if "languages" in own_fields and "default_language" in own_fields:

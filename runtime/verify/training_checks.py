@@ -35,6 +35,7 @@ from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIO
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.seam_proof import all_eager
+from patchgen.runtime.verify.multimodal_inputs import takes_media
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:
@@ -77,7 +78,11 @@ class Comparison:
         self.draw = inputs.TextDraw(config)
         self.plain = inputs.plain_rows(self.draw)
         self.text = inputs.text_documents(self.draw)
-        self.media = inputs.media_documents(self.reference) if media else {}
+        self.needs_media = takes_media(reference_class) and self.upstream_refusal() is not None
+        self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
+        if self.needs_media and self.media:  # rows of text alone are none that it is trained on
+            self.text = next(iter(self.media.values()))
+            self.plain = dict(self.text.together)
         self.seams: dict[str, str] = {}
         self.ran_seams: dict[str, str] = {}
         self.positions: Any = None
@@ -157,14 +162,17 @@ class Comparison:
             ("accumulation", lambda: self.accumulation(packed)),
             ("router loss", self.router_loss),
         ]
-        for name, documents in self.media.items():
-            steps.append(
-                (
-                    f"packed {name}",
-                    lambda n=name, d=documents: self.documents(f"packed {n}", d, d.packed(self.positions)),
-                )
-            )
-        for name, step in steps if not self.only else [one for one in steps if one[0] in self.only]:
+        if self.needs_media:  # the others are of other tokens, and of text alone
+            steps = [one for one in steps if one[0] in ("plain", "packed", "chunks", "accumulation")]
+        if self.only:
+            steps = [one for one in steps if one[0] in self.only]
+        for name, media in self.media.items():
+            if self.only:
+                steps.append((f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.together)))
+                continue
+            packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
+            steps.append((f"packed {name}", packed_media))
+        for name, step in steps:
             try:
                 step()
             except Exception as error:
@@ -248,6 +256,10 @@ class Comparison:
         packed = {name: self.text.packed()[name] for name in ("input_ids", "position_ids") if name in known}
         try:
             found = self._leak(packed, lambda rows: self._reference_logits(self.reference, rows))
+            for documents in self.media.values():
+                rows = {n: v for n, v in documents.packed(self.positions).items() if n in known}
+                apart = self._row_of_logits(self.reference, documents.reference())
+                found = found.worst(difference(self._reference_logits(self.reference, rows), apart))
         except Exception:
             return True
         return not found.relative <= TOLERANCE
@@ -262,11 +274,12 @@ class Comparison:
 
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""
-        rows = [*inputs.same_rows([self.text]), self.plain]
+        rows = [*inputs.same_rows([self.text]), *(self.text.rows if self.needs_media else [self.plain])]
         items = sum(map(inputs.num_labels, rows))
+        second = packed if self.needs_media else self.plain
         self._compare(
             "accumulation",
-            self._step([_handed(packed), _handed(self.plain)], items),
+            self._step([_handed(packed), _handed(second)], items),
             lambda model: self._reference_step(model, rows, items),
         )
 
@@ -382,7 +395,7 @@ class Comparison:
             telling = (key for key in ("logits", "loss") if key in beyond)
             key = next(telling, max(beyond, key=lambda name: beyond[name].relative))
             verb = "differ" if key == "logits" else "differs"
-            whose = "upstream's" if name in UNPACKED else "upstream's for the documents alone"
+            whose = "upstream's" if name in UNPACKED or self.only else "upstream's for the documents alone"
             self.failures.append(f"{_SUBJECT.get(name, name)}: {key} {verb} from {whose} by {_size(beyond[key])}.")
 
 

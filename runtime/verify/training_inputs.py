@@ -20,7 +20,6 @@ from patchgen.runtime.data.collate import collate
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.inputs import drawable_ids
-from patchgen.runtime.verify.media import REFUSALS
 from patchgen.runtime.verify.multimodal_inputs import TYPES, SampleBuilder, takes_media
 
 if TYPE_CHECKING:
@@ -162,11 +161,9 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
     for name, samples in builder.batches():
         if any(item.inside for sample in samples for item in sample.items):
             continue  # whether a video brings its audio is one flag for all of a batch
+        samples = [sample for sample in samples if sample.items or builder.takes([sample])]
         rows = tuple(dict(builder.case(name, [sample]).batch) for sample in samples)
-        try:
-            for row in rows:
-                builder.ask(row)
-        except REFUSALS:
+        if not all(builder.takes([sample]) for sample in samples):
             continue
         found[name] = Documents(rows, dict(builder.case(name, samples).batch))
     return found

@@ -15,7 +15,7 @@ from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media
+from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
 from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 BASE = "base"
 CHECKPOINTING = "checkpointing"
+TEXT_ALONE = "text alone"
 EVALUATION = "evaluation"  # of models that take media, whose towers may differ there
 # Variants that change what a mask or a packed batch does: the router loss weighs tokens by the mask, a window cuts the
 # attention of each document. They run every case; the others, which change neither, the first.
@@ -92,7 +93,11 @@ def verify_model(
         cases = cases if is_first or variant in ALL_CASES else cases[:1]
         media = MediaCases()
         if takes_media(upstream_class):
-            media = media_cases(build_model(upstream_class, small.config))
+            model = build_model(upstream_class, small.config).train(variant != EVALUATION)
+            media = media_cases(model)
+            if media.cases:  # what upstream refuses in its own words is no case: those with media prove
+                cases, refusal = without_media(model, cases)
+                media.refused.update({TEXT_ALONE: refusal} if refusal else {})
         cases = (*cases, *media.cases)
         fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
         proof = prove(
@@ -155,7 +160,8 @@ def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> E
         config = head_kinds.prepared(small_config(upstream_class.config_class).config, kind)
         model = build_model(upstream_class, config)
         media = media_cases(model).cases if takes_media(upstream_class) else ()
-        for case in (*text_cases(config, upstream_class), *media):
+        texts = text_cases(config, upstream_class)
+        for case in (*(without_media(model, texts)[0] if media else texts), *media):
             train_step(model, case)
     except REFUSALS as refusal:
         return refusal
