@@ -188,7 +188,8 @@ def describe(model: nn.Module, size: int) -> dict[str, str]:
 
 def own_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tensor:
     """The rows of `features` whose placeholder tokens this rank holds, `(F_own, H)`; see `ops.own_features`."""
-    rows = features.reshape(-1, features.shape[-1])
+    width = features.shape[-1] if features.ndim > 1 else mask.shape[-1]  # numbers in a row: as wide as what they fill
+    rows = features.reshape(-1, width)
     return torch.cat([rows[start:end] for start, end in _own_spans(mask, rows.shape[0], state)])
 
 
