@@ -95,7 +95,9 @@ def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[s
     """The names of the token embeddings in a forward, and in the methods from which it takes them."""
     forward = info.methods["forward"]
     names = embedding_names(anatomy, forward, language)
-    made = [node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names]
+    made = [
+        node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names
+    ]
     methods = {name: own for name, own in own_methods(info, forward).items() if f"self.{name}" in map(_called, made)}
     returned = {name: [n.value for n in ast.walk(own) if isinstance(n, ast.Return)] for name, own in methods.items()}
     inside = {name: _scattered(own, set(map(base_name, returned[name]))) for name, own in methods.items()}

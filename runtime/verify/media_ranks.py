@@ -285,8 +285,9 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
     else:
         positions = torch.cat([torch.arange(len(sample.ids)) for sample in samples])[None]
         mine = dict(known.builder.in_one_row(whole, positions).batch)
-        # Padding changes what upstream's overlays see: each sample by itself.
-        whole = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
+        # Padding changes what upstream's overlays see: each sample by itself. Sounds are padded to the longest of a batch.
+        alone = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
+        whole = [whole] if set(known.builder.layouts) == {AUDIO} else alone
     if state.batch_index:
         mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
     return whole, mine
