@@ -250,7 +250,7 @@ def sweep(
     Example: patchgen sweep --family moe --jobs 2
     """
     if sp > 1 or ep > 1:
-        raise typer.Exit(commands.sweeping.sweep_ranks(only or [], sp, ep, world, output, fresh=fresh))
+        raise typer.Exit(commands.sweeping.sweep_ranks(family, only or [], sp, ep, world, output, fresh=fresh))
     if family == commands.head_sweep.FAMILY:
         raise typer.Exit(commands.head_sweep.sweep(jobs, transformers, only or [], output, fresh=fresh))
     raise typer.Exit(commands.sweeping.sweep(family, jobs, transformers, only or [], output, fresh=fresh))

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 from patchgen.kernels import choices
-from patchgen.runtime import model_calls, parallel
+from patchgen.runtime import model_calls, parallel, whole_attention
 from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents, of_dtype
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
@@ -122,6 +122,7 @@ def accept_names() -> None:
                 f"attn_implementation='{attn_implementation}' cannot run here: {reason}. Usable: {', '.join(usable)}."
             )
         model_calls.note_calls(self)
+        self.register_forward_pre_hook(whole_attention.prepare)
         return _with_own_class(type(self), attn_implementation)
 
     check.knows_patchgen = True

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,14 +52,19 @@ class Drawing:
     state: ParallelState | None
     padding: Tensor | None
 
+    def gathered(self) -> Drawing:
+        """What the mask of the whole sequence is drawn from."""
+        if self.state is None:
+            return self
+        s = self.arguments["q_length"]
+        function = mask_functions.of_whole_sequence(self.function, s, self.state, self.padding)
+        sizes = dict.fromkeys(("q_length", "kv_length"), s * self.state.sp)
+        return Drawing(function, {**self.arguments, **sizes, "attention_mask": self.padding}, None, self.padding)
+
     def whole(self, builder: Callable, bounds: Tensor | None, **changed: Any) -> Any:
         """The mask that an upstream builder makes of the whole sequence, within documents where there are any."""
-        function, arguments = self.function, {**self.arguments, **changed}
-        if self.state is not None:
-            s = arguments["q_length"]
-            function = mask_functions.of_whole_sequence(function, s, self.state)
-            size = s * self.state.sp
-            arguments |= {"q_length": size, "kv_length": size, "attention_mask": self.padding}
+        drawing = self.gathered()
+        function, arguments = drawing.function, {**drawing.arguments, **changed}
         if bounds is not None:
             document_BS = mask_functions.document_of(bounds, arguments["batch_size"], arguments["kv_length"])
             is_packed = mask_functions.find_packing(function) is not None
@@ -131,6 +136,10 @@ class MaskStructure:
         from transformers.masking_utils import flex_attention_mask
 
         return self._once("blocks", bounds, lambda: self.drawing.whole(flex_attention_mask, bounds))
+
+    def of_the_whole(self) -> MaskStructure:
+        """This mask for code that is given the whole sequence: one for all layers."""
+        return self._once("whole", None, lambda: replace(self, drawing=self.drawing.gathered(), _drawn={}))
 
     def _once(self, kind: object, bounds: Tensor | None, draw: Callable[[], Any]) -> Any:
         kept = self._drawn.get(kind)

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from patchgen.runtime.parallel.state import ParallelState
 
+NO_BLOCK = -1
+"""What upstream's masks say of a token that belongs to no image."""
+
 
 def parts(mask_function: Callable) -> list[str]:
     """The names of the conditions that upstream joined into one mask function, packing remaps included."""
@@ -31,28 +34,38 @@ def parts(mask_function: Callable) -> list[str]:
     return [outer]
 
 
-def of_whole_sequence(mask_function: Callable, s: int, state: ParallelState) -> Callable:
+def of_whole_sequence(mask_function: Callable, s: int, state: ParallelState, padding: Tensor | None) -> Callable:
     """A mask function for the whole sequence, without the packing that upstream saw in a slice of the position ids.
+
+    Args:
+        s: the tokens of a slice.
+        padding: `(B, S)` bool of the whole, True for tokens that count; None: all do. Chunks begin where the padding in
+            front ends, which upstream counted in the slice.
 
     Raises:
         ValueError: it looks up a tensor that covers the slice only.
     """
-    from transformers.masking_utils import and_masks, or_masks
+    from transformers.masking_utils import and_masks, blockwise_overlay, chunked_overlay, or_masks
 
     outer, inner = _opened(mask_function)
     if outer in ("and_masks", "or_masks"):
         joined = [
-            of_whole_sequence(part, s, state)
+            of_whole_sequence(part, s, state, padding)
             for part in inner["mask_functions"]
             if not part.__qualname__.startswith("packed_sequence_mask_function")
         ]
         return joined[0] if len(joined) == 1 else (and_masks if outer == "and_masks" else or_masks)(*joined)
     if outer == "remap_positions_for_packed_sequence":
-        return of_whole_sequence(inner["mask_function"], s, state)
+        return of_whole_sequence(inner["mask_function"], s, state, padding)
+    if outer == "chunked_overlay":
+        in_front = inner["left_padding"] * 0 if padding is None else (padding.cumsum(-1) == 0).sum(-1)
+        return chunked_overlay(inner["chunk_size"], in_front)
     for name, value in inner.items():
         if inspect.isfunction(value):
-            of_whole_sequence(value, s, state)
+            of_whole_sequence(value, s, state, padding)
         elif isinstance(value, Tensor) and value.ndim > 1 and value.shape[-1] < s * state.sp:
+            if outer == "blockwise_overlay" and bool((value == NO_BLOCK).all()):  # of a batch without types of tokens
+                return blockwise_overlay(value.new_full((*value.shape[:-1], s * state.sp), NO_BLOCK))
             raise ValueError(
                 f"The mask '{outer}' looks up {name} of {value.shape[-1]} tokens, and the sequence has "
                 f"{s * state.sp} over {state.sp} ranks: what it is made from (token types, ...) must be handed over "

@@ -287,9 +287,16 @@ def _head(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | Non
     return "projects to the vocabulary and computes a loss" if computes_loss and to_vocabulary else None
 
 
+def own_methods(info: ClassInfo, forward: FunctionNode) -> dict[str, FunctionNode]:
+    """The methods of a class that its forward calls, by name."""
+    called = {dotted(call.func).removeprefix("self.") for call in calls(forward)}
+    return {name: method for name, method in info.methods.items() if name in called}
+
+
 def _fusion(anatomy: Anatomy, info: ClassInfo, forward: FunctionNode) -> str | None:
     takes_media = {*parameter_names(forward)} & {*PIXELS, *AUDIO_INPUTS}
-    scatters = takes_media and "masked_scatter" in called_names(forward)
+    code = (forward, *own_methods(info, forward).values())
+    scatters = takes_media and any("masked_scatter" in called_names(one) for one in code)
     return "scatters modality features into the token embeddings" if scatters else None
 
 

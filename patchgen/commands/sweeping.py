@@ -46,10 +46,7 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     Raises:
         ConfigError: no such family, or it has no such type.
     """
-    if family not in FAMILIES:
-        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}, heads.")
-    release = upstream.open_release(version)
-    takes_media = family in (*MEDIA, "media")
+    takes_media, release = _takes_media(family), upstream.open_release(version)
     wanted = _named(only, release, takes_media=takes_media) or types_of(family, release)
     path, key = records.path_in(output), records.present_key() | {"transformers": release.version}
     rows = records.read(path)
@@ -78,6 +75,17 @@ def sweep(family: str, jobs: int, version: str | None, only: list[str], output: 
     return _summary([rows[takes_media, kind] for kind in wanted], path, is_asked_by_name=bool(only))
 
 
+def _takes_media(family: str) -> bool:
+    """Whether the heads of a family are those that take media.
+
+    Raises:
+        ConfigError: no such family.
+    """
+    if family not in FAMILIES:
+        raise ConfigError(f"There is no family '{family}'. Families: {', '.join(FAMILIES)}; in one process: heads.")
+    return family in (*MEDIA, "media")
+
+
 def _proven_bytes(known: Mapping | None, key: Mapping[str, str]) -> str:
     """What identifies the bytes that a row proves with the sources and releases that are here; empty: none."""
     generated = (known or {}).get("made_with", {}).get("generated", "")
@@ -99,32 +107,36 @@ def _summary(asked: list[dict], path: Path, *, is_asked_by_name: bool) -> int:
     return 0 if is_good and not unpacked else 1
 
 
-def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool) -> int:
-    """Compares causal types on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all of
-    `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared.
+def sweep_ranks(
+    family: str, only: list[str], sp: int, ep: int, world: int, output: Path | None, *, fresh: bool
+) -> int:
+    """Compares the types of a family on several gloo ranks with upstream on one, into the same table; 0 if any agrees, all
+    of `only`. A comparison that holds is not made again, and a type that does not train on one rank is not compared.
 
     Raises:
-        ConfigError: no causal type of that name.
+        ConfigError: no such family, or it has no such type.
     """
-    release = upstream.open_release(None)
-    asked = _named(only, release, takes_media=False) or types_of(TEXT, release)
+    release, takes_media = upstream.open_release(None), _takes_media(family)
+    asked = _named(only, release, takes_media=takes_media) or types_of(family, release)
     from patchgen.runtime.verify import parallel_coverage
 
     path, key = records.path_in(output), records.present_key()
     rows = records.read(path)
     layout = "_".join(f"{name}{size}" for name, size in (("sp", sp), ("ep", ep)) if size > 1)
     layout += "" if world == max(sp, ep) else f"_of{world}"
-    places = [(False, kind) for kind in asked]
+    places = [(takes_media, kind) for kind in asked]
     for place in places:
-        rows.setdefault(place, row(place[1], GENERATED, "not swept in one process"))
+        of_family = _family(place[1], release) if takes_media else TEXT
+        rows.setdefault(place, row(place[1], GENERATED, "not swept in one process", family=of_family))
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
-    todo = [k for _, k in wanted if fresh or not records.cell_holds(rows[False, k], layout, key, present[k])]
-    separates = {k: bool((rows[False, k].get("training") or {}).get("separates_documents")) for k in todo}
-    for found in parallel_coverage.sweep(separates, sp=sp, ep=ep, world=world) if todo else ():
+    todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, present[place[1]])]
+    separates = {place[1]: bool((rows[place].get("training") or {}).get("separates_documents")) for place in todo}
+    how = {"takes_media": takes_media, "sp": sp, "ep": ep, "world": world}
+    for found in parallel_coverage.sweep(separates, **how) if todo else ():
         cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
         cell["made_with"] = records.cell_key(found.generated, key)
-        rows[False, found.model_type].setdefault("ranks", {})[layout] = cell
+        rows[takes_media, found.model_type].setdefault("ranks", {})[layout] = cell
         records.write(path, rows)
     if output is None:
         support_matrix.write()
@@ -166,7 +178,7 @@ def _run(todo: Mapping[str, str], version: str, jobs: int, *, takes_media: bool)
 
 def types_of(family: str, release: upstream.Release) -> list[str]:
     """The model types of a family in a release."""
-    candidates = _candidates(release, takes_media=family in (*MEDIA, "media"))
+    candidates = _candidates(release, takes_media=_takes_media(family))
     if family == TEXT:
         return candidates
     if family == "moe":
@@ -186,11 +198,7 @@ def _named(only: list[str], release: upstream.Release, *, takes_media: bool) -> 
         if kind in here:
             continue
         if kind in others:
-            how = (
-                "leave out --family media"
-                if takes_media
-                else "on one rank: --family media; on several: patchgen verify"
-            )
+            how = "leave out --family media" if takes_media else "--family media"
             raise ConfigError(
                 f"--only {kind}: {release.origin} has no {'head with media' if takes_media else 'causal head'} of that type, "
                 f"but another ({how})."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Container
+from collections.abc import Container, Mapping
 
 import libcst as cst
 import libcst.matchers as m
@@ -12,6 +12,7 @@ import libcst.matchers as m
 from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.roles import own_methods
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, statements, transform
@@ -63,7 +64,7 @@ class FillBack(SitePass):
         info = anatomy.classes[site.block]
         language = language_parts(anatomy, info)
         whole = towers_held_whole(anatomy, info, language)
-        rewriter = _FillBack(whole, embedding_names(anatomy, info.methods["forward"], language), self.mark)
+        rewriter = _FillBack(whole, _embeddings(anatomy, info, language), self.mark)
         edited = transform(block, rewriter)
         if rewriter.odd or not language:
             what = f"`{rewriter.odd[0]}`" if rewriter.odd else "a language model that takes no inputs_embeds"
@@ -90,6 +91,23 @@ def language_parts(anatomy: Anatomy, info: ClassInfo) -> set[str]:
     return called & (built | set(info.attributes))
 
 
+def _embeddings(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> dict[str, set[str]]:
+    """The names of the token embeddings in a forward, and in the methods from which it takes them."""
+    forward = info.methods["forward"]
+    names = embedding_names(anatomy, forward, language)
+    made = [
+        node.value for node in ast.walk(forward) if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names
+    ]
+    methods = {name: own for name, own in own_methods(info, forward).items() if f"self.{name}" in map(_called, made)}
+    returned = {name: [n.value for n in ast.walk(own) if isinstance(n, ast.Return)] for name, own in methods.items()}
+    inside = {name: _scattered(own, set(map(base_name, returned[name]))) for name, own in methods.items()}
+    return {"forward": names, **inside}
+
+
+def _called(value: ast.expr) -> str:
+    return dotted(value.func) if isinstance(value, ast.Call) else ""
+
+
 def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str]) -> set[str]:
     """The names that a forward hands to its language model, or to the functions that make its mask, as `inputs_embeds`, by
     keyword or in a dict, and those that hold them too."""
@@ -107,11 +125,17 @@ def embedding_names(anatomy: Anatomy, forward: FunctionNode, language: set[str])
         if isinstance(node, ast.Dict):
             named += [(getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)]
     names = {base_name(value) for name, value in named if name == "inputs_embeds"} & (local - {"self"})
-    for node in reversed(nodes):  # `filled = rows.masked_scatter(...)`
-        if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
-            names.add(base_name(node.value))
+    names = _scattered(forward, names)
     copies = [n for n in nodes if isinstance(n, ast.Assign) and isinstance(n.value, ast.Name) and n.value.id in names]
     return (names | {dotted(target) for node in copies for target in node.targets}) - {""}
+
+
+def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
+    """Names of embeddings, and of those that features are scattered into: `filled = rows.masked_scatter(...)`."""
+    for node in reversed(list(ast.walk(method))):
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
+            names.add(base_name(node.value))
+    return names - {"", "self"}
 
 
 def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
@@ -125,7 +149,7 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
         known = anatomy.classes.get(target or "")
         if known is not None:
             below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
-            attends = any(Role.ATTENTION in one.roles for one in below)
+            attends = any(Role.ATTENTION in one.roles or anatomy.auto_builds(one.name) for one in below)
             if not attends or any(is_divided(anatomy, one) for one in below):
                 continue
         held.append(build.attribute)
@@ -135,7 +159,7 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
 class _FillBack(MarkStatements):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
-    def __init__(self, whole: Container[str], embeddings: set[str], mark: str) -> None:
+    def __init__(self, whole: Container[str], embeddings: Mapping[str, set[str]], mark: str) -> None:
         super().__init__(mark)
         self._whole, self._embeddings = whole, embeddings
         self._function: list[str] = []
@@ -155,7 +179,7 @@ class _FillBack(MarkStatements):
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name = original_node.func
-        if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] == "forward":
+        if m.matches(name, m.Attribute(attr=m.Name("masked_scatter"))) and self._function[-1] in self._embeddings:
             return self._own(original_node, updated_node)
         if m.matches(name, m.Name("torch_compilable_check")) and self._counts(code_of(original_node.args[0])):
             self.changed = True
@@ -166,7 +190,7 @@ class _FillBack(MarkStatements):
 
     def _own(self, original: cst.Call, updated: cst.Call) -> cst.Call:
         receiver = ast.parse(code_of(original.func.value), mode="eval").body
-        if len(original.args) != 2 or base_name(receiver) not in self._embeddings:
+        if len(original.args) != 2 or base_name(receiver) not in self._embeddings[self._function[-1]]:
             self.odd.append(code_of(original))
             return updated
         mask, features = (argument.value for argument in updated.args)

@@ -188,33 +188,35 @@ def describe(model: nn.Module, size: int) -> dict[str, str]:
 
 def own_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tensor:
     """The rows of `features` whose placeholder tokens this rank holds, `(F_own, H)`; see `ops.own_features`."""
-    rows = features.reshape(-1, features.shape[-1])
-    return torch.cat([rows[start:end] for start, end in _own_spans(mask, rows.shape[0], state)])
+    total, spans = _own_spans(mask, state)
+    in_one = features.ndim == 1 and total > 0 and features.numel() % total == 0  # the rows one after the other
+    rows = features.reshape(-1, features.numel() // total if in_one else features.shape[-1])
+    if total != rows.shape[0]:
+        raise ValueError(
+            f"{rows.shape[0]} feature rows for {total} placeholder tokens in the whole sequence of {state.sp} ranks. Every "
+            "rank of an SP group must be handed the same images, videos and audio, whole, with its slice of the tokens."
+        )
+    return torch.cat([rows[start:end] for start, end in spans])
 
 
-_SPANS = WeakIdKeyDictionary()  # mask -> (number of feature rows, spans): deepstack asks again with the same mask
+_SPANS = WeakIdKeyDictionary()  # mask -> (placeholders, spans): deepstack asks again with the same mask
 
 
-def _own_spans(mask: Tensor, num_rows: int, state: ParallelState) -> list[tuple[int, int]]:
-    """Which feature rows belong to this rank's placeholders: a span for each row of the batch. One host sync.
+def _own_spans(mask: Tensor, state: ParallelState) -> tuple[int, list[tuple[int, int]]]:
+    """The placeholders of all ranks, and which feature rows belong to this rank's: a span for each row of the batch. One
+    host sync.
 
     Features are in the order of their placeholders, row after row of the batch, and a row is spread over the ranks.
     """
-    if mask in _SPANS and _SPANS[mask][0] == num_rows:
-        return _SPANS[mask][1]
+    if mask in _SPANS:
+        return _SPANS[mask]
     tokens = mask[..., 0] if mask.ndim == 3 else mask
     counts = collectives.all_gather(
         tokens.sum(dim=1)[None], state.sp_group, dim=0, operation="count the placeholders of each rank"
     )
     by_row = counts.t().tolist()  # [B][n]
-    total, spans = sum(map(sum, by_row)), spans_of(by_row, state.sp_rank)
-    if total != num_rows:
-        raise ValueError(
-            f"{num_rows} feature rows for {total} placeholder tokens in the whole sequence of {state.sp} ranks. Every "
-            "rank of an SP group must be handed the same images, videos and audio, whole, with its slice of the tokens."
-        )
-    _SPANS[mask] = (num_rows, spans)
-    return spans
+    _SPANS[mask] = sum(map(sum, by_row)), spans_of(by_row, state.sp_rank)
+    return _SPANS[mask]
 
 
 def spans_of(by_row: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ a fixed bar, it is held against what the model itself makes of the last bit of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -36,6 +36,26 @@ def shaken_step(model: nn.Module, reference: Callable[[nn.Module], Result], seed
     finally:
         for weight, before in zip(weights, kept, strict=True):
             weight.copy_(before)
+
+
+Gradients = Mapping[str, Tensor]
+
+
+def relative_difference(got: Tensor | None, expected: Tensor, least: float) -> float:
+    """The largest difference, by the largest number that is expected, which is taken for `least` at least; None: zeros."""
+    apart = expected if got is None else got - expected
+    return float(apart.abs().max() / expected.abs().max().clamp(min=least))
+
+
+def moved_gradients(
+    model: nn.Module, reference: Callable[[nn.Module], tuple[float, Gradients]], expected: Gradients, least: float
+) -> dict[str, float]:
+    """How far upstream's own gradients move when its weights move by their last bit; 0 where more than rounding did."""
+    shaken = [shaken_step(model, reference, seed)[1] for seed in range(SHAKES)]
+    moved = {
+        name: max(relative_difference(one.get(name), expected[name], least) for one in shaken) for name in expected
+    }
+    return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in moved.items()}
 
 
 def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) -> bool:

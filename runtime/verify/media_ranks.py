@@ -12,9 +12,11 @@ every gathered gradient.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from patchgen.runtime import parallel, seams
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
 from patchgen.runtime.verify.media import AUDIO
 from patchgen.runtime.verify.multimodal_inputs import Sample
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
@@ -77,14 +80,43 @@ def compare_with(
     started = time.perf_counter()
     state = state_of(sp, ep)
     whole, mine = inputs_of(known, name, state)
-    expected_loss, expected = known.one_rank(whole, is_one_row=name == PACKED, training=training)
+    one_rank = functools.partial(known.one_rank, whole, is_one_row=name == PACKED, training=training)
+    expected_loss, expected = one_rank()
     generated = known.generated()
     if fsdp:
         sharding.shard_model(generated, state)
     kernels = known.seams
     got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, training=training, kernels=kernels)
     row = {"case": name, "seconds": time.perf_counter() - started, "towers": media.describe(generated, sp)}
-    return row | differences(got_loss, got, expected_loss, expected)
+    return row | differences(got_loss, got, expected_loss, expected, _moved(known, one_rank, expected))
+
+
+def _moved(known: Yardstick, one_rank: Callable[[], tuple], expected: Mapping[str, Tensor]) -> Callable:
+    return lambda least: moved_gradients(known.model, lambda _model: one_rank(), expected, least)
+
+
+def compare_all(model: Subject, head: str, *, sp: int, ep: int, separates: bool) -> dict[str, Any]:
+    """Every batch of a model, until one differs: the worst of all; runs on every rank.
+
+    Where ranks hold batches of their own, a step for each modality, and one for text, on every rank in turn, follows.
+
+    Args:
+        separates: whether documents are computed in rows of their own.
+    """
+    known = yardstick(model, head)
+    known.separates = separates
+    rows = []
+    for name in case_names(model, head, has_several_batches=dist.get_world_size() > sp):
+        if name == MIXED_RANKS:
+            rows += mixed_steps(model, head, sp=sp, ep=ep, num_steps=len(known.builder.layouts) + 1)
+        else:
+            with contextlib.suppress(NotApplicable):
+                rows.append(compare_with(known, name, sp=sp, ep=ep, fsdp=True))
+        if any(row.get("reason") for row in rows):
+            break
+    reason = next((f"{row['case']}: {row['reason']}" for row in rows if row.get("reason")), "")
+    worst = {"loss": max(row["loss"] for row in rows), "gradients": max(row["gradient"] for row in rows)}
+    return worst | {"reason": reason}
 
 
 def mixed_steps(
@@ -114,11 +146,12 @@ def mixed_steps(
             mine = dict(known.builder.case("mixed", [samples[state.batch_index]]).batch)
             mine["position_ids"] = known.positions(mine)
             known.model.load_state_dict(known.correspondence.undo(generated, _whole_state(generated)))
-            expected_loss, expected = known.one_rank(whole)
+            one_rank = functools.partial(known.one_rank, whole)
+            expected_loss, expected = one_rank()
             got_loss, got = on_ranks(generated, mine, state, pad=known.pad, fsdp=fsdp, kernels=known.seams)
             optimizer.step()
             optimizer.zero_grad()
-            row = differences(got_loss, got, expected_loss, expected)
+            row = differences(got_loss, got, expected_loss, expected, _moved(known, one_rank, expected))
             rows.append({"case": f"step {number}", "seconds": time.perf_counter() - started} | row)
     finally:
         known.model.load_state_dict(start)
@@ -144,28 +177,37 @@ def _whole_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def differences(
-    got_loss: float, got: dict[str, Tensor], expected_loss: float, expected: dict[str, Tensor]
+    got_loss: float,
+    got: dict[str, Tensor],
+    expected_loss: float,
+    expected: dict[str, Tensor],
+    moved: Callable[[float], Mapping[str, float]] = lambda _least: {},
 ) -> dict[str, Any]:
-    """Loss and the worst gradient, relative, and why they do not agree."""
+    """Loss and the worst gradient, relative, and why they do not agree.
+
+    Args:
+        moved: how far rounding alone moves each gradient (`conditioning.py`): asked where one is beyond the bar.
+    """
     # Some gradients are sums that cancel (biases of keys, decay rates): what is left is rounding. Nothing is asked to be
     # closer than 2e-7 of the largest gradient of all, which is two roundings of fp32.
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    found = {}
-    for parameter, gradient in expected.items():
-        other = got.get(parameter)
-        difference = (other if other is not None else torch.zeros_like(gradient)) - gradient
-        found[parameter] = float(difference.abs().max() / gradient.abs().max().clamp(min=2e-2 * largest))
+    least = 2e-2 * max(float(gradient.abs().max()) for gradient in expected.values())
+    found = {name: relative_difference(got.get(name), gradient, least) for name, gradient in expected.items()}
     found |= {
         parameter: math.inf
         for parameter, gradient in got.items()
         if parameter not in expected and bool(gradient.any())
     }
     worst = max(found, key=found.get)
+    beyond = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
+    if any(name in expected for name in beyond):
+        bars = moved(least)
+        beyond = {name: far for name, far in beyond.items() if not far <= ROUNDING * bars.get(name, 0.0)}
     row = {"loss": abs(got_loss - expected_loss) / abs(expected_loss), "gradient": found[worst], "parameter": worst}
     if not row["loss"] <= TOLERANCE:
         row["reason"] = f"loss {got_loss:.7f}, upstream {expected_loss:.7f}"
-    elif not row["gradient"] <= TOLERANCE:
-        row["reason"] = f"gradient of {worst} differs by {found[worst]:.1e}"
+    elif beyond:
+        furthest = max(beyond, key=beyond.get)
+        row["reason"] = f"gradient of {furthest} differs by {beyond[furthest]:.1e}"
     return row
 
 
@@ -243,8 +285,9 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
     else:
         positions = torch.cat([torch.arange(len(sample.ids)) for sample in samples])[None]
         mine = dict(known.builder.in_one_row(whole, positions).batch)
-        # Padding changes what upstream's overlays see: each sample by itself.
-        whole = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
+        # Padding changes what upstream's overlays see: each sample by itself. Sounds are padded to the longest of a batch.
+        alone = [dict(known.builder.case("mixed", [sample]).batch) for sample in samples]
+        whole = [whole] if set(known.builder.layouts) == {AUDIO} else alone
     if state.batch_index:
         mine["labels"] = torch.full_like(mine["labels"], batch.IGNORED)
     return whole, mine

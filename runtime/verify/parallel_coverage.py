@@ -1,12 +1,12 @@
-"""Which text types train with sequence or expert parallelism, with no code per model: measured on real ranks.
+"""Which types train with sequence or expert parallelism, with no code per model: measured on real ranks.
 
-    patchgen sweep --sp 2                                                  # every causal type, into docs/coverage.md
-    python -m patchgen.runtime.verify.parallel_coverage --ep 2 mixtral     # some, printed
+    patchgen sweep --sp 2                                   # every causal type, into docs/coverage.md
+    patchgen sweep --family media --ep 2                    # every type that takes images, video or audio
 
 Each type is generated, built small, and trained one step on gloo ranks; loss and every gathered gradient are compared
 with upstream's own class in one process. A packed batch follows, compared with its documents run one by one. Attention
 and seams are those that a run chooses, a type whose packed documents a run computes in rows of their own is called so
-here, and the router loss is on.
+here, and the router loss is on. With media, every batch that upstream takes is compared (`media_ranks.py`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from patchgen.runtime import model_calls, parallel, registry, seams
 from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.verify import reference_loss
-from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, shaken_step
+from patchgen.runtime.verify import media_ranks, reference_loss
+from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.yardstick import (
     choices,
+    head_with_media,
     router_functions,
     state_of,
     switch_dropout_off,
@@ -74,16 +75,21 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
     return getattr(registry.import_file(Path(file)), head)
 
 
-def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: bool) -> dict:
-    """Runs on every rank; the row of the type, as a dict."""
+def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, separates: bool) -> dict:
+    """Runs on every rank; the row of the type, as a dict. Without a head, of the first that takes media, on all its batches."""
     started = time.perf_counter()
     state = state_of(sp, ep)
+    takes_media = head is None
+    head = head or head_with_media(Path(file).parent)
     upstream_class = getattr(registry.read_model(Path(file).parent).upstream(), head)
     config = training_config(upstream_class)
     generated = generated_class(head, file)
     row = {"model_type": model_type}
     if ep > 1 and not sharding.own_plan(build_model(generated, config)):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
+    if takes_media:
+        found = media_ranks.compare_all(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
+        return row | found | {"seconds": time.perf_counter() - started}
     name, kernels = choices(upstream_class, generated, config)
     functions = router_functions(Path(file).parent)
     yardstick = build_model(upstream_class, config)
@@ -108,11 +114,11 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
         got_loss, got = _all_ranks(model, inputs, state, kernels)
         # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.
         least = 1e-4 * max(float(gradient.abs().max()) for gradient in expected.values())
-        differences = {name: _difference(got[name], expected[name], least) for name in expected}
+        differences = {name: relative_difference(got[name], expected[name], least) for name in expected}
         worst = max(differences, key=differences.get)
         beyond = [name for name, difference in differences.items() if not difference <= TOLERANCE]
         if beyond:
-            moved = _moved_by_rounding(yardstick, one_rank, expected, least)
+            moved = moved_gradients(yardstick, one_rank, expected, least)
             beyond = [name for name in beyond if not differences[name] <= ROUNDING * moved[name]]
         row["packed_loss" if packed else "loss"] = abs(got_loss - expected_loss) / abs(expected_loss)
         row["packed_gradients" if packed else "gradients"] = differences[worst]
@@ -173,28 +179,18 @@ def _all_ranks(
     return float(total), gradients
 
 
-def _moved_by_rounding(
-    model: nn.Module, one_rank: Callable[[nn.Module], tuple[float, dict[str, Tensor]]], expected: dict, least: float
-) -> dict[str, float]:
-    """How far upstream's own gradients move when its weights move by their last bit; 0 where more than rounding did."""
-    shaken = [shaken_step(model, one_rank, seed)[1] for seed in range(SHAKES)]
-    moved = {name: max(_difference(one[name], expected[name], least) for one in shaken) for name in expected}
-    return {name: size if size <= WELL_CONDITIONED else 0.0 for name, size in moved.items()}
-
-
-def _difference(got: Tensor, expected: Tensor, least: float) -> float:
-    return float((got - expected).abs().max() / expected.abs().max().clamp(min=least))
-
-
 # ----------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int = 2) -> Iterator[Row]:
+def sweep(
+    separates: Mapping[str, bool], *, takes_media: bool = False, sp: int = 1, ep: int = 1, world: int = 2
+) -> Iterator[Row]:
     """The rows of types as they come: the file that each generates is compared. Prints a line each.
 
     Args:
         separates: model type -> whether a run computes its packed documents in rows of their own, as the proof in one
             process found (`TrainingPath.separates_documents`).
+        takes_media: whether the head that takes images, videos or audio is compared, instead of the causal one.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -209,7 +205,7 @@ def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int
                 row = Row(model_type, reason=f"not generated: {refusal}")
             else:
                 file = examination.write(whole, Path(folder) / model_type) / f"modeling_{whole[0].model}.py"
-                head = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+                head = None if takes_media else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
                 row = _compared(pool, model_type, head, str(file), sp, ep, separates[model_type])
             row = replace(row, generated=digest)
             print(_line(row), flush=True)
@@ -219,7 +215,7 @@ def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int
 
 def _compared(pool: RankPool, model_type: str, *how: object) -> Row:
     try:
-        return Row(**pool.run(compare, model_type, *how, timeout=120)[0])
+        return Row(**pool.run(compare, model_type, *how, timeout=240)[0])
     except CaseFailed as failure:
         return Row(model_type, reason=_last_line(str(failure)))
 

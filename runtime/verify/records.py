@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from patchgen import __version__, provenance, upstream
-from patchgen.commands.examination import EAGER_ONLY, FAILED, TEXT, generated_digest, quiet
+from patchgen.commands.examination import FAILED, PROVEN, TEXT, generated_digest, quiet
 from patchgen.runtime.verify import source_closure, source_keys
 from patchgen.runtime.verify.committed_models import IN_ONE_PROCESS, Committed, docs
 from patchgen.templates import render
@@ -123,8 +123,8 @@ def cells_that_hold(row: Mapping, key: Mapping[str, str], generated: str | None)
 
 
 def needs_ranks(row: Mapping) -> bool:
-    """Whether a type is compared on ranks: a causal one that is generated and that trains on one rank."""
-    return row.get("family", TEXT) == TEXT and row["status"] not in (FAILED, EAGER_ONLY)
+    """Whether a type is compared on ranks: one that trains on one rank, or that no sweep has proven or refused."""
+    return row["status"] == PROVEN or "made_with" not in row
 
 
 # -------------------------------------------------------------------------------------------------- currency
@@ -158,10 +158,11 @@ def stale_rows(path: Path, *, missing: Mapping[bool, Iterable[str]], jobs: int =
         old = [row["model_type"] for row in own if not holds(row, key, present.get(row["model_type"]))]
         what = f"rows of docs/coverage.md ({'images, video, audio' if takes_media else 'text'})"
         found.append(Stale(what, (*old, *missing[takes_media]), command))
-    text = [row for row in rows.values() if needs_ranks(row)]
     for layout in LAYOUTS:  # one that is not there does not hold: the page counts what agrees
-        old = [r["model_type"] for r in text if not cell_holds(r, layout, key, present.get(r["model_type"]))]
-        found.append(Stale(f"comparisons on ranks ({layout})", tuple(old), "make sweep-ranks"))
+        for takes_media, what in ((False, layout), (True, f"{layout}, media")):
+            own = [row for (media, _), row in rows.items() if media == takes_media and needs_ranks(row)]
+            old = [r["model_type"] for r in own if not cell_holds(r, layout, key, present.get(r["model_type"]))]
+            found.append(Stale(f"comparisons on ranks ({what})", tuple(old), "make sweep-ranks"))
     return [one for one in found if one.names]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -181,13 +180,6 @@ def _training_path(
         for variant, config in configs.items()
     }
     return merge_paths(paths) if paths else None
-
-
-def head_with_media(directory: Path) -> str | None:
-    """The first head of a generated model whose forward takes images, videos or audio."""
-    generated = registry.read_model(directory)
-    upstream = generated.upstream()
-    return next((head for head in generated.heads if takes_media(getattr(upstream, head))), None)
 
 
 def _variants(upstream_class: type) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from patchgen.runtime import attention, attention_kinds, registry
+from patchgen.runtime import attention, attention_kinds, model_calls, registry
 from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
@@ -45,6 +45,13 @@ def find(model: Subject) -> registry.GeneratedModel:
     if isinstance(model, registry.GeneratedModel):
         return model
     return registry.read_model(model) if isinstance(model, Path) else registry.find_model(model)
+
+
+def head_with_media(directory: Path) -> str | None:
+    """The first head of a generated model whose forward takes images, videos or audio."""
+    generated = registry.read_model(directory)
+    upstream = generated.upstream()
+    return next((head for head in generated.heads if takes_media(getattr(upstream, head))), None)
 
 
 def choices(
@@ -114,6 +121,7 @@ class Yardstick:
         switch_dropout_off(self.model)
         self.builder = SampleBuilder(self.model, seed=SEED)
         self.pad = int(self.builder.drawable[0])
+        self.separates = False
         self._refused: dict[str, str] = {}
 
     @functools.cached_property
@@ -192,6 +200,8 @@ class Yardstick:
         )
         model.load_state_dict(self.correspondence.apply(self.model.state_dict()))
         switch_dropout_off(model)
+        if self.separates:
+            model_calls.separate_documents(model)
         return model
 
 

@@ -8,8 +8,8 @@ from patchgen.commands import sweeping
 from patchgen.errors import ConfigError
 
 
-def on_ranks(kind: str, output) -> int:
-    return sweeping.sweep_ranks([kind], 2, 1, 2, output, fresh=False)
+def on_ranks(kind: str, output, family: str = "text") -> int:
+    return sweeping.sweep_ranks(family, [kind], 2, 1, 2, output, fresh=False)
 
 
 def in_one_process(kind: str, output, family: str = "text") -> int:
@@ -33,5 +33,5 @@ def test_a_type_of_the_other_kind_says_how_it_is_swept(start, tmp_path):
     ):
         start("qwen3_vl", tmp_path)
     with pytest.raises(ConfigError, match="no head with media of that type, but another .leave out --family media"):
-        in_one_process("qwen3_moe", tmp_path, "vision")
+        start("qwen3_moe", tmp_path, "vision")
     assert not list(tmp_path.iterdir())

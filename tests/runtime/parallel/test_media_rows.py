@@ -127,3 +127,16 @@ def test_token_types_stay_whole_and_a_mask_stands_for_the_padding():
     assert part["token_type_ids"].tolist() == [[1] * 7 + [0]]
     assert part["attention_mask"].tolist() == [[1, 0, 0, 0]]
     assert "cu_seq_lens_q" not in part
+
+
+def test_features_in_one_row_of_numbers_are_as_many_rows_as_placeholders(monkeypatch):
+    mask = torch.tensor([[True, False, True], [False, True, False]])[..., None]
+    other = torch.tensor([[0, 1]])  # placeholders of the other rank, by row of the batch
+    monkeypatch.setattr(media.collectives, "all_gather", lambda counts, *_, **__: torch.cat([counts, other]))
+    features = torch.arange(8.0)
+    rank = SimpleNamespace(sp=2, sp_rank=0, sp_group=None)
+    assert media.own_features(features, mask, rank).tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert torch.equal(media.own_features(features.view(4, 2), mask, rank), features.view(4, 2)[:3])
+    for wrong in (torch.arange(7.0), torch.ones(5, 2)):
+        with pytest.raises(ValueError, match="feature rows for 4 placeholder tokens in the whole sequence of 2 ranks"):
+            media.own_features(wrong, mask, rank)

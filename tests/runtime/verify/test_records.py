@@ -112,6 +112,17 @@ def test_a_row_holds_while_bytes_prover_and_releases_are_the_same(tmp_path: Path
     assert stale(path) == on_ranks, "a comparison that is not there does not hold"
 
 
+def test_a_proven_type_with_media_is_compared_on_ranks_too(tmp_path: Path):
+    path = record_of(tmp_path / "coverage.json")
+    rows = records.read(path)
+    rows[True, "llama"] = {**rows[False, "llama"], "family": "vision", "ranks": {}}
+    rows[True, "refused"] = {**rows[True, "llama"], "model_type": "refused", "status": "generated"}
+    records.write(path, rows)
+    told = [one for one in stale(path) if "on ranks" in one]
+    assert told == [f"comparisons on ranks ({name}, media): llama" for name in records.LAYOUTS]
+    assert "**sp2: 0 agree**, of 0 that were compared." in path.with_suffix(".md").read_text()
+
+
 def test_bytes_are_generated_again_only_where_the_generator_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = record_of(tmp_path / "coverage.json")
     asked = []
