@@ -19,7 +19,7 @@ from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
 from patchgen.passes.hand_edits import Edit, targets_record
-from patchgen.runtime.verify.source_closure import symbol_hash
+from patchgen.runtime.code_hash import symbol_hash
 from patchgen.source import Module
 from patchgen.upstream import Upstream
 

@@ -153,16 +153,16 @@ class _DropMentions(cst.CSTTransformer):
     def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
         if not isinstance(node.value, cst.List | cst.Tuple):
             return node
-        elements = [
-            element
-            for element in node.value.elements
-            if not (isinstance(element.value, cst.SimpleString) and element.value.evaluated_value in self._gone)
-        ]
-        if elements and len(elements) < len(node.value.elements):
-            alone = isinstance(node.value, cst.Tuple) and len(elements) == 1  # `("A",)` keeps its comma
-            comma = cst.MaybeSentinel.DEFAULT if alone else node.value.elements[-1].comma
-            elements[-1] = elements[-1].with_changes(comma=comma)
-        return node.with_changes(value=node.value.with_changes(elements=elements))
+        return node.with_changes(value=node.value.with_changes(elements=self._left(node.value)))
+
+    def _left(self, listed: cst.List | cst.Tuple) -> list[cst.BaseElement]:
+        """The elements that name nothing that is gone; the last one ends as the last one did."""
+        named = [(e, getattr(e.value, "evaluated_value", getattr(e.value, "value", None))) for e in listed.elements]
+        left = [element for element, name in named if name not in self._gone]
+        if left and len(left) < len(listed.elements):
+            alone = isinstance(listed, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else listed.elements[-1].comma)
+        return left
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         orelse = updated_node.orelse
@@ -184,16 +184,11 @@ class _DropMentions(cst.CSTTransformer):
         first, second = updated_node.args
         kinds = second.value
         if isinstance(kinds, cst.Tuple):
-            left = [e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)]
-            if len(left) == len(kinds.elements):
-                return updated_node
-            if len(left) == 1:
-                return updated_node.with_changes(args=[first, second.with_changes(value=left[0].value)])
+            left = self._left(kinds)
             if left:
-                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                return updated_node.with_changes(
-                    args=[first, second.with_changes(value=kinds.with_changes(elements=left))]
-                )
+                alone = len(left) == 1 < len(kinds.elements)
+                value = left[0].value if alone else kinds.with_changes(elements=left)
+                return updated_node.with_changes(args=[first, second.with_changes(value=value)])
         elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
             return updated_node
         return cst.Name("False")
