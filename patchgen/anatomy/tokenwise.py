@@ -92,6 +92,8 @@ def mixing(
     owner: str,
     anatomy: Anatomy,
     known: Collection[str] = (),
+    *,
+    groups: bool = False,
 ) -> ast.AST | None:
     """The first piece of `body` (code of a method of `owner`) that is not known to treat the tokens one by one.
 
@@ -102,11 +104,12 @@ def mixing(
         owner: the class whose `self` the body uses.
         anatomy: of the file, for the functions, methods and modules that the body calls.
         known: classes and operations that may be called besides.
+        groups: whether rows may be put together into groups of neighbours, which are rows from there on.
     """
     values = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, "*.")
     local = {"self"} | local_names(ast.Module(list(body), [])) | set(tensors)
     try:
-        _Reader(anatomy, owner, local, values, known=known).run(body)
+        _Reader(anatomy, owner, local, values, known=known, groups=groups).run(body)
     except Mixed as mixed:
         return mixed.node
     return None
@@ -142,9 +145,11 @@ class _Reader:
         *,
         fixed: bool = False,
         known: Collection[str] = (),
+        groups: bool = False,
     ) -> None:
         self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
-        self._fixed, self._known = fixed, known
+        self._fixed, self._known, self._groups = fixed, known, groups
+        self._modules: dict[str, list[ast.expr]] = {}  # of a loop over a list of modules: its step, and what it may be
         self.values, self._attends, self._memo = dict(values), set(), {}
         self.returned: Value = None
         self._in_pieces = False  # in a loop over pieces of rows
@@ -170,6 +175,9 @@ class _Reader:
                     names = {*after, *self.values}
                     self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
                     self._memo.clear()
+                case ast.For(ast.Name(name), source) if modules := self._listed(source):
+                    self._modules[name] = modules
+                    self.run(statement.body * 2)  # what one leaves meets the next
                 case ast.For(ast.Name(name), source) if isinstance(pieces := self.value(source), list):
                     self._in_pieces = isinstance(pieces, Pieces)
                     appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
@@ -245,6 +253,13 @@ class _Reader:
                     continue  # upstream itself divides the tokens here
             if self._mentions(statement):
                 raise Mixed(statement)
+
+    def _listed(self, source: ast.expr) -> list[ast.expr]:
+        """What stands in the list of modules that an attribute holds; nothing for any other expression."""
+        match self._anatomy.held(self._owner, own_attribute(source) or ""):
+            case [ast.Call(function, [ast.List(parts)])] if self._resolve(function) == "torch.nn.ModuleList":
+                return parts
+        return []
 
     def _is_size(self, node: ast.expr) -> bool:
         return isinstance(self.value(node), Size)
@@ -363,6 +378,8 @@ class _Reader:
             return None
         if isinstance(function, ast.Name) and function.id in self._attends:
             return self._attended(call, named)
+        if isinstance(function, ast.Name) and function.id in self._modules:
+            return any_of([self._result(part, call) for part in self._modules[function.id]], call)
         if own := own_attribute(function):
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
@@ -411,6 +428,8 @@ class _Reader:
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
             sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            if self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]:
+                return "r".ljust(len(sources), ".")
             return reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
             raise Mixed(call)
@@ -492,9 +511,8 @@ class _Reader:
         if (owner, function.name) in self._seen:
             return next(filter(has_rows, values.values()), None)
         seen = self._seen | {(owner, function.name)}
-        reader = _Reader(
-            self._anatomy, owner, local_names(function), values, seen, fixed=self._fixed, known=self._known
-        )
+        options = {"fixed": self._fixed, "known": self._known, "groups": self._groups}
+        reader = _Reader(self._anatomy, owner, local_names(function), values, seen, **options)
         try:
             if self._anatomy.names.is_wrapped(function):
                 raise Mixed(function.decorator_list[0])
