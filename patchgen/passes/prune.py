@@ -15,7 +15,6 @@ from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import transform
 from patchgen.source import Block, Module
-from patchgen.unseen import unseen_references
 
 
 class Prune(Pass):
@@ -77,7 +76,7 @@ class Prune(Pass):
         hits = tuple(
             Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions
         )
-        return Outcome(module.with_blocks(blocks), hits, notes=tuple(unseen_references(blocks, bool(hits))))
+        return Outcome(module.with_blocks(blocks), hits, notes=tuple(_unseen_references(blocks, bool(hits))))
 
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
@@ -130,6 +129,28 @@ def _strip_isinstance(block: Block) -> ast.Module:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             node.args = node.args[:1]
     return tree
+
+
+def _unseen_references(kept: Sequence[Block], has_dropped: bool) -> list[str]:
+    """Remarks on names that are read in ways that the source does not show."""
+    notes = []
+    for block in kept:
+        where = block.name or f"line {block.line}"
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                notes.append(f"{where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for")
+            elif has_dropped and _looks_up_by_string(node):
+                notes.append(
+                    f"{where} looks names up with `{ast.unparse(node)}`; one that was dropped is not seen here"
+                )
+    return list(dict.fromkeys(notes))
+
+
+def _looks_up_by_string(node: ast.AST) -> bool:
+    """`globals()[...]`, `globals().get(...)` or `sys.modules[__name__]`."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.value, ast.Call):
+        return isinstance(node.value.func, ast.Name) and node.value.func.id == "globals"
+    return isinstance(node, ast.Subscript) and ast.unparse(node) == "sys.modules[__name__]"
 
 
 def without_mentions(block: Block, gone: set[str]) -> Block:

@@ -19,8 +19,8 @@ from pathlib import Path
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
 from patchgen.pipeline import Generated
-from patchgen.runtime.compatibility import ALLOW_VARIABLE
 from patchgen.runtime.code_hash import short_hash
+from patchgen.runtime.compatibility import ALLOW_VARIABLE
 from patchgen.runtime.verify import source_closure
 from patchgen.upgrade import environments, releases
 from patchgen.upgrade.findings import PERSON, ModelUpgrade, Upgrade
