@@ -31,8 +31,9 @@ def _structure(value: object) -> str:
 def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
     joined: list[ast.expr] = []
     for piece in pieces:
-        if joined and isinstance(piece, ast.Constant) and isinstance(joined[-1], ast.Constant):
-            joined[-1] = ast.Constant(joined[-1].value + piece.value)
+        last = joined[-1] if joined else None
+        if isinstance(piece, ast.Constant) and isinstance(last, ast.Constant):
+            joined[-1] = ast.Constant(f"{last.value}{piece.value}")
         elif not (isinstance(piece, ast.Constant) and piece.value == ""):
             joined.append(piece)
     return joined
@@ -46,10 +47,11 @@ def short_hash(*texts: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def without_docstrings(tree: ast.AST) -> ast.AST:
+def without_docstrings(tree: ast.Module) -> ast.Module:
     """The tree, with the docstrings taken out of it."""
     for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
     return tree
