@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Container
 
 import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted, loaded, stored
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.towers import is_divided
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
@@ -17,6 +18,7 @@ from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, stat
 from patchgen.source import Block
 
 OWN = "ops.own_features"
+COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
 MASKS = "transformers.masking_utils."
@@ -130,16 +132,6 @@ def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> 
     return list(dict.fromkeys(held))
 
 
-def counted_names(function: ast.AST, embeddings: set[str]) -> set[str]:
-    """The names that hold what a function scatters into the embeddings, the mask of its places, or what is made of these."""
-    scatters = [call for call in calls(function) if dotted(call.func).endswith(SCATTER)]
-    found = {name for call in scatters for argument in call.args for name in loaded(argument)} - {"self", "torch"}
-    for node in (node for _ in range(2) for node in ast.walk(function) if isinstance(node, ast.Assign)):
-        if found & set(loaded(node.value)):
-            found |= set(stored(node)) - embeddings
-    return found
-
-
 class _FillBack(MarkStatements):
     """Edits a fusion model: the sources of its scatters, its counts of placeholders, and the towers it builds."""
 
@@ -147,23 +139,19 @@ class _FillBack(MarkStatements):
         super().__init__(mark)
         self._whole, self._embeddings = whole, embeddings
         self._function: list[str] = []
-        self._counted: list[set[str]] = []  # of the functions around
         self.scattered: list[str] = []
         self.odd: list[str] = []
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self._function.append(node.name.value)
-        self._counted.append(counted_names(ast.parse(code_of(node)), self._embeddings))
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         self._function.pop()
-        self._counted.pop()
         return updated_node
 
     def _counts(self, test: str) -> bool:
         """Whether a check is of placeholders against features; transformers' own method makes no others."""
-        is_counted = bool(self._counted and self._counted[-1] & set(loaded(ast.parse(test))))
-        return self._function[-1:] == ["get_placeholder_mask"] or is_counted
+        return self._function[-1:] == ["get_placeholder_mask"] or bool(COUNTED.search(test))
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name = original_node.func
