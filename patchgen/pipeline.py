@@ -180,7 +180,7 @@ def generate(upstream: Upstream, config: ModelConfig | None = None, heads: Seque
     named = provenance.shown_root()
     diff = emit.diff(upstream, before, body, dropped, roots, before_lines=before_lines, root=named)
     files = _files(upstream, text, diff)
-    facts = provenance.record(upstream, steps, roots, dropped, files, config.edits, heads=config.heads, asked=heads)
+    facts = provenance.record(steps, roots, dropped, files, config, asked=heads)
     return Generated(upstream, config, anatomy, tuple(steps), text, diff, facts)
 
 

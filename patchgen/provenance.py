@@ -18,12 +18,13 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.census import census
 from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import StaleFile
-from patchgen.passes.hand_edits import Edit, targets_record
-from patchgen.runtime.verify.source_closure import symbol_hash
+from patchgen.passes.hand_edits import targets_record
+from patchgen.runtime.code_hash import symbol_hash
 from patchgen.source import Module
 from patchgen.upstream import Upstream
 
 if TYPE_CHECKING:
+    from patchgen.model_configs import ModelConfig
     from patchgen.pipeline import Generated, Step
 
 
@@ -58,37 +59,28 @@ def command(upstream: Upstream, heads: Sequence[str] = ()) -> str:
 
 
 def record(
-    upstream: Upstream,
     steps: Sequence[Step],
     roots: Sequence[str],
     dropped: Sequence[str],
-    files: dict,
-    edits: tuple[Edit, ...] = (),
-    *,
-    heads: Sequence[str] = (),
+    files: dict[str, str],
+    config: ModelConfig,
     asked: Sequence[str] = (),
 ) -> str:
     """`provenance.json`, byte-stable: no time, no machine.
 
     Args:
         files: file name -> text of what was generated, the modeling file first, and of what is copied along.
-        edits: the hand edits of the model's config; the record keeps what their targets were.
-        heads: those that the config or the command names; else those among the roots that are causal.
+        config: of the model; the record keeps what the targets of its hand edits were. Where it names no heads, they are
+            those among the roots that are causal.
         asked: those that the command names, with which the file is made again.
     """
-    anatomy, module = steps[-1].anatomy, steps[-1].outcome.module
-    models = anatomy.models_in(module)
-    heads = list(heads) or [
-        name for name in roots if name in anatomy.classes and Role.HEAD in anatomy.classes[name].roles
-    ]
-    heads = heads or list(roots)
-    written = {
-        name: steps[0].before.block(name).node
-        for step in steps
-        for name in step.outcome.added
-        if steps[0].before.has(name)
-    }
+    anatomy, before, module = steps[-1].anatomy, steps[0].before, steps[-1].outcome.module
+    upstream, models = anatomy.upstream, anatomy.models_in(module)
+    causal = {info.name for info in anatomy.with_role(Role.HEAD)}
+    heads = list(config.heads) or [name for name in roots if name in causal] or list(roots)
+    added = {name for step in steps for name in step.outcome.added if before.has(name)}
     nodes = {name: info.node for name, info in anatomy.classes.items()} | anatomy.functions
+    nodes |= {name: before.block(name).node for name in added}
     hashes = [_sha256(text.encode()) for text in files.values()]
     facts = {
         "model": upstream.model,
@@ -100,22 +92,14 @@ def record(
         **({"asked": list(asked)} if asked else {}),
         "model_types": [kind for kind in dict.fromkeys(map(anatomy.model_type_of, models)) if kind],
         "classes": models,
-        "passes": [
-            {
-                "name": step.name,
-                "hits": [asdict(hit) for hit in step.outcome.hits],
-                "upstream": [asdict(hit) for hit in step.outcome.upstream],
-                "notes": list(step.outcome.notes),
-            }
-            for step in steps
-            if emit.summary(step.outcome) != emit.NOTHING  # so that a pass that finds nothing changes no record
-        ],
+        # a pass that finds nothing changes no record
+        "passes": [_ran(step) for step in steps if emit.summary(step.outcome) != emit.NOTHING],
         "census": census(anatomy, heads, _passes_of(steps, module, anatomy)),
         **({"parts": parts} if (parts := _parts(module, anatomy)) else {}),
         "dropped": list(dropped),
-        **({"edits": targets} if (targets := targets_record(edits, steps[0].before)) else {}),
+        **({"edits": targets} if (targets := targets_record(config.edits, before)) else {}),
         "symbols": {
-            name: symbol_hash(written.get(name, node))
+            name: symbol_hash(node)
             for name, node in nodes.items()
             if module.has(name) and module.block(name).line  # line 0: a pass added it, upstream has no such symbol
         },
@@ -123,6 +107,11 @@ def record(
         "other_sha256": dict(zip(list(files)[1:], hashes[1:], strict=True)),
     }
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def _ran(step: Step) -> dict:
+    hits = {name: [asdict(hit) for hit in getattr(step.outcome, name)] for name in ("hits", "upstream")}
+    return {"name": step.name, **hits, "notes": list(step.outcome.notes)}
 
 
 def _parts(module: Module, anatomy: Anatomy) -> list[dict]:

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from patchgen.errors import ConfigError, SourceSyntaxError, UpstreamNotFound
+from patchgen.source import parse
 
 AUTO_CLASS_MAPPINGS = {
     "AutoModel": "MODEL_MAPPING_NAMES",
@@ -72,9 +73,7 @@ class Upstream:
     heads: tuple[str, ...] = ()  # classes of this file that upstream's auto maps list as heads for `model`
     release: Release | None = None
     siblings: dict[str, str] = field(default_factory=dict)  # of a file on disk: the modules that it imports beside it
-    config_file: str | None = (
-        None  # what is particular to a file on disk: as the user said it, or found beside the file
-    )
+    config_file: str | None = None  # the config of a file on disk: as the user said it, or found beside the file
 
     @property
     def package(self) -> str:
@@ -156,15 +155,17 @@ class Release:
                 return self.modeling_files[candidate]
         # A type with a configuration of its own and another model's classes, or a file that is not named like its folder.
         classes = [self.auto_map(mapping).get(model) for mapping in (*HEAD_MAPPINGS, WHOLE_MODELS)]
-        definitions = tuple(f"\nclass {name}(" for name in classes if name)
-        paths = dict.fromkeys((*self.modeling_files.values(), *self.all_modeling_files)) if definitions else ()
-        return next((path for path in paths if any(one in self.read(path) for one in definitions)), None)
+        paths = dict.fromkeys((*self.modeling_files.values(), *self.all_modeling_files))
+        return next(self._defining({name for name in classes if name}, paths), None)
 
     def defines(self, class_name: str, besides: str) -> bool:
         """Whether a modeling file other than `besides` (its path in the release) defines a class of that name."""
-        definition = f"\nclass {class_name}("
-        paths = (path for path in self.all_modeling_files if not besides.endswith(path))
-        return any(definition in (self.read(path) or "") for path in paths)
+        others = (path for path in self.all_modeling_files if not besides.endswith(path))
+        return next(self._defining({class_name}, others), None) is not None
+
+    def _defining(self, classes: Collection[str], paths: Iterable[str]) -> Iterator[str]:
+        """Those of the paths whose files define one of the classes."""
+        return (path for path in paths if any(f"\nclass {name}(" in (self.read(path) or "") for name in classes))
 
     def known_models(self) -> list[str]:
         return sorted({*self.modeling_files, *self.auto_map("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")})
@@ -358,20 +359,12 @@ def _siblings(source: Path, text: str) -> dict[str, str]:
 
 def read_configs(text: str, path: str) -> dict[str, ConfigClass]:
     """The configuration classes of a `configuration_*.py`, by name; what a class does not state it has from its base."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise SourceSyntaxError(f"{path}:{error.lineno}:{error.offset}: {error.msg}") from error
     found: dict[str, ConfigClass] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef):
-            continue
+    for node in (node for block in parse(text, path) for node in block.statements if isinstance(node, ast.ClassDef)):
         values: dict[str, ast.expr] = {}
         for statement in node.body:
             match statement:
-                case ast.Assign(targets=[ast.Name(name), *_], value=value):
-                    values[name] = value
-                case ast.AnnAssign(target=ast.Name(name), value=ast.expr() as value):
+                case ast.Assign([ast.Name(name), *_], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
                     values[name] = value
         base = next((found[name] for name in map(ast.unparse, node.bases) if name in found), ConfigClass("", None))
         model_type = values.get("model_type")

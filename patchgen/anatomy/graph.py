@@ -137,9 +137,7 @@ class Anatomy:
         if not isinstance(base, ast.Name) or base.id not in names:
             return ()
         found: list[ast.expr | ast.stmt] = []
-        built = [(info, call) for info in self.classes.values() for v in info.attributes.values() for call in calls(v)]
-        for info, call in ((i, c) for i, c in built if self.names.resolve(c.func) == f".{owner}"):
-            given = arguments(call, names).get(base.id)
+        for info, given in self._given(owner, base.id):
             if isinstance(given, ast.Name) and stored(info.methods["__init__"]).count(given.id) == 1:
                 given = plain_assignments(ast.walk(info.methods["__init__"])).get(given.id, given)
             if isinstance(value, ast.Attribute) and isinstance(given, ast.Call):
@@ -147,6 +145,15 @@ class Anatomy:
             elif isinstance(value, ast.Name) and given is not None:
                 found.append(given)
         return tuple(found)
+
+    def _given(self, owner: str, parameter: str) -> Iterator[tuple[ClassInfo, ast.expr | None]]:
+        """What each class that builds `owner` for an attribute hands to a parameter of its `__init__`."""
+        init = self.method(owner, "__init__")
+        names = parameter_names(init[1]) if init else []
+        for info in self.classes.values():
+            for call in (call for value in info.attributes.values() for call in calls(value)):
+                if self.names.resolve(call.func) == f".{owner}":
+                    yield info, arguments(call, names).get(parameter)
 
     @functools.cached_property
     def _stored_outside(self) -> frozenset[str]:
@@ -258,14 +265,8 @@ class Anatomy:
 
     def _handed_config(self, owner: str) -> str | None:
         """The configuration class of the one kind of model that builds the class with its own config; None: not told."""
-        init = self.method(owner, "__init__")
-        names, found = parameter_names(init[1]) if init else [], set()
-        for info in self.classes.values():
-            for call in (call for value in info.attributes.values() for call in calls(value)):
-                if self.names.resolve(call.func) == f".{owner}":
-                    given = arguments(call, names).get("config")
-                    own = given is not None and ast.unparse(given) in ("config", "self.config")
-                    found.add(self.config_of(info.name) if own else None)
+        built = [(info, given and ast.unparse(given)) for info, given in self._given(owner, "config")]
+        found = {self.config_of(info.name) if given in ("config", "self.config") else None for info, given in built}
         return found.pop() if len(found) == 1 else None
 
     def _sub_config_of(self, owner: str, expression: str) -> SubConfig | None:

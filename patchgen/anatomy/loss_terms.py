@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from patchgen.anatomy import known
 from patchgen.anatomy.classes import FunctionNode, arguments, loaded, own_attribute, parameter_names, stored, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
@@ -20,7 +21,6 @@ SHARES = "ops.router_loss"
 CASTS = ("to", "float", "double", "half", "bfloat16", "type_as")
 ASKED = ("device", "dtype", "shape")
 LOSS, SHARE, RESULT, NONE, OTHER = "loss", "share", "result", "none", "other"  # what a name holds
-CALLED = {"config", "self", "getattr", "float", "int"}
 LINEAR = ast.Mult | ast.Div
 DEFAULT = re.compile(r"(\w+) = \1 if \1 is not None else self\.config(\.\w+)+")
 RESULTS = re.compile(r"transformers\.(modeling_outputs\.\w+|(utils|utils\.generic|file_utils)\.ModelOutput)")
@@ -239,8 +239,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
         is_written = isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) and part.attr in names
         if is_written or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "x", ..)`
             return False
-    held = anatomy.held(owner, first)
-    return first == "config" if more else bool(held) and all(map(_is_given, held))
+    return first == "config" if more else known.is_number(anatomy, owner, first)
 
 
 def is_result_class(function: ast.expr, anatomy: Anatomy, scope: set[str]) -> bool:
@@ -279,9 +278,3 @@ def _asked_flags(forward: FunctionNode) -> set[str]:
         for call in asked
         if len(call.args) == 2 and isinstance(call.args[1], ast.Constant) and isinstance(call.args[1].value, bool)
     }
-
-
-def _is_given(value: ast.AST) -> bool:
-    """Whether `__init__` takes a value from the config and from numbers alone."""
-    source = ast.unparse(value)
-    return set(loaded(value)) <= CALLED and source.count("self") == source.count("self.config")

@@ -8,7 +8,6 @@ point where rows of different inputs are put into another order.
 from __future__ import annotations
 
 import ast
-import builtins
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,15 +24,12 @@ from patchgen.anatomy.classes import (
     stored,
 )
 from patchgen.anatomy.graph import Anatomy
-from patchgen.anatomy.roles import LIST, Role
-from patchgen.anatomy.tokenwise import ACTIVATIONS, LENGTHS_TEST, TABLES, mixing, mixing_member
+from patchgen.anatomy.roles import Role
+from patchgen.anatomy.row_reader import LENGTHS_TEST
+from patchgen.anatomy.tokenwise import mixing, mixing_member
 from patchgen.errors import LeftAlone
 
-# Modules that treat each row by itself.
-PER_ROW = tuple(f"torch.nn.{name}" for name in ("Linear", "LayerNorm", "RMSNorm", "Dropout", "Identity"))
-CONVOLUTIONS = ("torch.nn.Conv2d", "torch.nn.Conv3d")
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
-KEEP_ROWS = {("view", "-1"), ("reshape", "-1"), ("permute", "0")}  # methods, with their first argument
 # What layers of transformers' towers call the lengths and the rows that they take: users hand them in by these names.
 BOUNDS, LONGEST = {"cu_seqlens"}, {"max_seqlen"}
 ROWS = {"position_embeddings", "rotary_pos_emb", "cos", "sin"}
@@ -95,7 +91,7 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
     built = [build.target for build in anatomy.builds(info.name) if build.attribute == layers]
     method = anatomy.method(built[0], "forward") if len(built) == 1 else None
     takes = parameter_names(method[1]) if method is not None else []
-    for name in dict.fromkeys(_read(loop)):
+    for name in dict.fromkeys(loaded(loop)):
         if name in (carried, "self", "kwargs") or name not in above:
             continue
         taken = _taken_as(name, loop, takes)
@@ -113,8 +109,10 @@ def layer_loop(anatomy: Anatomy, info: ClassInfo, forward: ast.FunctionDef | Non
         raise LeftAlone("its layers are handed no cumulative lengths")
     _require_rows(anatomy, info, layers, loop, attentions)
     group = _group(anatomy, info)
-    must_gather = functools.partial(_is_mixed if group == "1" else _leaves_groups, anatomy, info.name)
-    gathers = _gathers(forward.body, place, [carried, *collected], above, must_gather)
+    rows_of = "*." if group == "1" else "r."  # groups are made of rows of `[N, C]`
+    values = dict.fromkeys([carried, *collected], rows_of)
+    mixes = functools.partial(mixing, tensors=values, owner=info.name, anatomy=anatomy, groups=group != "1")
+    gathers = _gathers(forward.body, place, list(values), above, mixes)
     return LayerLoop(place, layers, tuple(rows), tuple(bounds), tuple(longest), group, gathers, attentions)
 
 
@@ -149,7 +147,11 @@ def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
     found = [anatomy.method(target, "forward") for target in builds]
     if not found or None in found:  # nothing of this file
         return mixing_member(anatomy, owner, attribute, fixed=False) is None
-    return not any(anatomy.names.is_wrapped(f) or _leaves_groups(anatomy, one.name, f) for one, f in found)
+    return not any(
+        anatomy.names.is_wrapped(f)
+        or mixing(f.body, dict.fromkeys(parameter_names(f), "r."), one.name, anatomy, groups=True)
+        for one, f in found
+    )
 
 
 def _other_use(anatomy: Anatomy, owner: str, layers: str, loop: ast.For) -> ast.AST | None:
@@ -199,10 +201,10 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     if not convolving or len(selecting) != 1 or selecting[0][0] <= convolving[0][0]:
         return None
     (start, convolution), (end, select) = convolving[0], selecting[0]
-    source = next(iter(_read(select.args[0])), "")
+    source = next(iter(loaded(select.args[0])), "")
     above = {name for statement in forward.body[:start] for name in stored(statement)}
     inside = {name for statement in forward.body[start:end] for name in stored(statement)}
-    read = {name for statement in forward.body[start:end] for name in _read(statement)}
+    read = {name for statement in forward.body[start:end] for name in loaded(statement)}
     lists = {name for name in read if _is_empty_list(name, forward)}
     read = {name for name in read - lists if name in above}
     # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
@@ -212,7 +214,7 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     values = dict.fromkeys(chunks, "r&") | {name: [None] for name in lists}
     if mixing(forward.body[start:end], values, info.name, anatomy):
         return None
-    convolved = _read(convolution)
+    convolved = loaded(convolution)
     return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
 
 
@@ -299,20 +301,21 @@ def _group(anatomy: Anatomy, info: ClassInfo) -> str:
 
 
 def _gathers(
-    body: list[ast.stmt], place: int, sliced: list[str], above: set[str], must_gather: Callable[[ast.stmt], bool]
+    body: list[ast.stmt], place: int, local: list[str], above: set[str], mixes: Callable[[list[ast.stmt]], object]
 ) -> tuple[tuple[int, tuple[str, ...]], ...]:
     """Where what the loop leaves must span all rows again: as late as it can, when it is smallest."""
-    local, whole = list(dict.fromkeys(sliced)), above - set(sliced) - {"self"}
-    found = []
+    whole = above - set(local) - {"self"}
+    found, kept = [], []
     for number, statement in enumerate(body[place + 1 :], start=place + 1):
-        read = set(_read(statement))
+        read = set(loaded(statement))
         used = [name for name in local if name in read]
         if isinstance(statement, ast.Return):
             used = [name for name in used if name in _results(statement)]
         elif not used:
             whole |= set(stored(statement))
             continue
-        elif not (read & whole or must_gather(statement)):
+        elif not (read & whole or mixes([*kept, statement])):
+            kept.append(statement)
             local += [name for name in stored(statement) if name not in local]
             continue
         if used:
@@ -328,50 +331,8 @@ def _results(statement: ast.Return) -> set[str]:
     """The names that a tower returns as its result: all but `last_hidden_state` where there is a `pooler_output`."""
     value = statement.value
     if isinstance(value, ast.Call) and any(keyword.arg == "pooler_output" for keyword in value.keywords):
-        return {name for k in value.keywords if k.arg != "last_hidden_state" for name in _read(k.value)}
-    return set(_read(statement))
-
-
-def _is_mixed(anatomy: Anatomy, owner: str, statement: ast.stmt) -> bool:
-    """All but `x = self.module(x)` with a module that treats each row by itself."""
-    value = statement.value if isinstance(statement, ast.Assign) else None
-    if not (isinstance(value, ast.Call) and len(value.args) == 1 and isinstance(value.args[0], ast.Name)):
-        return True
-    built = anatomy.attribute(owner, own_attribute(value.func) or "")
-    if isinstance(built, ast.Subscript):
-        return anatomy.names.resolve(built.value) not in TABLES
-    return not isinstance(built, ast.Call) or anatomy.names.resolve(built.func) not in PER_ROW
-
-
-def _leaves_groups(anatomy: Anatomy, owner: str, node: ast.AST) -> bool:
-    """Whether code of a class does more than to put the rows of a group together and to treat the groups one by one."""
-    loops = [loop for loop in ast.walk(node) if isinstance(loop, ast.For)]
-    steps = {
-        name for loop in loops if _lists_rows(anatomy, owner, own_attribute(loop.iter)) for name in stored(loop.target)
-    }
-    for child in ast.walk(node):
-        if isinstance(child, ast.Subscript) and getattr(child.value, "attr", "") != "shape":
-            return True
-        attribute = own_attribute(child.func) if isinstance(child, ast.Call) else None
-        if attribute is not None:
-            built = anatomy.attribute(owner, attribute)
-            forward = anatomy.method((anatomy.names.resolve(getattr(built, "func", built)) or "")[1:], "forward")
-            is_split = anatomy.is_a(built, *CONVOLUTIONS) or not mixing_member(anatomy, owner, attribute, fixed=False)
-            if not is_split and (forward is None or _leaves_groups(anatomy, forward[0].name, forward[1])):
-                return True
-        elif isinstance(child, ast.Call) and dotted(child.func) not in steps:
-            first = ast.unparse(child.args[0]) if child.args else ""
-            if (getattr(child.func, "attr", ""), first) not in KEEP_ROWS:
-                return True
-    return False
-
-
-def _lists_rows(anatomy: Anatomy, owner: str, attribute: str | None) -> bool:
-    """Whether an attribute is a list of modules that treat each row by itself."""
-    built = anatomy.attribute(owner, attribute or "")
-    parts = built.args[0].elts if anatomy.is_a(built, LIST) and isinstance(built.args[0], ast.List) else []
-    known = {*PER_ROW, *(f"torch.nn.{name}" for name in ACTIVATIONS)}
-    return bool(parts) and all(anatomy.names.resolve(getattr(part, "func", part)) in known for part in parts)
+        return {name for k in value.keywords if k.arg != "last_hidden_state" for name in loaded(k.value)}
+    return set(loaded(statement))
 
 
 def _is_collected(name: str, loop: ast.For) -> bool:
@@ -382,9 +343,7 @@ def _is_collected(name: str, loop: ast.For) -> bool:
 
 
 def _read_first(name: str, loop: ast.For) -> bool:
-    first = next((s for s in loop.body if name in _read(s) or (name in stored(s) and not isinstance(s, ast.If))), None)
-    return first is not None and name in _read(first)
-
-
-def _read(node: ast.AST) -> list[str]:
-    return [name for name in loaded(node) if not hasattr(builtins, name)]
+    first = next(
+        (s for s in loop.body if name in loaded(s) or (name in stored(s) and not isinstance(s, ast.If))), None
+    )
+    return first is not None and name in loaded(first)

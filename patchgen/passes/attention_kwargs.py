@@ -83,15 +83,9 @@ def _filters(anatomy: Anatomy, owner: str, method: str) -> bool:
     if found is None or not any(dotted(decorator) == FILTER for decorator in found[1].decorator_list):
         return False
     release = anatomy.upstream.release
-    text = release.read(FILTER_FILE) if release is not None else None
-    return text is not None and _names_packing(ast.parse(text))
-
-
-def _names_packing(tree: ast.Module) -> bool:
-    """Whether the decorator itself, or a constant of its file that it reads, names the packing arguments."""
-    decorator = next((node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER), None)
-    if decorator is None:
-        return False
-    code = decorator.body[ast.get_docstring(decorator) is not None :]
-    read = [value for name, value in plain_assignments(tree.body).items() if name in loaded(decorator)]
-    return any(PACKING in ast.unparse(part) for part in (*code, *read))
+    tree = ast.parse((release and release.read(FILTER_FILE)) or "")
+    code: list[ast.AST] = []  # of the decorator, and the constants of its file that it reads
+    for decorator in (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == FILTER):
+        code += decorator.body[ast.get_docstring(decorator) is not None :]
+        code += [value for name, value in plain_assignments(tree.body).items() if name in loaded(decorator)]
+    return any(PACKING in ast.unparse(part) for part in code)

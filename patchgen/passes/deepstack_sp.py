@@ -39,7 +39,8 @@ class DeepstackSP(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        reads = Role.FUSION in info.roles and any(map(_is_read, ast.walk(info.methods["forward"])))
+        nodes = ast.walk(info.methods["forward"]) if Role.FUSION in info.roles else ()
+        reads = any(isinstance(node, ast.Assign) and getattr(node.value, "attr", "") == FEATURES for node in nodes)
         return f"fusion model that reads .{FEATURES}" if reads else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
@@ -73,9 +74,3 @@ class DeepstackSP(SitePass):
 _READ = m.SimpleStatementLine(
     body=[m.Assign(targets=[m.AssignTarget(target=m.Name())], value=m.Attribute(attr=m.Name(FEATURES)))]
 )
-
-
-def _is_read(node: ast.AST) -> bool:
-    """The same of `ast`, which spares parsing every class with libcst."""
-    is_plain = isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name)
-    return is_plain and isinstance(node.value, ast.Attribute) and node.value.attr == FEATURES

@@ -13,9 +13,10 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.bodies import form_of, normal_form
 from patchgen.anatomy.classes import ClassInfo, called_names, calls, parameter_names, stored
 from patchgen.anatomy.imported import imported_code
+from patchgen.anatomy.known import TABLES, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, PARAMETER
-from patchgen.anatomy.tokenwise import TABLES, is_number, mixing_member
+from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import code_of, edit_body, insert_first, marked
 from patchgen.source import Block, Module

@@ -18,7 +18,7 @@ from patchgen.errors import ConfigError, PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.passes.prune import without_mentions
 from patchgen.rewrite import append_method, code_of, edit_function, format_code, replace_statement, statements
-from patchgen.runtime.verify.source_closure import short_hash, symbol_hash
+from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrings
 from patchgen.source import Block, Module
 
 
@@ -212,11 +212,7 @@ def lost_edits(edits: tuple[Edit, ...], module: Module) -> list[str]:
 
 def normal_form(*nodes: ast.AST) -> str:
     """A hash of code that comments, docstrings and formatting do not change."""
-    tree = copy.deepcopy(ast.Module(list(nodes), []))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef | FunctionNode) and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:] or [ast.Pass()]
-    return symbol_hash(tree)
+    return symbol_hash(without_docstrings(copy.deepcopy(ast.Module(list(nodes), []))))
 
 
 def target_of(edit: Edit, module: Module) -> list[ast.stmt]:

@@ -15,7 +15,6 @@ from patchgen.anatomy.classes import (
     arguments,
     calls,
     dotted,
-    own_attribute,
     parameter_names,
     plain_assignments,
     stored,
@@ -125,15 +124,16 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
 
     Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
     """
-    found = {}
-    for other, method in info.methods.items():
-        if other == name or not FEATURES.match(other) or _prefix(method) or method.args.kwarg is None:
-            continue
-        called = [call for call in calls(method) if own_attribute(call.func) == name]
-        starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
-        if method.args.kwarg.arg in starred:
-            found[other] = FEATURES.match(other)[1]
-    return found
+    methods = {other: method for other, method in info.methods.items() if other != name and not _prefix(method)}
+    handing = [other for other, method in methods.items() if FEATURES.match(other) and _hands_on(method, name)]
+    return {other: FEATURES.match(other)[1] for other in handing}
+
+
+def _hands_on(method: FunctionNode, name: str) -> int:
+    """How often a method calls another one with its own keyword arguments."""
+    called = [call for call in calls(method) if getattr(call.func, "attr", "") == name]
+    starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
+    return starred.count(method.args.kwarg.arg) if method.args.kwarg else 0
 
 
 def _prefix(method: FunctionNode) -> str | None:
@@ -146,32 +146,24 @@ def _prefix(method: FunctionNode) -> str | None:
 
 def _of_several(anatomy: Anatomy, name: str) -> str:
     """A method that calls `name` more than once with its own keyword arguments: they hold the sizes of one of them."""
-    for info in anatomy.classes.values():
-        for method in info.methods.values():
-            kwargs = method.args.kwarg and method.args.kwarg.arg
-            called = [c for c in calls(method) if isinstance(c.func, ast.Attribute) and c.func.attr == name]
-            handed = [k for c in called for k in c.keywords if k.arg is None and dotted(k.value) == kwargs]
-            if len(handed) > 1:
-                return f"{info.name}.{method.name}"
-    return ""
+    methods = [(info.name, method) for info in anatomy.classes.values() for method in info.methods.values()]
+    return next((f"{owner}.{method.name}" for owner, method in methods if _hands_on(method, name) > 1), "")
 
 
-def _grids(anatomy: Anatomy, method: FunctionNode) -> set[str]:
-    """The parameters of a method that hold grids `[N, 3]`: by name, or by what callers hand in."""
-    found = {name for name in parameter_names(method) if name.endswith("grid_thw")}
-    for caller in (one for info in anatomy.classes.values() for one in info.methods.values()):
-        for call in (c for c in calls(caller) if dotted(c.func).rpartition(".")[2] == method.name):
-            given = arguments(call, parameter_names(method)).items()
-            found |= {name for name, value in given if name and ast.unparse(value).endswith("grid_thw")}
-    return found
+def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:
+    """The parameters of a method that hold the batch's grids `[N, 3]`, `taken`: by that name, or handed on by callers."""
+    names = parameter_names(method)
+    called = [c for one in methods for c in calls(one) if dotted(c.func).rpartition(".")[2] == method.name]
+    given = [pair for call in called for pair in arguments(call, names).items()]
+    return {taken} & {*names} | {name for name, value in given if name and ast.unparse(value) == taken}
 
 
 def _of_another_formula(anatomy: Anatomy, method: FunctionNode) -> str:
     """Sizes that a method of a model that takes grids `[N, 3]` computes otherwise than a collator does."""
     known, changed = plain_assignments(method.body), stored(method)
-    grids, taken = _grids(anatomy, method), f"{FEATURES.match(method.name)[1]}_grid_thw"
     methods = [one for info in anatomy.classes.values() for one in info.methods.values()]
-    is_handed = grids or any(taken in parameter_names(one) for one in methods)
+    grids = _grids(methods, method, taken := f"{FEATURES.match(method.name)[1]}_grid_thw")
+    is_handed = any(taken in parameter_names(one) for one in methods)
     for statement in filter(_listed_name, method.body if is_handed else ()):
         found = PLAIN_SIZES.fullmatch(source := ast.unparse(statement.value.func.value))
         merge = (found and found["merge"]) or "1 ** 2"

@@ -6,14 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import (
-    ClassInfo,
-    FunctionNode,
-    called_names,
-    dotted,
-    loaded,
-    stored,
-)
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, called_names, dotted, loaded, stored
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import (
     HAND_WRITTEN,
@@ -96,30 +89,25 @@ class MixerSP(SitePass):
         return list(dict.fromkeys(remarks))
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        operations = sequence_operations(anatomy)
-        called = called_names(block.node)
-        for method in anatomy.classes[site.block].methods.values():
+        info, operations, called = anatomy.classes[site.block], sequence_operations(anatomy), called_names(block.node)
+        for method in info.methods.values():
             if called & set(operations) & local_names(method):  # another function of that name
                 raise Missed("operations along the sequence by names that nothing else is bound to", method)
-        info = anatomy.classes[site.block]
-        needed = [CONVOLUTION] if depthwise_convolutions(anatomy, info) else []
-        functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
-        needed += [DELTA_RULE] * any(_steps(node) for function in functions for node in ast.walk(function))
         rewriter = WrapCalls(operations, self.mark)
         rewritten = transform(block, rewriter)
-        missing = [kind for kind in needed if kind not in rewriter.kinds]
-        own = depthwise_convolutions(anatomy, info)
-        nodes = [node for m in info.methods.values() for part in m.body for node in ast.walk(part)]
-        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
         if not rewriter.kinds or UNKNOWN in rewriter.kinds:  # on one rank upstream's own; a slice is refused
-            code = f'ops.refuse_slices("{info.name}")'
-            return Rewritten(
-                insert_first(block, "forward", code, self.mark), "of no form that divides: refuses slices"
-            )
-        if missing:
+            refusing = insert_first(block, "forward", f'ops.refuse_slices("{info.name}")', self.mark)
+            return Rewritten(refusing, "of no form that divides: refuses slices")
+        own = depthwise_convolutions(anatomy, info)
+        besides = [n for method in info.methods.values() for n in convolutions(anatomy, method, own)]
+        functions = [f for name, f in anatomy.functions.items() if name in called and name not in operations]
+        steps = any(_steps(node) for function in functions for node in ast.walk(function))
+        needed = [kind for kind, is_needed in ((CONVOLUTION, own), (DELTA_RULE, steps)) if is_needed]
+        if missing := [kind for kind in needed if kind not in rewriter.kinds]:
             wanted = " and ".join(_SIGNATURES[kind] for kind in missing)
             raise Missed(f"a call of {wanted}", [*besides * (CONVOLUTION in missing), info.methods["forward"]][0])
-        named = [node for node in nodes if isinstance(node, ast.Name) and node.id in operations]
+        bodies = [ast.Module(method.body, []) for method in info.methods.values()]
+        named = [n for body in bodies for n in ast.walk(body) if isinstance(n, ast.Name) and n.id in operations]
         if len(named) > len(rewriter.kinds) or besides:  # one that nothing hands the whole sequence
             raise Missed("every operation along the sequence in a call of its own name", [*besides, *named][-1])
         if (hidden := unwrapped(info, operations, anatomy)) is not None:
@@ -139,12 +127,9 @@ def _steps(node: ast.AST) -> bool:
 
 def _functions_below(anatomy: Anatomy, node: ast.AST) -> list[str]:
     """The functions of this file that code names, directly or through others."""
-    found: list[str] = []
-    pending = [node]
-    while pending:
-        new = sorted(set(loaded(pending.pop())) & set(anatomy.functions) - set(found))
-        found += new
-        pending += [anatomy.functions[name] for name in new]
+    found = sorted(set(loaded(node)) & set(anatomy.functions))
+    for name in found:  # grows
+        found += sorted(set(loaded(anatomy.functions[name])) & set(anatomy.functions) - set(found))
     return found
 
 

@@ -15,7 +15,6 @@ from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Outcome, Pass
 from patchgen.rewrite import transform
 from patchgen.source import Block, Module
-from patchgen.unseen import unseen_references
 
 
 class Prune(Pass):
@@ -77,7 +76,7 @@ class Prune(Pass):
         hits = tuple(
             Hit(name, 0, "dropped") for name in dropped if name in anatomy.classes or name in anatomy.functions
         )
-        return Outcome(module.with_blocks(blocks), hits, notes=tuple(unseen_references(blocks, bool(hits))))
+        return Outcome(module.with_blocks(blocks), hits, notes=tuple(_unseen_references(blocks, bool(hits))))
 
 
 def default_roots(module: Module, anatomy: Anatomy) -> tuple[str, ...]:
@@ -132,6 +131,28 @@ def _strip_isinstance(block: Block) -> ast.Module:
     return tree
 
 
+def _unseen_references(kept: Sequence[Block], has_dropped: bool) -> list[str]:
+    """Remarks on names that are read in ways that the source does not show."""
+    notes = []
+    for block in kept:
+        where = block.name or f"line {block.line}"
+        for node in ast.walk(ast.parse(block.text)):
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                notes.append(f"{where}: `{ast.unparse(node)}` hides what it brings; unknown names are not looked for")
+            elif has_dropped and _looks_up_by_string(node):
+                notes.append(
+                    f"{where} looks names up with `{ast.unparse(node)}`; one that was dropped is not seen here"
+                )
+    return list(dict.fromkeys(notes))
+
+
+def _looks_up_by_string(node: ast.AST) -> bool:
+    """`globals()[...]`, `globals().get(...)` or `sys.modules[__name__]`."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and isinstance(node.value, ast.Call):
+        return isinstance(node.value.func, ast.Name) and node.value.func.id == "globals"
+    return isinstance(node, ast.Subscript) and ast.unparse(node) == "sys.modules[__name__]"
+
+
 def without_mentions(block: Block, gone: set[str]) -> Block:
     """Removes names that are gone from `__all__` and from isinstance checks."""
     if not gone or not any(name in block.text for name in gone):
@@ -153,16 +174,16 @@ class _DropMentions(cst.CSTTransformer):
     def _without_gone(self, node: cst.Assign | cst.AugAssign) -> cst.Assign | cst.AugAssign:
         if not isinstance(node.value, cst.List | cst.Tuple):
             return node
-        elements = [
-            element
-            for element in node.value.elements
-            if not (isinstance(element.value, cst.SimpleString) and element.value.evaluated_value in self._gone)
-        ]
-        if elements and len(elements) < len(node.value.elements):
-            alone = isinstance(node.value, cst.Tuple) and len(elements) == 1  # `("A",)` keeps its comma
-            comma = cst.MaybeSentinel.DEFAULT if alone else node.value.elements[-1].comma
-            elements[-1] = elements[-1].with_changes(comma=comma)
-        return node.with_changes(value=node.value.with_changes(elements=elements))
+        return node.with_changes(value=node.value.with_changes(elements=self._left(node.value)))
+
+    def _left(self, listed: cst.List | cst.Tuple) -> list[cst.BaseElement]:
+        """The elements that name nothing that is gone; the last one ends as the last one did."""
+        named = [(e, getattr(e.value, "evaluated_value", getattr(e.value, "value", None))) for e in listed.elements]
+        left = [element for element, name in named if name not in self._gone]
+        if left and len(left) < len(listed.elements):
+            alone = isinstance(listed, cst.Tuple) and len(left) == 1  # `("A",)` keeps its comma
+            left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT if alone else listed.elements[-1].comma)
+        return left
 
     def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.BaseStatement | cst.RemovalSentinel:
         orelse = updated_node.orelse
@@ -184,16 +205,11 @@ class _DropMentions(cst.CSTTransformer):
         first, second = updated_node.args
         kinds = second.value
         if isinstance(kinds, cst.Tuple):
-            left = [e for e in kinds.elements if not (isinstance(e.value, cst.Name) and e.value.value in self._gone)]
-            if len(left) == len(kinds.elements):
-                return updated_node
-            if len(left) == 1:
-                return updated_node.with_changes(args=[first, second.with_changes(value=left[0].value)])
+            left = self._left(kinds)
             if left:
-                left[-1] = left[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-                return updated_node.with_changes(
-                    args=[first, second.with_changes(value=kinds.with_changes(elements=left))]
-                )
+                alone = len(left) == 1 < len(kinds.elements)
+                value = left[0].value if alone else kinds.with_changes(elements=left)
+                return updated_node.with_changes(args=[first, second.with_changes(value=value)])
         elif not (isinstance(kinds, cst.Name) and kinds.value in self._gone):
             return updated_node
         return cst.Name("False")

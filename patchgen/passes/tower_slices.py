@@ -9,7 +9,7 @@ import libcst as cst
 import libcst.matchers as m
 
 from patchgen.anatomy import Anatomy
-from patchgen.anatomy.tokenwise import LENGTHS_TEST
+from patchgen.anatomy.row_reader import LENGTHS_TEST
 from patchgen.anatomy.towers import ChunkedConvolution, LayerLoop, chunked_convolution, layer_loop
 from patchgen.passes.base import LeftAlone, Rewritten, Site, SitePass, site_of
 from patchgen.rewrite import edit_function, function_body, insert_before, marked, replace, statements, with_body

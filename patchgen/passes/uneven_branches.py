@@ -39,7 +39,7 @@ class UnevenBranches(SitePass):
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         test = _test_of_tokens(anatomy.classes[site.block])
-        code = f"ops.refuse_uneven_ranks({_quoted(site.block)}, {_quoted(test)})"
+        code = f"ops.refuse_uneven_ranks({site.block!r}, {test!r})"
         return Rewritten(insert_first(block, "forward", code, self.mark), "refused on several ranks")
 
 
@@ -58,7 +58,3 @@ def _test_of_tokens(info: ClassInfo) -> str:
 def _modules(code: ast.AST, info: ClassInfo) -> set[str]:
     """The attributes that `__init__` builds and code calls."""
     return {name for call in calls(code) if (name := own_attribute(call.func)) in info.attributes}
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', "'") + '"'

@@ -19,6 +19,7 @@ from pathlib import Path
 from patchgen import pipeline, provenance
 from patchgen.errors import PatchgenError
 from patchgen.pipeline import Generated
+from patchgen.runtime.code_hash import short_hash
 from patchgen.runtime.compatibility import ALLOW_VARIABLE
 from patchgen.runtime.verify import source_closure
 from patchgen.upgrade import environments, releases
@@ -92,7 +93,7 @@ def move(
 
 def _aside(to: str, root: Path) -> Path:
     version = releases.find(to).release.version
-    return cache_directory() / "upgrades" / f"{version}-{source_closure.short_hash(str(root.resolve()), to)}"
+    return cache_directory() / "upgrades" / f"{version}-{short_hash(str(root.resolve()), to)}"
 
 
 def _generated(models: list[ModelUpgrade], shop: Workshop) -> Iterator[Generated]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from patchgen.runtime.code_hash import short_hash, symbol_hash, without_docstrings
 
 PACKAGE = "patchgen"
 RUNTIME = (f"{PACKAGE}.runtime", f"{PACKAGE}.kernels")
@@ -106,52 +107,4 @@ def hash_of(files: Iterable[Path]) -> str:
 
 @functools.cache
 def _code_hash(text: str) -> str:
-    return symbol_hash(_without_docstrings(ast.parse(text)))
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and ast.get_docstring(node, clean=False) is not None:
-            node.body = node.body[1:]
-    return tree
-
-
-def symbol_hash(node: ast.AST) -> str:
-    """A hash of a class or function that comments and formatting do not change, nor the Python that computes it."""
-    return hashlib.sha256(_structure(node).encode()).hexdigest()[:16]
-
-
-def _structure(value: object) -> str:
-    """A node as text. `ast.dump` will not do: its fields and defaults change between Python releases.
-
-    Fields that hold nothing are left out (`type_params` came with 3.12), and neighbouring string pieces of an f-string
-    are one (how many there are differs between releases).
-    """
-    if isinstance(value, list):
-        return "[" + ",".join(map(_structure, value)) + "]"
-    if not isinstance(value, ast.AST):
-        return repr(value)
-    fields = [(name, getattr(value, name, None)) for name in value._fields if name != "kind"]
-    if isinstance(value, ast.JoinedStr):
-        fields = [("values", _joined(value.values))]
-    held = [f"{name}={_structure(field)}" for name, field in fields if field is not None and field != []]
-    return f"{type(value).__name__}({','.join(held)})"
-
-
-def _joined(pieces: list[ast.expr]) -> list[ast.expr]:
-    joined: list[ast.expr] = []
-    for piece in pieces:
-        if joined and isinstance(piece, ast.Constant) and isinstance(joined[-1], ast.Constant):
-            joined[-1] = ast.Constant(joined[-1].value + piece.value)
-        elif not (isinstance(piece, ast.Constant) and piece.value == ""):
-            joined.append(piece)
-    return joined
-
-
-def short_hash(*texts: str) -> str:
-    """16 digits of a hash of texts."""
-    digest = hashlib.sha256()
-    for text in texts:
-        digest.update(hashlib.sha256(text.encode()).digest())
-    return digest.hexdigest()[:16]
+    return symbol_hash(without_docstrings(ast.parse(text)))

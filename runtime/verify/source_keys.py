@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from patchgen import model_configs, provenance, upstream
+from patchgen.runtime.code_hash import short_hash
 from patchgen.runtime.verify import source_closure
-from patchgen.runtime.verify.source_closure import PACKAGE, RUNTIME, closure, hash_of, short_hash
+from patchgen.runtime.verify.source_closure import PACKAGE, RUNTIME, closure, hash_of
 
 GENERATOR = ("patchgen.pipeline",)
 PINS = ("transformers", "torch")

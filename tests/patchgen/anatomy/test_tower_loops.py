@@ -100,8 +100,9 @@ def test_a_loop_by_what_its_layers_take():
         ([("        self.norm =", "        self.spatial_merge_size = 2\n        self.norm =")], {"group": "self.spatial_merge_size**2", "gathers": ((10, ("merged",)),)}),
         ([("        self.norm =", "        self.spatial_merge_unit = 4\n        self.norm =")], {"group": "self.spatial_merge_unit", "gathers": ((10, ("merged",)),)}),
         # What follows treats each row by itself, or does not.
-        ([(NORM, NORM.replace("self.norm(hidden_states)", "self.norm(hidden_states, 2)"))], {"gathers": ((7, ("hidden_states",)),)}),
-        ([(NORM, NORM.replace("self.norm(hidden_states)", "hidden_states + 1"))], {"gathers": ((7, ("hidden_states",)),)}),
+        ([(NORM, NORM.replace("self.norm(hidden_states)", "self.norm(hidden_states.flip(0))"))], {"gathers": ((7, ("hidden_states",)),)}),
+        ([(NORM, NORM.replace("self.norm(hidden_states)", "hidden_states - hidden_states.mean(0)"))], {"gathers": ((7, ("hidden_states",)),)}),
+        ([(NORM, NORM.replace("self.norm(hidden_states)", "hidden_states + 1"))], {}),
         ([("nn.LayerNorm(8)", "nn.Conv1d(8, 8, 1)")], {"gathers": ((7, ("hidden_states",)),)}),
         ([('ACT2FN["gelu"]', 'TABLE["gelu"]')], {"gathers": ((8, ("hidden_states",)),)}),
         ([(NORM, "        hidden_states = hidden_states[order]\n")], {"gathers": ((7, ("hidden_states",)),)}),

@@ -1,0 +1,446 @@
+"""Follows the axes of rows through the code of a class, of what it calls in its file, and of torch's operations."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Sequence
+
+from patchgen.anatomy import axes, known
+from patchgen.anatomy.axes import (
+    Mixed,
+    Pieces,
+    Result,
+    Size,
+    Unread,
+    Value,
+    any_of,
+    either,
+    has_rows,
+    is_tensor,
+    joined,
+)
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    base_name,
+    calls,
+    dotted,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+)
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.names import local_names
+
+CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
+INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
+LENGTHS_TEST = ".is_flash_attention_requested"
+UPSTREAM = {"get_max_seqlen"}
+HANDED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}  # lengths, as the interface takes them
+GETTERS = ("transformers.activations.get_activation",)
+CHUNKED = "transformers.pytorch_utils.apply_chunking_to_forward"  # upstream's own chunks of tokens
+
+
+class RowReader:
+    """Follows the axes of rows through code: what mixes rows, or rows with another axis, is none of what is known."""
+
+    def __init__(
+        self,
+        anatomy: Anatomy,
+        owner: str,
+        local: set[str],
+        values: dict[str, Value],
+        seen: frozenset = frozenset(),
+        *,
+        fixed: bool = False,
+        known: Collection[str] = (),
+        groups: bool = False,
+    ) -> None:
+        self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
+        self._fixed, self._known, self._groups = fixed, known, groups
+        self._modules: dict[str, list[ast.expr]] = {}  # of a loop over a list of modules: its step, and what it may be
+        self.values, self._attends, self._memo = dict(values), set(), {}
+        self.returned: Value = None
+        self._in_pieces = False  # in a loop over pieces of rows
+
+    def run(self, body: Sequence[ast.stmt]) -> None:
+        for statement in body:
+            match statement:
+                case ast.If(test, inside) if _is_inference(test):
+                    self._inference(inside)
+                    self.run(statement.orelse)
+                case ast.If(ast.Call(function), inside) if self._is_upstream(function, LENGTHS_TEST):
+                    self.run(inside)  # ranks that divide rows attend by lengths
+                    if isinstance(inside[-1], ast.Return):
+                        return
+                case ast.If():
+                    if has_rows(self.value(statement.test)):
+                        raise Mixed(statement.test)
+                    before = dict(self.values)
+                    self.run(statement.body)
+                    after, self.values = self.values, before
+                    self._memo.clear()
+                    self.run(statement.orelse)
+                    names = {*after, *self.values}
+                    self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
+                    self._memo.clear()
+                case ast.For(ast.Name(name), source) if modules := self._listed(source):
+                    self._modules[name] = modules
+                    self.run(statement.body * 2)  # what one leaves meets the next
+                case ast.For(ast.Name(name), source) if isinstance(pieces := self.value(source), list):
+                    self._in_pieces = isinstance(pieces, Pieces)
+                    appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
+                    if len(appended) > len(set(appended)):
+                        raise Mixed(statement)
+                    for _ in range(2):  # what a piece leaves meets the next
+                        self._set(name, pieces[0])
+                        self.run(statement.body)
+                    self._in_pieces = False
+                case ast.Return(value):
+                    self.returned = either(self.returned, value and self.value(value), statement)
+                case ast.Assign() | ast.AnnAssign():
+                    self._assign(statement)
+                case ast.AugAssign(target, _, value):
+                    self._store(target, joined([self.value(target), self.value(value)], statement), statement)
+                case ast.Expr(ast.Constant()):
+                    continue  # a docstring
+                case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), "append"), [part])) if isinstance(
+                    self.values.get(name), list
+                ):
+                    self._set(name, (Pieces if self._in_pieces else list)([self.value(part)]))
+                case ast.Expr(ast.Call(function) as call) if is_in_place(function):
+                    self._store(function.value, self.value(call), statement)
+                case _:
+                    raise Mixed(statement)
+
+    def _assign(self, statement: ast.Assign | ast.AnnAssign) -> None:
+        source = statement.value
+        if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
+            self._attends |= set(stored(statement))
+        elif source is not None:
+            for target in targets(statement):
+                self._store(target, self.value(source), statement)
+
+    def _store(self, target: ast.expr, value: Value, node: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            self._set(target.id, value)
+        elif isinstance(target, ast.Tuple) and not isinstance(value, Size | Pieces):
+            number = len(target.elts)
+            if isinstance(value, list):
+                value = tuple(value * number)
+            elif value is None or isinstance(value, Result):
+                value = (value,) * number
+            if not isinstance(value, tuple) or len(value) != number:
+                raise Mixed(node)
+            for part, one in zip(target.elts, value, strict=True):
+                self._store(part, one, node)
+        elif has_rows(value) or (has_rows(self.values.get(base_name(target))) and not self._is_column(target)):
+            raise Mixed(node)
+
+    def _is_column(self, target: ast.expr) -> bool:
+        """Whether it is `x[:, :, fixed]`, of all rows."""
+        *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
+        if not rows or not is_tensor(axes := self.value(target.value)):
+            return False
+        self._plain(last)
+        return bool(axes.indexed(axes, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+
+    def _set(self, name: str, value: Value) -> None:
+        self.values[name] = value
+        self._memo.clear()
+
+    def _inference(self, body: Sequence[ast.stmt]) -> None:
+        """A branch that training never takes may go through the logits piece by piece: `x[s] = f(x[s])`."""
+        for statement in body:
+            if isinstance(statement, ast.With | ast.While):
+                self._inference(statement.body)
+                continue
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
+                target, call = statement.targets[0], statement.value
+                same = isinstance(call, ast.Call) and call.args and ast.unparse(call.args[0]) == ast.unparse(target)
+                if same and not any(self._mentions(arg) for arg in call.args[1:]):
+                    continue  # upstream itself divides the tokens here
+            if self._mentions(statement):
+                raise Mixed(statement)
+
+    def _listed(self, source: ast.expr) -> list[ast.expr]:
+        """What stands in the list of modules that an attribute holds; nothing for any other expression."""
+        match self._anatomy.held(self._owner, own_attribute(source) or ""):
+            case [ast.Call(function, [ast.List(parts)])] if self._resolve(function) == "torch.nn.ModuleList":
+                return parts
+        return []
+
+    def _is_size(self, node: ast.expr) -> bool:
+        return isinstance(self.value(node), Size)
+
+    def _mentions(self, node: ast.AST) -> bool:
+        return any(has_rows(self.values.get(name)) for name in loaded(node))
+
+    def _resolve(self, node: ast.expr) -> str:
+        return self._anatomy.names.resolve(node, self._local) or ""
+
+    def _is_upstream(self, node: ast.expr, name: str) -> bool:
+        return self._resolve(node).startswith("transformers.") and self._resolve(node).endswith(name)
+
+    # ---------------------------------------------------------------------------------------- expressions
+
+    def value(self, node: ast.expr) -> Value:
+        """What an expression holds of rows.
+
+        Raises:
+            Mixed: it is not known to keep rows apart.
+        """
+        if node not in self._memo:  # until a name is set
+            self._memo[node] = self._value(node)
+        return self._memo[node]
+
+    def _value(self, node: ast.expr) -> Value:
+        match node:
+            case ast.Constant():
+                return None
+            case ast.Name(name):
+                return self.values.get(name)
+            case ast.List([]):
+                return [None]
+            case ast.NamedExpr(target, source):
+                self._store(target, self.value(source), node)
+                return self.values[target.id]
+            case ast.Tuple(parts) | ast.List(parts):
+                return tuple(map(self.value, parts))
+            case ast.Attribute(owner, name):
+                return self._attribute(node, owner, name)
+            case ast.Subscript():
+                return self._part(node)
+            case ast.BinOp(left, ast.MatMult(), right):
+                return self._operation("matmul", node, [left, right], {})
+            case ast.Compare(left, [ast.Is() | ast.IsNot()]):
+                self.value(left)
+                return None
+            case ast.Call():
+                return self._called(node)
+            case ast.IfExp(test, left, right):
+                if has_rows(self.value(test)):
+                    raise Mixed(test)
+                return either(self.value(left), self.value(right), node)
+            case ast.BinOp() | ast.UnaryOp() | ast.BoolOp() | ast.Compare():
+                parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+                return joined([self.value(part) for part in parts], node)
+            case ast.Dict(_, parts) if all(self.value(part) is None or self._is_size(part) for part in parts):
+                return joined([self.value(part) for part in parts], node)
+            case ast.JoinedStr() if not self._mentions(node):
+                return None
+        raise Mixed(node)
+
+    def _attribute(self, node: ast.Attribute, owner: ast.expr, name: str) -> Value:
+        own = own_attribute(node)
+        if own:
+            if self._fixed and not known.is_number(self._anatomy, self._owner, own):
+                raise Mixed(node)
+            return None
+        found = self.value(owner)
+        if found is None or name in ("dtype", "device"):
+            return None
+        if name in ("T", "mT", "H", "mH"):
+            raise Mixed(node)
+        return axes.sizes_of(found, node) if name == "shape" else found
+
+    def _part(self, node: ast.Subscript) -> Value:
+        place = axes.integer(node.slice)
+        if isinstance(node.value, ast.Attribute) and node.value.attr == "shape" and place is not None:
+            return axes.size_of(self.value(node.value.value), node.slice, node)
+        found = self.value(node.value)
+        match found:
+            case None:
+                if self._mentions(node.slice) and not isinstance(node.slice, ast.Slice | ast.Tuple):
+                    raise Mixed(node)
+                self._plain(node.slice)
+                return None
+            case Size():
+                return Size("~")
+            case Result() if place is not None:
+                return found
+            case tuple() if place is not None and -len(found) <= place < len(found):
+                return found[place]
+            case list() if place is not None and not isinstance(found, Pieces):
+                return found[0]
+            case str():
+                self._plain(node.slice)
+                return axes.indexed(found, node)
+        raise Mixed(node)
+
+    def _plain(self, node: ast.AST) -> None:
+        """Raises `Mixed` if a part of an index, or a keyword's value, has to do with rows."""
+        parts = node.elts if isinstance(node, ast.Tuple) else [node]
+        for part in parts:
+            for bound in (part.lower, part.upper, part.step) if isinstance(part, ast.Slice) else [part]:
+                if bound is not None and has_rows(self.value(bound)):
+                    raise Mixed(node)
+
+    def _called(self, call: ast.Call) -> Value:
+        resolved, function = self._resolve(call.func), call.func
+        library, _, name = resolved.rpartition(".")
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
+        if resolved == CHUNKED and own_attribute(call.args[0]):
+            inner = ast.Call(call.args[0], [arg for arg in call.args[1:] if has_rows(self.value(arg))], [])
+            return self.own(own_attribute(call.args[0]), inner)
+        if resolved == "builtins.isinstance":
+            return None
+        if isinstance(function, ast.Name) and function.id in self._attends:
+            return self._attended(call, named)
+        if isinstance(function, ast.Name) and function.id in self._modules:
+            return any_of([self._result(part, call) for part in self._modules[function.id]], call)
+        if own := own_attribute(function):
+            return self.own(own, call) if self._is_handed(call) else None
+        if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
+            return self._inside("", self._anatomy.names.functions[resolved[1:]], call)
+        if not resolved and isinstance(function, ast.Attribute) and has_rows(self.value(function.value)):
+            return self._operation(function.attr.rstrip("_"), call, [function.value, *call.args], named)
+        if not self._is_handed(call):
+            return None
+        if library in known.LIBRARIES or name in self._known:
+            return self._operation(name, call, call.args, named)
+        makes_number = resolved in known.NUMBERS or (library.startswith("transformers.") and name in UPSTREAM)
+        if makes_number and all(self.value(a) is None or self._is_size(a) for a in (*call.args, *named.values())):
+            return Size("~")
+        raise Mixed(call)
+
+    def _is_handed(self, call: ast.Call) -> bool:
+        """Whether a call is handed something of rows."""
+        return any(
+            has_rows(self.value(arg.value if isinstance(arg, ast.Starred) else arg))
+            for arg in (*call.args, *(keyword.value for keyword in call.keywords))
+        )
+
+    def _attended(self, call: ast.Call, named: dict[str | None, ast.expr]) -> Value:
+        """transformers' interface: `[1, heads, rows, dim]` thrice gives `[1, rows, heads, dim]`, and weights."""
+        query, *others = [self.value(arg) for arg in call.args[1:4]]
+        more = [*call.args[4:], *(value for key, value in named.items() if key not in HANDED)]
+        if query != "1.r." or any(one != query for one in others) or any(map(has_rows, map(self.value, more))):
+            raise Mixed(call)
+        return ("1r..", None)
+
+    def _operation(
+        self, name: str, call: ast.AST, args: Sequence[ast.expr], named: dict[str | None, ast.expr]
+    ) -> Value:
+        """A function of torch, or a method of a tensor, with its arguments by position, the tensor first."""
+        args = [*([named.pop("input")] if "input" in named and not args else []), *args]
+        found = self.value(args[0]) if args else None
+        others = [*args[1:], *named.values()]
+        if isinstance(found, Size) and all(self.value(one) is None or self._is_size(one) for one in others):
+            return Size("~")
+        if name in self._known:
+            return Result(next((v for v in map(self.value, args) if isinstance(v, str)), "*."))
+        if known.is_pointwise(name, args, named) and not (name == "layer_norm" and found[-1] == "r"):
+            return joined([self.value(arg) for arg in (*args, *named.values())], call)
+        if name == "cat":
+            return axes.put_together(found, axes.along(name, args, named), call)
+        if name in ("view", "reshape"):
+            sizes = self.value(args[1]) if len(args) == 2 else None
+            sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
+            if self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]:
+                return "r".ljust(len(sources), ".")
+            return axes.reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
+        if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):
+            raise Mixed(call)
+        if name in known.PRODUCTS and found[-1] == "." and all(map(self._is_matrix, others[:1])):
+            return found
+        return axes.moved(name, found, args, named, call)
+
+    def _is_matrix(self, factor: ast.AST) -> bool:
+        """Whether what rows are multiplied by has two axes, so that the last one stays: a module's weight, or a parameter of
+        two sizes. A vector would leave the rows last."""
+        match factor:
+            case ast.Attribute(ast.Name("self"), attribute):
+                bases = [base for info in self._anatomy.lineage(self._owner) for base in info.node.bases]
+                if attribute == "weight" and any(self._resolve(base) == "torch.nn.Linear" for base in bases):
+                    return True
+                made = [call for value in self._anatomy.held(self._owner, attribute) for call in calls(value)]
+                return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
+            case ast.Attribute(_, "weight"):
+                return True
+            case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
+                return self._is_matrix(inner)
+        return False
+
+    def own(self, attribute: str, call: ast.Call) -> Value:
+        """A call of a method, or of the module or function that an attribute holds."""
+        held = self._anatomy.held(self._owner, attribute)
+        if held:
+            try:
+                return any_of([self._result(value, call) for value in held], call)
+            except Unread:
+                pass
+        meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
+        raise Mixed(call, f"self.{attribute}, which is {meaning}"[:400])
+
+    def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
+        """What calling the value, or the method, makes of rows."""
+        if isinstance(value, FunctionNode):
+            return self._inside(self._owner, value, call)
+        if handed := self._anatomy.handed(self._owner, value):
+            return any_of([self._result(part, call) for part in handed], call)
+        given = [self.value(arg) for arg in (*call.args, *(keyword.value for keyword in call.keywords))]
+        same = joined(given, call) if all(isinstance(one, str | None) for one in given) else None
+        if ast.unparse(value) == "None" or (isinstance(value, ast.Attribute) and known.is_of_config(value)):
+            return same  # None, or a function that a caller put into the config for an activation
+        function = value.func if isinstance(value, ast.Call) else value
+        resolved = self._resolve(function.value if isinstance(function, ast.Subscript) else function)
+        library, _, name = resolved.rpartition(".")
+        if isinstance(function, ast.Subscript) and resolved in known.TABLES:
+            return same
+        if isinstance(value, ast.Call) and not isinstance(function, ast.Subscript):
+            if library == "torch.nn" and name == "Sequential":
+                for part in value.args:
+                    self._result(part, call)
+                return same
+            sizes = known.has_sizes(value.args[:1], {k.arg: k.value for k in value.keywords})
+            is_row = name in known.ROW_MODULES and not self._fixed and not sizes and (same or ".")[-1] == "."
+            if resolved in GETTERS or (library == "torch.nn" and (name in known.ACTIVATIONS or is_row)):
+                return same
+            if name in self._known:
+                return Result(next((one for one in given if isinstance(one, str)), "*."))
+            form = CONVOLVED.get(resolved)
+            if form and not self._fixed and same in (form, "r&"):
+                return form
+            found = self._anatomy.method(name, "forward") if not library else None
+            if found is not None:
+                return self._inside(name, found[1], call)
+        elif not library and name in self._anatomy.names.functions:
+            return self._inside("", self._anatomy.names.functions[name], call)
+        elif library in known.LIBRARIES and name in known.POINTWISE:
+            return same
+        raise Unread
+
+    def _inside(self, owner: str, function: FunctionNode, call: ast.Call) -> Value:
+        """What a function or method of the file makes of what a call hands it. `owner` is the class of its self."""
+        names = parameter_names(function)
+        values = {name: self.value(value) for name, value in arguments(call, names).items() if name}
+        if not any(map(has_rows, values.values())) and not self._is_handed(call):
+            return None
+        if (owner, function.name) in self._seen:
+            return next(filter(has_rows, values.values()), None)
+        seen = self._seen | {(owner, function.name)}
+        options = {"fixed": self._fixed, "known": self._known, "groups": self._groups}
+        reader = RowReader(self._anatomy, owner, local_names(function), values, seen, **options)
+        try:
+            if self._anatomy.names.is_wrapped(function):
+                raise Mixed(function.decorator_list[0])
+            is_plain = len(call.args) <= len(names) and set(values) <= {*names} and None not in arguments(call, names)
+            if not is_plain or any(isinstance(arg, ast.Starred) for arg in call.args):
+                raise Mixed(call)
+            reader.run(function.body)
+        except Mixed as mixed:
+            raise Mixed(call, mixed.reason) from mixed
+        return reader.returned
+
+
+def is_in_place(function: ast.expr) -> bool:
+    """Whether it is a method like `mul_`."""
+    return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
+
+
+def _is_inference(test: ast.expr) -> bool:
+    parts = test.values if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) else [test]
+    return any(ast.unparse(part) == "not self.training" for part in parts)
