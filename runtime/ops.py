@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime import expert_adapters, parallel, seams
+from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
@@ -59,6 +60,7 @@ __all__ = [
     "causal_lm_loss",
     "chunk_rows",
     "delta_rule",
+    "drawn_mask",
     "experts_interface",
     "fused_moe",
     "fused_scan",
@@ -299,6 +301,11 @@ def require_no_step(labels: object, what: str) -> None:
             f"This model computes a loss of its own, {what}, which has no share for several ranks or micro-batches: it "
             "is upstream's mean over the call. Train it without a parallel state, or hand over no labels."
         )
+
+
+def drawn_mask(mask: object) -> object:
+    """A mask as attention takes it that lays keys of its own beside it: the tensor of one of ours, else as it is."""
+    return mask.tensor() if isinstance(mask, MaskStructure) else mask
 
 
 def given_logits(logits: Tensor) -> Tensor:
