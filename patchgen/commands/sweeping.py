@@ -120,7 +120,7 @@ def sweep_ranks(only: list[str], sp: int, ep: int, world: int, output: Path | No
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [k for _, k in wanted if fresh or not records.cell_holds(rows[False, k], layout, key, present[k])]
-    separates = {k: bool((rows[False, k].get("training") or {}).get("separates_documents")) for k in todo}
+    separates = {k: (rows[False, k].get("training") or {}).get("separates_documents", False) for k in todo}
     for found in parallel_coverage.sweep(separates, sp=sp, ep=ep, world=world) if todo else ():
         cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}
         cell["made_with"] = records.cell_key(found.generated, key)

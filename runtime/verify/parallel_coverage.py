@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import model_calls, parallel, registry, seams
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
@@ -74,7 +75,7 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
     return getattr(registry.import_file(Path(file)), head)
 
 
-def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: bool) -> dict:
+def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: Separated) -> dict:
     """Runs on every rank; the row of the type, as a dict."""
     started = time.perf_counter()
     state = state_of(sp, ep)
@@ -102,7 +103,7 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
         model.load_state_dict(ours.apply(yardstick.state_dict()))
         switch_dropout_off(model)
         if separates:
-            model_calls.separate_documents(model)
+            model_calls.separate_documents(model, separates)
         row["num_expert_parameters"] = len(sharding.own_plan(model))
         sharding.shard_model(model, state)
         got_loss, got = _all_ranks(model, inputs, state, kernels)
@@ -189,7 +190,7 @@ def _difference(got: Tensor, expected: Tensor, least: float) -> float:
 # ----------------------------------------------------------------------------------------------- sweep
 
 
-def sweep(separates: Mapping[str, bool], *, sp: int = 1, ep: int = 1, world: int = 2) -> Iterator[Row]:
+def sweep(separates: Mapping[str, Separated], *, sp: int = 1, ep: int = 1, world: int = 2) -> Iterator[Row]:
     """The rows of types as they come: the file that each generates is compared. Prints a line each.
 
     Args:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
+from patchgen.runtime.document_rows import LEFT, Separated
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
@@ -67,7 +68,7 @@ class TrainingPath:
     """What each kind of layer asks of its attention."""
     checks: tuple[Check, ...] = ()
     failures: tuple[str, ...] = ()
-    separates_documents: bool = False
+    separates_documents: Separated = False
     """Whether a run computes each packed document in a row of its own (`model_calls.separate_documents`): only so is the
     model right in packed rows, since nothing tells it where documents end."""
 
@@ -134,9 +135,11 @@ def prove_training_path(
         path.run()
         # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
         if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-            apart = path.with_documents_apart()
-            apart.run()
-            path = apart if not apart.failures else path
+            for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+                apart.run()
+                if not apart.failures:
+                    path = apart
+                    break
     return replace(
         found,
         ran_with=path.ran_with,
@@ -192,7 +195,9 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
         checks=tuple(checks),
         failures=tuple(failures),
         asked=tuple(asked),
-        separates_documents=any(path.separates_documents for path in paths.values()),
+        separates_documents=next(
+            (path.separates_documents for path in paths.values() if path.separates_documents), False
+        ),
     )
 
 
