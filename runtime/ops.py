@@ -297,10 +297,9 @@ def causal_lm_loss(
 def require_no_step(labels: object, what: str) -> None:
     """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
     if labels is not None and parallel.current() is not None:
-        raise ValueError(
-            f"This model computes a loss of its own, {what}, which has no share for several ranks or micro-batches: it "
-            "is upstream's mean over the call. Train it without a parallel state, or hand over no labels."
-        )
+        from patchgen.runtime.parallel.loss import own_mean
+
+        raise ValueError(own_mean("This model", what))
 
 
 def drawn_mask(mask: object) -> object:
