@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -121,15 +120,9 @@ def base_name(node: ast.AST | None) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-@functools.lru_cache(maxsize=1 << 14)
-def nodes_of(code: ast.AST) -> tuple[ast.AST, ...]:
-    """A node of a source, which nothing changes, with all nodes inside: the passes ask the same ones again and again."""
-    return tuple(ast.walk(code))
-
-
 def calls(node: ast.AST) -> Iterator[ast.Call]:
     """Every call inside a node."""
-    return (child for child in nodes_of(node) if isinstance(child, ast.Call))
+    return (child for child in ast.walk(node) if isinstance(child, ast.Call))
 
 
 def called_names(node: ast.AST) -> set[str]:
@@ -152,21 +145,21 @@ def own_attribute(node: ast.AST) -> str | None:
 
 def uses(node: ast.AST, attribute: str) -> int:
     """How often code names `self.<attribute>`."""
-    return sum(own_attribute(child) == attribute for child in nodes_of(node))
+    return sum(own_attribute(child) == attribute for child in ast.walk(node))
 
 
 def stored(node: ast.AST) -> list[str]:
     """The names that code binds or deletes."""
-    return [n.id for n in nodes_of(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store | ast.Del)]
 
 
 def loaded(node: ast.AST) -> list[str]:
     """The names that code reads."""
-    return [n.id for n in nodes_of(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
 
 
 def reads_name(node: ast.AST, name: str) -> bool:
-    return any(isinstance(child, ast.Name) and child.id == name for child in nodes_of(node))
+    return any(isinstance(child, ast.Name) and child.id == name for child in ast.walk(node))
 
 
 def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
@@ -190,7 +183,7 @@ def stores_of(info: ClassInfo, attribute: str) -> list[ast.expr | ast.stmt]:
     """
     found: list[ast.expr | ast.stmt] = []
     for method in info.methods.values():
-        for statement in nodes_of(method):
+        for statement in ast.walk(method):
             if not isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) or statement.value is None:
                 continue
             is_stored = any(own_attribute(node) == attribute for t in targets(statement) for node in ast.walk(t))

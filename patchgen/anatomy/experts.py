@@ -13,7 +13,6 @@ from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
     calls,
-    nodes_of,
     own_attribute,
     parameter_names,
     reads_name,
@@ -122,12 +121,12 @@ def read_elsewhere(anatomy: Anatomy, owner: str, stacks: Sequence[str], among: I
     for name in sorted(among):
         methods = anatomy.classes[name].methods.values()
         code += [(name, m) for m in methods if m.name != METHOD and not (name in own and m.name in serving)]
-    nodes = [node for info in anatomy.classes.values() for node in nodes_of(info.node)]
+    nodes = [node for info in anatomy.classes.values() for node in ast.walk(info.node)]
     named = {"forward", *(node.attr for node in nodes if isinstance(node, ast.Attribute))}
     for name, function in code:
         runs = function.name != "__init__" and (not name or function.name in named)
-        of_one = {id(_of_first(node)) for node in nodes_of(function)}
-        for node in nodes_of(function):
+        of_one = {id(_of_first(node)) for node in ast.walk(function)}
+        for node in ast.walk(function):
             match node:
                 case ast.Attribute(value, read, ast.Load()) | ast.Call(
                     ast.Name("getattr"), [value, ast.Constant(read), *_]

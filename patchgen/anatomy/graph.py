@@ -20,7 +20,6 @@ from patchgen.anatomy.classes import (
     dotted,
     is_setter,
     loaded,
-    nodes_of,
     own_attribute,
     parameter_names,
     plain_assignments,
@@ -318,7 +317,7 @@ def study(module: Module, upstream: Upstream) -> Anatomy:
 def references(node: ast.AST) -> set[str]:
     """The names that a piece of code refers to, quoted annotations included."""
     found = set()
-    for child in nodes_of(node):
+    for child in ast.walk(node):
         if isinstance(child, ast.Name):
             found.add(child.id)
         annotation = getattr(child, "annotation", None) or getattr(child, "returns", None)

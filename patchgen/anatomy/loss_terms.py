@@ -12,16 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from patchgen.anatomy.classes import (
-    FunctionNode,
-    arguments,
-    loaded,
-    nodes_of,
-    own_attribute,
-    parameter_names,
-    stored,
-    targets,
-)
+from patchgen.anatomy.classes import FunctionNode, arguments, loaded, own_attribute, parameter_names, stored, targets
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -244,7 +235,7 @@ def is_number(node: ast.AST, owner: str, anatomy: Anatomy) -> bool:
         return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
     first, *more = names = source.split(".")[1:]
     methods = [node for info in anatomy.classes.values() for name, node in info.methods.items() if name != "__init__"]
-    for part in (part for code in (*methods, *anatomy.functions.values()) for part in nodes_of(code)):
+    for part in (part for code in (*methods, *anatomy.functions.values()) for part in ast.walk(code)):
         is_written = isinstance(part, ast.Attribute) and not isinstance(part.ctx, ast.Load) and part.attr in names
         if is_written or (isinstance(part, ast.Constant) and part.value == names[-1]):  # `setattr(self, "x", ..)`
             return False

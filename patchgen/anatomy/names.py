@@ -6,7 +6,7 @@ import ast
 import builtins
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from patchgen.anatomy.classes import FunctionNode, base_name, nodes_of, stored
+from patchgen.anatomy.classes import FunctionNode, base_name, stored
 from patchgen.source import bound_names
 
 
@@ -39,7 +39,7 @@ class Names:
         for statement in nodes:
             for name, meaning in self._bindings(statement):
                 self._known[name] = meaning if self._known.get(name, meaning) == meaning else None
-        everything = [node for statement in nodes for node in nodes_of(statement)]
+        everything = [node for statement in nodes for node in ast.walk(statement)]
         for function in (node for node in everything if isinstance(node, FunctionNode)):
             self._mark_local(function)
         for node in everything:
@@ -121,7 +121,7 @@ class Names:
 def local_names(function: ast.AST) -> set[str]:
     """The names that a function, or other code, binds: parameters, assignments, loops, definitions and imports in it."""
     found = set(stored(function))
-    for node in nodes_of(function):
+    for node in ast.walk(function):
         if isinstance(node, ast.arg):
             found.add(node.arg)
         elif isinstance(node, ast.ClassDef | FunctionNode | ast.Import | ast.ImportFrom) and node is not function:
@@ -145,7 +145,7 @@ def _changed(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
         stores = [statement.value.func]  # `TABLE.update(..)`
     elif isinstance(statement, FunctionNode | ast.ClassDef):
-        inside = [node for node in nodes_of(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
+        inside = [node for node in ast.walk(statement) if isinstance(node, ast.Attribute | ast.Subscript)]
         local = local_names(statement)
         stores = [node for node in inside if isinstance(node.ctx, ast.Store) and base_name(node) not in local]
         stores += statement.decorator_list
