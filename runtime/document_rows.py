@@ -6,14 +6,14 @@
               c c . . .
 
 A recurrence without packing arguments, positions counted along the row, blocks of keys: whatever it is, a document in its
-own row is computed as it is alone. Padding stands behind the tokens, where nothing that is causal looks. It costs the
-padding.
+own row is computed as it is alone. Padding stands behind the tokens, where nothing that is causal looks; or before them
+(`LEFT`), with a mask that says so, for models that look ahead. It costs the padding.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ from patchgen.runtime.parallel.fields import COUNTING
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BY_TOKEN = ("logits", "last_hidden_state")
 """The outputs with a row of numbers for each token."""
+LEFT: Literal["left"] = "left"
+"""Padding before the tokens, told by an attention mask."""
+Separated = bool | Literal["left"]
+"""Whether a model's documents are computed in rows of their own, and where the padding stands if not behind them."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,14 @@ class DocumentRows:
     shape: tuple[int, int]
 
     @classmethod
-    def of(cls, bounds: Tensor, B: int, S: int) -> DocumentRows:
+    def of(cls, bounds: Tensor, B: int, S: int, *, is_left: bool = False) -> DocumentRows:
         """From `cu_seq_lens` over the rows one after the other. One host sync."""
         lengths = bounds.diff()
         starts = bounds[:-1][lengths > 0].long()
         lengths = lengths[lengths > 0]
-        along = torch.arange(int(lengths.max()), device=bounds.device)
-        is_token = along[None] < lengths[:, None]
+        longest = int(lengths.max())
+        along = torch.arange(longest, device=bounds.device)[None] - (longest - lengths[:, None]) * is_left
+        is_token = (along >= 0) & (along < lengths[:, None])
         return cls(torch.where(is_token, starts[:, None] + along, 0), is_token, (B, S))
 
     def apart(self, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
-from patchgen.runtime.document_rows import DocumentRows
+from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, collectives
 from patchgen.runtime.per_tensor import PerTensor
 
@@ -71,13 +71,13 @@ def note_calls(model: nn.Module) -> None:
         model.register_forward_hook(_leave, always_call=True)
 
 
-def separate_documents(model: nn.Module) -> None:
+def separate_documents(model: nn.Module, how: Separated = True) -> None:
     """Computes packed rows with each document in a row of its own from now on; see `document_rows`.
 
     For a model that cannot be told where documents end: without it, one would see the next. Not on a slice of a sequence.
     """
     note_calls(model)
-    setattr(model, _SEPARATES, True)
+    setattr(model, _SEPARATES, how)
 
 
 def documents_of(config: object) -> Tensor | None:
@@ -160,9 +160,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     if separates:
         _require_whole_rows(module)
     if separates and (given | added).get(BOUNDS) is not None:
-        rows = _rows(module, given | added)
+        rows = _rows(module, given | added, is_left=separates == LEFT)
         _RUNNING.calls.append(Call(module, None, rows))
-        return (), rows.apart(given | added)
+        apart = rows.apart(given | added)
+        return (), apart | {MASK: rows.is_token.long()} if separates == LEFT and MASK in names else apart
     positions = given.get(POSITIONS)
     whole = positions if _is_counted_through(positions) else None
     _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS), counted_through=whole))
@@ -194,12 +195,12 @@ def _require_whole_rows(module: nn.Module) -> None:
         )
 
 
-def _rows(module: nn.Module, given: dict[str, Any]) -> DocumentRows:
+def _rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> DocumentRows:
     if given.get(MASK) is not None:
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
         )
-    return DocumentRows.of(given[BOUNDS], *_tokens(given).shape[:2])
+    return DocumentRows.of(given[BOUNDS], *_tokens(given).shape[:2], is_left=is_left)
 
 
 @cache

@@ -19,6 +19,7 @@ import torch
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from patchgen.runtime import expert_adapters, parallel, seams
+from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
@@ -60,6 +61,7 @@ __all__ = [
     "causal_lm_loss",
     "chunk_rows",
     "delta_rule",
+    "drawn_mask",
     "experts_interface",
     "fused_moe",
     "fused_scan",
@@ -298,10 +300,14 @@ def causal_lm_loss(
 def require_no_step(labels: object, what: str) -> None:
     """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
     if labels is not None and parallel.current() is not None:
-        raise ValueError(
-            f"This model computes a loss of its own, {what}, which has no share for several ranks or micro-batches: it "
-            "is upstream's mean over the call. Train it without a parallel state, or hand over no labels."
-        )
+        from patchgen.runtime.parallel.loss import own_mean
+
+        raise ValueError(own_mean("This model", what))
+
+
+def drawn_mask(mask: object) -> object:
+    """A mask as attention takes it that lays keys of its own beside it: the tensor of one of ours, else as it is."""
+    return mask.tensor() if isinstance(mask, MaskStructure) else mask
 
 
 def given_logits(logits: Tensor) -> Tensor:

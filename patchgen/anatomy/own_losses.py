@@ -14,7 +14,16 @@ import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import FunctionNode, called_names, calls, loaded, own_attribute, parameter_names, stored
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    called_names,
+    calls,
+    loaded,
+    own_attribute,
+    parameter_names,
+    plain_assignments,
+    stored,
+)
 from patchgen.anatomy.graph import Anatomy
 
 ALIGNED, SHIFTED = "aligned", "shifted"
@@ -190,7 +199,7 @@ def handed_on(forward: FunctionNode) -> ast.Call | None:
 
 
 def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AST | None:
-    """What computes a loss of a head that is not transformers' and has no form that is known; None where nothing tells."""
+    """What a head's loss is that is not transformers' and has no form that is known; None where nothing tells."""
     if "loss_function" in called_names(forward):
         return None
     for call in calls(forward):
@@ -202,4 +211,13 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
         ]
         if any(called_names(one[1]) & COMPUTES for one in held if one):
             return call
-    return next((call for call in calls(forward) if called_names(call) & COMPUTES), None) or handed_on(forward)
+    if not called_names(forward) & COMPUTES:
+        return handed_on(forward)
+    results = {ast.unparse(one.value) for call in calls(forward) for one in call.keywords if one.arg == "loss"}
+    assigned = [n for n in ast.walk(forward) if isinstance(n, ast.Assign)]
+    made = [n.value for n in assigned if results & set(stored(n)) and not isinstance(n.value, ast.Constant)]
+    functions = {
+        name: one for name, one in plain_assignments(assigned).items() if set() < called_names(one) <= COMPUTES
+    }
+    computing = (call for call in calls(forward) if called_names(call) & COMPUTES)
+    return _Inlined(functions).visit(copy.deepcopy(made[-1] if made else next(computing)))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PROVEN, EAGER_ONLY, GENERATED, FAILED = "proven", "proven, eager only", "generated", "failed"
 """The first three are those of `runtime/verify/verdict.py`, which loads no torch either but lies beyond the generator."""
 TEXT = "text"
+LONGEST = 240
+"""Letters of a phrase."""
 CAUSAL_MAP = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 # Kernels that need no compiler: every seam is compared in `patchgen verify`, a sweep compares these.
 IMPLEMENTATIONS = ("torch", "chunked")
@@ -159,7 +161,13 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
 
 
 def phrase(error: object) -> str:
-    """The first line of a message, at most 160 characters, with the site that a pass missed."""
+    """The first sentence of a message, with the sign of a site that a pass did not find or what it expected and found."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    detail = next((line.removeprefix("expected ") for line in lines[1:] if line.startswith(("expected", "sign"))), "")
-    return " ".join(f"{lines[0]} {detail}".split())[:160]
+    told = {line.split()[0]: line.split(maxsplit=1)[-1] for line in reversed(lines[1:]) if line}
+    found = (
+        f"expected {told['expected']}, found {told.get('closest', 'none')}"
+        if "expected" in told
+        else told.get("sign", "")
+    )
+    first = lines[0].partition(". It expects")[0]
+    return " ".join((f"{first}: {found}" if found else lines[0]).split())[:LONGEST]

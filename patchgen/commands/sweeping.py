@@ -131,7 +131,7 @@ def sweep_ranks(
     wanted = [place for place in places if records.needs_ranks(rows[place])]
     present = records.present_digests([rows[place] for place in wanted], release, jobs=2)
     todo = [place for place in wanted if fresh or not records.cell_holds(rows[place], layout, key, present[place[1]])]
-    separates = {place[1]: bool((rows[place].get("training") or {}).get("separates_documents")) for place in todo}
+    separates = {place[1]: (rows[place].get("training") or {}).get("separates_documents", False) for place in todo}
     how = {"takes_media": takes_media, "sp": sp, "ep": ep, "world": world}
     for found in parallel_coverage.sweep(separates, **how) if todo else ():
         cell = {"difference": found.worst, "reason": found.reason, "applies": found.applies}

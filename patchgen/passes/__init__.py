@@ -11,6 +11,7 @@ from patchgen.passes.audio_sp import AudioSP
 from patchgen.passes.base import Pass
 from patchgen.passes.checkpoint_mapping import CheckpointMapping
 from patchgen.passes.deepstack_sp import DeepstackSP
+from patchgen.passes.drawn_masks import DrawnMasks
 from patchgen.passes.dummy_forward import DummyForward
 from patchgen.passes.fill_back import FillBack
 from patchgen.passes.fused_experts import FusedExperts
@@ -52,6 +53,7 @@ PASSES: tuple[type[Pass], ...] = (
     UnevenBranches,
     FusedLoss,
     LanguageSP,
+    DrawnMasks,
     MixerSP,
     VisionSP,
     AudioSP,

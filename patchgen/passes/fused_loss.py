@@ -36,7 +36,7 @@ from patchgen.rewrite import (
 )
 from patchgen.source import Block, Module
 
-LOCAL_TERMS, LOSS_FORM = "local_loss_terms", "loss_form"
+LOCAL_TERMS, LOSS_FORM, OWN_LOSS = "local_loss_terms", "loss_form", "own_loss"
 HEAD = "head"
 
 
@@ -149,13 +149,17 @@ class FusedLoss(SitePass):
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """What heads add to the loss that is a number of one rank."""
+        """The losses of heads, and what heads add to theirs, that are numbers of one rank."""
+        told = {
+            LOCAL_TERMS: "is added to the loss and is a number of one rank's tokens: not trained on several ranks, nor over "
+            "several micro-batches",
+            OWN_LOSS: "is the loss, upstream's own mean over a call: not trained in steps of several ranks or micro-batches",
+        }
         return [
-            f"{info.name}: {', '.join(ast.literal_eval(node.value))} is added to the loss and is a number of one rank's "
-            "tokens: not trained on several ranks, nor over several micro-batches"
+            f"{info.name}: {', '.join(ast.literal_eval(node.value))} {told[name]}"
             for info in anatomy.with_role(Role.HEAD, module)
             for node in module.block(info.name).node.body
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == LOCAL_TERMS
+            if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in told
         ]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
@@ -173,7 +177,7 @@ class FusedLoss(SitePass):
         source = ast.unparse(own)
         code = f"ops.require_no_step(labels, {source!r})"
         block = insert_first(block, "forward", code, self.mark)
-        return Rewritten(append_method(block, f"{LOCAL_TERMS} = {(source,)!r}", self.mark), "upstream's own loss")
+        return Rewritten(append_method(block, f"{OWN_LOSS} = {(source,)!r}", self.mark), "upstream's own loss")
 
     def _seam(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
         check_own_losses(site.block, anatomy)

@@ -91,6 +91,10 @@ LOCAL_TERMS = "local_loss_terms"
 """Of a generated head: what it adds to its loss that is a number of one rank's tokens, as source."""
 
 
+OWN_LOSS = "own_loss"
+"""Of a generated head whose loss is upstream's own mean over a call: the loss, as source."""
+
+
 LOSS_FORM = "loss_form"
 """Of a generated head that writes its cross entropy out: "aligned" or "shifted" (`kernels.causal_lm_loss`)."""
 
@@ -104,9 +108,19 @@ def upstream_labels(head: type | None, batch: dict[str, Any]) -> dict[str, Any]:
 
 def not_shared(head: object) -> str:
     """Why the loss of a generated head, a class or a model, is no sum of shares; empty if it is one."""
-    terms = getattr(head, LOCAL_TERMS, ())
     name = head.__name__ if isinstance(head, type) else type(head).__name__
+    if own := getattr(head, OWN_LOSS, ()):
+        return own_mean(name, *own)
+    terms = getattr(head, LOCAL_TERMS, ())
     return _not_shared(name, terms) if terms else ""
+
+
+def own_mean(name: str, source: str) -> str:
+    """Why a head does not train in steps whose loss is upstream's own."""
+    return (
+        f"{name} computes a loss of its own, {source}, which has no share for several ranks or micro-batches: it is "
+        "upstream's mean over the call. Train it without a parallel state, or hand over no labels."
+    )
 
 
 def _not_shared(name: str, terms: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from patchgen.runtime import attention
 from patchgen.runtime.attention_kinds import Names
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.multimodal_inputs import SampleBuilder
@@ -37,7 +38,7 @@ def kept_apart(
     config: PreTrainedConfig,
     *,
     attention_name: Names,
-    separates_documents: bool = False,
+    separates_documents: Separated = False,
 ) -> tuple[Pair, ...]:
     """The pairs of modalities of which a row may not hold both.
 
@@ -56,7 +57,7 @@ def kept_apart(
     builder = SampleBuilder(comparison.reference)
     comparison.ran_with = on_cpu(attention_name, comparison.choices(comparison.config, {}), comparison.config)
     if separates_documents:
-        comparison = comparison.with_documents_apart()
+        comparison = comparison.with_documents_apart(separates_documents)
     with one_rank() as state:
         comparison.state = state
         return tuple(sorted(pair for pair in pairs if not _is_told_apart(pair, builder, comparison)))

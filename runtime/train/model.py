@@ -206,7 +206,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
     if recipe.model.separate_documents:
-        model_calls.separate_documents(model)
+        model_calls.separate_documents(model, recipe.model.separate_documents)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)

@@ -29,6 +29,7 @@ from patchgen.runtime import attention, attention_kinds, registry, seams
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.compatibility import ReleaseMismatch
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.objectives.choose import teacher_recipe
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parts import UnknownPartError, part_files
@@ -61,7 +62,7 @@ class Preflight:
     status: str
     reason: str
     attention: Names
-    separates_documents: bool = False
+    separates_documents: Separated = False
     apart: tuple[modalities.Pair, ...] = ()
 
     @property
@@ -86,7 +87,7 @@ def require_trainable(recipe: Recipe) -> Recipe:
         raise RecipeError(
             f"train.batches_per_step = {recipe.train.batches_per_step}, parallel.sp = {recipe.parallel.sp}: {local}"
         )
-    apart = found.separates_documents or bool(recipe.model.separate_documents)
+    apart = found.separates_documents or recipe.model.separate_documents or False
     if apart and recipe.parallel.sp > 1:
         raise RecipeError(
             f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}' computes each packed document in a row of its "

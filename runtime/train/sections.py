@@ -36,8 +36,8 @@ class ModelConfig:
         attention: a name of runtime/attention.py, or one for each config in the model's ({"": NAME, vision_config: NAME}); null
             chooses, for each kind of layer, the fastest that can run here and has what it asks for: sinks, soft caps, windows, the
             size of its heads.
-        separate_documents: compute each packed document in a row of its own, padded: for models that cannot be told where
-            documents end; null: where the proof of the model shows that it needs it.
+        separate_documents: compute each packed document in a row of its own, padded behind, or before with "left": for models that
+            cannot be told where documents end; null: where the proof of the model shows that it needs it.
         freeze: patterns of parameter names (`model.visual.*`) that are not trained.
     """
 
@@ -50,7 +50,7 @@ class ModelConfig:
     allow_missing: tuple[str, ...] = ()
     dtype: DtypeName = "float32"
     attention: str | dict[str, Any] | None = None
-    separate_documents: bool | None = None
+    separate_documents: bool | Literal["left"] | None = None
     freeze: tuple[str, ...] = ()
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import model_calls, parallel, registry, seams
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import media_ranks, reference_loss
@@ -75,7 +76,7 @@ def generated_class(head: str, file: str) -> type[nn.Module]:
     return getattr(registry.import_file(Path(file)), head)
 
 
-def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, separates: bool) -> dict:
+def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, separates: Separated) -> dict:
     """Runs on every rank; the row of the type, as a dict. Without a head, of the first that takes media, on all its batches."""
     started = time.perf_counter()
     state = state_of(sp, ep)
@@ -108,7 +109,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         model.load_state_dict(ours.apply(yardstick.state_dict()))
         switch_dropout_off(model)
         if separates:
-            model_calls.separate_documents(model)
+            model_calls.separate_documents(model, separates)
         row["num_expert_parameters"] = len(sharding.own_plan(model))
         sharding.shard_model(model, state)
         got_loss, got = _all_ranks(model, inputs, state, kernels)
@@ -183,7 +184,7 @@ def _all_ranks(
 
 
 def sweep(
-    separates: Mapping[str, bool], *, takes_media: bool = False, sp: int = 1, ep: int = 1, world: int = 2
+    separates: Mapping[str, Separated], *, takes_media: bool = False, sp: int = 1, ep: int = 1, world: int = 2
 ) -> Iterator[Row]:
     """The rows of types as they come: the file that each generates is compared. Prints a line each.
 

@@ -73,6 +73,8 @@ def _print_training(path: TrainingPath, console: Console) -> None:
     for check in path.checks:
         table.add_row(check.name, *map(_cell, (check.loss, check.logits, check.gradient)))
     console.print(table)
+    for name, reason in path.left_out.items():
+        console.print(f"not compared: {name}: {reason}", style="yellow", markup=False, highlight=False)
     for failure in path.failures:
         console.print(f"FAILED {failure}", style="red", markup=False, highlight=False)
 
@@ -191,6 +193,7 @@ def training_record(path: TrainingPath) -> dict[str, object]:
             for check in path.checks
         },
         "failures": list(path.failures),
+        "left_out": dict(path.left_out),
     }
 
 

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from patchgen.runtime import attention, attention_kinds
 from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.attention_kinds import Kind, Names
+from patchgen.runtime.document_rows import LEFT, Separated
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
@@ -67,7 +68,9 @@ class TrainingPath:
     """What each kind of layer asks of its attention."""
     checks: tuple[Check, ...] = ()
     failures: tuple[str, ...] = ()
-    separates_documents: bool = False
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """The checks that tell nothing of this model, and why."""
+    separates_documents: Separated = False
     """Whether a run computes each packed document in a row of its own (`model_calls.separate_documents`): only so is the
     model right in packed rows, since nothing tells it where documents end."""
 
@@ -134,14 +137,17 @@ def prove_training_path(
         path.run()
         # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
         if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-            apart = path.with_documents_apart()
-            apart.run()
-            path = apart if not apart.failures else path
+            for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+                apart.run()
+                if not apart.failures:
+                    path = apart
+                    break
     return replace(
         found,
         ran_with=path.ran_with,
         checks=tuple(path.checks),
         failures=tuple(path.failures),
+        left_out=path.left_out,
         separates_documents=path.separates_documents,
     )
 
@@ -182,17 +188,21 @@ def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTraine
 def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
     """One record of several variants of a model; the first gives the names, checks of the others carry their variant's."""
     (_, first), *others = paths.items()
-    checks, failures = list(first.checks), list(first.failures)
+    checks, failures, left_out = list(first.checks), list(first.failures), dict(first.left_out)
     asked = dict.fromkeys(kind for path in paths.values() for kind in path.asked)
     for variant, path in others:
         checks += [replace(check, name=f"{check.name}, {variant}") for check in path.checks]
         failures += [f"variant {variant}: {failure}" for failure in path.failures]
+        left_out |= {f"{name}, {variant}": reason for name, reason in path.left_out.items()}
     return replace(
         first,
         checks=tuple(checks),
         failures=tuple(failures),
+        left_out=left_out,
         asked=tuple(asked),
-        separates_documents=any(path.separates_documents for path in paths.values()),
+        separates_documents=next(
+            (path.separates_documents for path in paths.values() if path.separates_documents), False
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.modeling_outputs import CausalLMOutput
 
 from patchgen.runtime import attention, model_calls, parallel
-from patchgen.runtime.document_rows import DocumentRows
+from patchgen.runtime.document_rows import LEFT, DocumentRows
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.slices import one_of_ranks
@@ -22,15 +22,15 @@ LENGTHS = (7, 12, 5)
 ROUNDING = 64 * torch.finfo(torch.float32).eps
 
 
-@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3))
-def test_tokens_go_to_rows_of_their_document_and_come_back(documents):
+@given(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3), st.booleans())
+def test_tokens_go_to_rows_of_their_document_and_come_back(documents, is_left):
     S = max(sum(lengths) for lengths in documents)
     documents = [[*lengths, S - sum(lengths)] if sum(lengths) < S else lengths for lengths in documents]
     lengths = [length for row in documents for length in row]
     B = len(documents)
     ids = torch.arange(1, B * S + 1).view(B, S)
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
-    rows = DocumentRows.of(bounds, B, S)
+    rows = DocumentRows.of(bounds, B, S, is_left=is_left)
     batch = {
         "input_ids": ids,
         "labels": ids,
@@ -43,12 +43,14 @@ def test_tokens_go_to_rows_of_their_document_and_come_back(documents):
     assert "cu_seq_lens_q" not in apart
     assert apart["pixel_values"] is batch["pixel_values"]
     for row, document in enumerate(ids.view(-1).split(lengths)):
-        n = len(document)
-        assert torch.equal(apart["input_ids"][row, :n], document)
-        assert torch.equal(apart["labels"][row, :n], document)
-        assert (apart["labels"][row, n:] == IGNORED).all()
-        assert torch.equal(apart["position_ids"][1, row, :n], 2 * document)
-        assert torch.equal(apart["inputs_embeds"][row, :n, 1], document.float())
+        held = torch.arange(max(lengths)) < len(document)
+        held = held.flip(0) if is_left else held
+        assert torch.equal(rows.is_token[row], held)
+        assert torch.equal(apart["input_ids"][row, held], document)
+        assert torch.equal(apart["labels"][row, held], document)
+        assert (apart["labels"][row, ~held] == IGNORED).all()
+        assert torch.equal(apart["position_ids"][1, row, held], 2 * document)
+        assert torch.equal(apart["inputs_embeds"][row, held, 1], document.float())
     if len(set(lengths)) > 1:
         assert int(apart["real_tokens"].sum()) == B * S
     together = rows.together(CausalLMOutput(logits=apart["inputs_embeds"], loss=torch.tensor(1.0)))
@@ -120,3 +122,24 @@ def test_a_slice_of_rows_is_refused_packed_or_not():
                 ValueError, match=r"MambaForCausalLM computes each document .* a slice of the rows .sp=2"
             ):
                 model(**batch)
+
+
+def test_a_model_that_looks_ahead_is_told_of_padding_before_its_tokens():
+    """Logits of packed rows are those of each document alone, and with padding behind the tokens they are not."""
+    attention.register()
+    cls = importlib.import_module("transformers.models.xlnet.modeling_xlnet").XLNetLMHeadModel
+    config = small_config(cls.config_class).config
+    expected = build_model(cls, config)
+    perturb(expected)
+    ids = torch.randint(3, 60, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    batch = slice_batch({"input_ids": ids, "position_ids": positions}, sp=1, sp_rank=0)
+    with torch.no_grad():
+        alone = torch.cat([expected(input_ids=part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+        differences = []
+        for how in (LEFT, True):
+            own = cls._from_config(copy.deepcopy(config), attn_implementation="patchgen_sdpa").eval()
+            own.load_state_dict(expected.state_dict())
+            model_calls.separate_documents(own, how)
+            differences.append((own(**batch).logits - alone).abs().max() / alone.abs().max())
+    assert differences[0] < ROUNDING < differences[1]

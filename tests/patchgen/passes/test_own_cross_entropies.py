@@ -138,8 +138,12 @@ def test_labels_that_the_decoder_reads_are_its_targets(tmp_path, state):
 )
 def test_another_loss_is_left_alone_named_and_refused_in_a_step(tmp_path, state, written):
     kind, generated = head(tmp_path, (UPSTREAM, written))
-    assert "CrossEntropyLoss" in kind.local_loss_terms[0]
-    assert "not trained on several ranks" in generated.provenance
+    assert kind.own_loss[0].count("CrossEntropyLoss") == kind.own_loss[0].count("labels") == 1, (
+        "the loss, not a part of it"
+    )
+    (note,) = next(step.outcome.notes for step in generated.steps if step.name == "fused_loss")
+    assert note.startswith(f"LlamaForCausalLM: {kind.own_loss[0]} is the loss") and "added" not in note
+    assert loss.not_shared(kind).startswith("LlamaForCausalLM computes a loss of its own, ")
     torch.manual_seed(0)
     model = kind(small_config(kind.config_class).config).train()
     assert model(IDS, labels=LABELS, use_cache=False).loss.isfinite()

@@ -183,6 +183,7 @@ def test_padding_that_upstream_itself_reads_is_not_compared(tmp_path, model_type
     assert path.reason == "" and path.separates_documents
     assert "padded right" in [check.name for check in path.checks]
     assert "padded left" not in [check.name for check in path.checks]
+    assert path.left_out["padded left"].startswith("upstream reads the padding itself; ours differs by ")
 
 
 def test_padding_that_upstream_does_not_read_is_compared(tmp_path):
