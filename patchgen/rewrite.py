@@ -97,6 +97,25 @@ def edit_body(
     return edit_function(block, name, lambda function: with_body(function, edit(function_body(function))))
 
 
+def edit_branch(
+    body: Sequence[cst.BaseStatement],
+    place: Sequence[int | str],
+    edit: Callable[[list[cst.BaseStatement]], Sequence[cst.BaseStatement]],
+) -> list[cst.BaseStatement]:
+    """The statements with those edited among which the one at `place` stands: (position,), or (position of an `if`,
+    "body" or "orelse", ...)."""
+    if len(place) == 1:
+        return list(edit(list(body)))
+    position, branch, *rest = place
+    statement = body[position]
+    holder = statement if branch == "body" else statement.orelse
+    if isinstance(holder, cst.If) and branch == "orelse":
+        raise LookupError("the branch is an elif")
+    changed = holder.with_changes(body=holder.body.with_changes(body=edit_branch(holder.body.body, rest, edit)))
+    statement = changed if branch == "body" else statement.with_changes(orelse=changed)
+    return [*body[:position], statement, *body[position + 1 :]]
+
+
 def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
     """The block with marked code at the top of one function."""
     new = statements(code, 2 if isinstance(block.node, ast.ClassDef) else 1, mark)
