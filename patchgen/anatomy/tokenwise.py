@@ -146,6 +146,7 @@ class _Reader:
         self._anatomy, self._owner, self._local, self._seen = anatomy, owner, local, seen
         self._fixed, self._known = fixed, known
         self.values, self._attends, self._memo = dict(values), set(), {}
+        self._slices: set[str] = set()  # names of parts of matrices
         self.returned: Value = None
         self._in_pieces = False  # in a loop over pieces of rows
 
@@ -201,6 +202,12 @@ class _Reader:
         if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
             self._attends |= set(stored(statement))
         elif source is not None:
+            if (
+                isinstance(source, ast.Call)
+                and dotted(source.func).endswith(".split")
+                and self._is_matrix(source.func.value)
+            ):
+                self._slices |= set(stored(statement))
             for target in targets(statement):
                 self._store(target, self.value(source), statement)
 
@@ -283,6 +290,8 @@ class _Reader:
                 return self.values[target.id]
             case ast.Tuple(parts) | ast.List(parts):
                 return tuple(map(self.value, parts))
+            case ast.ListComp(part, [ast.comprehension(ast.Name(), source, [])]) if not has_rows(self.value(source)):
+                return [self.value(part)]
             case ast.Attribute(owner, name):
                 return self._attribute(node, owner, name)
             case ast.Subscript():
@@ -430,6 +439,8 @@ class _Reader:
                 return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
             case ast.Attribute(_, "weight"):
                 return True
+            case ast.Subscript(ast.Name(name), ast.Name() | ast.Constant()):
+                return name in self._slices
             case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
                 return self._is_matrix(inner)
         return False

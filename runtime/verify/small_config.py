@@ -118,7 +118,7 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
 
 
 def _all_fields(config: PreTrainedConfig) -> set[str]:
-    names = {field.name for field in dataclasses.fields(config)}
+    names = {field.name for field in _fields(type(config))}
     for key in type(config).sub_configs:
         sub_config = vars(config).get(key)
         if dataclasses.is_dataclass(sub_config):
@@ -136,7 +136,7 @@ def _needs_window(config_class: type[PreTrainedConfig], fields: Mapping[str, dat
 
 
 def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:
-    return {field.name: field for field in dataclasses.fields(config_class)}.get(name)
+    return {field.name: field for field in _fields(config_class)}.get(name)
 
 
 # ------------------------------------------------------------------------------------------- one config class
@@ -222,7 +222,17 @@ def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Fi
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    return {field.name: field for field in dataclasses.fields(config_class) if field.name not in common}
+    return {field.name: field for field in _fields(config_class) if field.name not in common}
+
+
+def _fields(config_class: type[PreTrainedConfig]) -> list[dataclasses.Field]:
+    """The fields of a config class; of one with an `__init__` of its own the parameters that have a default, too."""
+    found = {field.name: field for field in dataclasses.fields(config_class)}
+    for name, parameter in inspect.signature(config_class.__init__).parameters.items():
+        if name not in found and parameter.default is not inspect.Parameter.empty:
+            found[name] = dataclasses.field(default=parameter.default)
+            found[name].name, found[name].type = name, parameter.annotation
+    return list(found.values())
 
 
 def _declared(field: dataclasses.Field) -> object:
