@@ -158,6 +158,16 @@ def at_end(module: Module, code: str) -> Module:
     return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
 
 
+def with_torch(module: Module) -> Module:
+    """The module with `torch` and `nn` among its imports."""
+    bound = {name for block in module for name in block.binds}
+    wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
+    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
+    blocks = list(module.blocks)
+    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
+    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
+
+
 def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
     """`new` in the place of `old`, below the comments and blank lines that `old` had."""
     first, *rest = new

@@ -65,7 +65,7 @@ class ExpertLoop:
     top_k_index: str  # [T, K]
     top_k_weights: str  # [T, K]
     dtype: str | None  # source of the accumulator's dtype; None for that of the hidden states
-    inside: str | None  # source of the dtype in which outputs are added up
+    inside: str | None  # source of the dtype in which outputs are added up, by the names in the stacks
     superseded: tuple[int, ...]  # positions, beside the statement's, of those that only the loop needed
 
 
@@ -80,7 +80,14 @@ def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, lis
     users = [m for m in info.methods.values() if m.name not in building and uses(m, attribute)]
     if not users:
         raise Missed(f"a method that runs self.{attribute}", info.name)
-    return experts, [_read_loop(anatomy, info, experts, method) for method in users]
+    others = [one for one in anatomy.classes.values() if one is not info and uses(one.node, attribute)]
+    others = [one.name for one in others if info in anatomy.lineage(one.name)]
+    if others:
+        raise Missed(f"no subclass of {info.name} that uses self.{attribute}", ", ".join(others))
+    loops = [_read_loop(anatomy, info, experts, method) for method in users]
+    if len(dtypes := {str(loop.inside) for loop in loops}) > 1:
+        raise Missed("one dtype in which the outputs of experts are added up", ", ".join(dtypes))
+    return experts, loops
 
 
 def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
@@ -244,7 +251,10 @@ def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: F
     dtype = _dtype(body[born].value, names[0])
     masks = {i: terms for i, terms in made.items() if terms and all(term[0] in MASKS for term in terms.values())}
     gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
-    return ExpertLoop(method.name, place, accumulator, *names, dtype, dtype, (*gone, born))
+    inside = "top_k_weights.dtype" if dtype == f"{names[2]}.dtype" else dtype
+    if dtype is not None and not inside.startswith(("torch.", "top_k_weights.")):
+        raise Missed("an accumulator in the dtype of the hidden states, of the routing weights, or a named one", dtype)
+    return ExpertLoop(method.name, place, accumulator, *names, dtype, inside, (*gone, born))
 
 
 def _loops(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:

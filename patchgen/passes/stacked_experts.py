@@ -26,6 +26,7 @@ from patchgen.rewrite import (
     insert_first,
     replace_statement,
     statements,
+    with_torch,
 )
 from patchgen.source import Block, Module
 from patchgen.templates import render
@@ -144,13 +145,8 @@ class StackedExperts(SitePass):
                 )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
         experts, loops = read_expert_list(anatomy, info)
-        others = _other_users(anatomy, info, experts.attribute)
-        if others:
-            raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
-        name, dtypes = _stacked_name(anatomy, info.name), {_dtype_inside(loop) for loop in loops}
-        if len(dtypes) > 1:
-            raise Missed("one dtype in which the outputs of experts are added up", ", ".join(map(str, dtypes)))
-        told = {"name": name, "block": info.name, "experts": experts, "dtype": dtypes.pop(), "mark": self.mark}
+        name = _stacked_name(anatomy, info.name)
+        told = {"name": name, "block": info.name, "experts": experts, "dtype": loops[0].inside, "mark": self.mark}
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
         block = edit_body(block, experts.method, lambda body: self._build(body, experts, name))
         for loop in loops:
@@ -170,7 +166,7 @@ class StackedExperts(SitePass):
         names = tuple(_stacked_name(anatomy, info.name) for info in rewritten)
         module, hits = self._with_init(outcome.module, anatomy, names, lists)
         module = self._with_conversion(module, anatomy, lists)
-        return replace(outcome, module=_with_torch(module), hits=(*outcome.hits, *hits), added=names)
+        return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
     def _build(self, body: list[cst.BaseStatement], experts: ExpertList, name: str) -> list[cst.BaseStatement]:
         code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
@@ -235,23 +231,6 @@ class StackedExperts(SitePass):
         return at_end(module, f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
 
 
-def _dtype_inside(loop: ExpertLoop) -> str | None:
-    """The accumulator's dtype in the names of the new class."""
-    if loop.inside is None or loop.inside.startswith("torch."):
-        return loop.inside
-    if loop.inside == f"{loop.top_k_weights}.dtype":
-        return "top_k_weights.dtype"
-    raise Missed(
-        "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.inside
-    )
-
-
-def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
-    """The subclasses that use the list themselves."""
-    users = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
-    return [other.name for other in users if info in anatomy.lineage(other.name)]
-
-
 def _stacked_name(anatomy: Anatomy, block: str) -> str:
     """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
     lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
@@ -285,13 +264,3 @@ def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapp
         return insert_first(block, METHOD, code, mark)
     inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"
     return append_method(block, inherited + textwrap.indent(code, "    "), mark)
-
-
-def _with_torch(module: Module) -> Module:
-    """The module with `torch` and `nn` among its imports."""
-    bound = {name for block in module for name in block.binds}
-    wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
-    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
-    blocks = list(module.blocks)
-    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
-    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
