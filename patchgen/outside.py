@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from patchgen.anatomy.classes import calls, dotted
 from patchgen.errors import ConfigError, PassMismatch, UpstreamNotFound
 from patchgen.model_configs import ModelConfig, shown_file
 from patchgen.source import Module, bound_names
@@ -81,9 +82,10 @@ def _not_in_transformers(name: str, wanted: Sequence[str]) -> Iterator[str]:
     if text is None:
         yield f"{name}: {release.origin} has no such module; take the lines that import it out of the file"
         return
-    if LAZY in text or "_LazyModule" in text:
-        return  # as well
     tree = ast.parse(text)
+    made = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if LAZY in made or any(dotted(call.func) == "_LazyModule" for call in calls(tree)):
+        return  # as well
     known = {one for node in ast.walk(tree) if isinstance(node, ast.stmt) for one in bound_names(node)}
     for one in wanted:
         if "*" not in known and one not in known and not _is_module(release, f"{path}/{one}"):

@@ -98,6 +98,25 @@ def edit_body(
     return edit_function(block, name, lambda function: with_body(function, edit(function_body(function))))
 
 
+def edit_branch(
+    body: Sequence[cst.BaseStatement],
+    place: Sequence[int | str],
+    edit: Callable[[list[cst.BaseStatement]], Sequence[cst.BaseStatement]],
+) -> list[cst.BaseStatement]:
+    """The statements with those edited among which the one at `place` stands: (position,), or (position of an `if`,
+    "body" or "orelse", ...)."""
+    if len(place) == 1:
+        return list(edit(list(body)))
+    position, branch, *rest = place
+    statement = body[position]
+    holder = statement if branch == "body" else statement.orelse
+    if isinstance(holder, cst.If) and branch == "orelse":
+        raise LookupError("the branch is an elif")
+    changed = holder.with_changes(body=holder.body.with_changes(body=edit_branch(holder.body.body, rest, edit)))
+    statement = changed if branch == "body" else statement.with_changes(orelse=changed)
+    return [*body[:position], statement, *body[position + 1 :]]
+
+
 def insert_first(block: Block, name: str, code: str, mark: str) -> Block:
     """The block with marked code at the top of one function."""
     new = statements(code, 2 if isinstance(block.node, ast.ClassDef) else 1, mark)
@@ -139,6 +158,16 @@ def at_end(module: Module, code: str) -> Module:
     position = next((i for i, block in enumerate(module) if "__all__" in block.binds), len(module.blocks))
     new = Block(text=f"\n\n{format_code(code)}")
     return module.with_blocks([*module.blocks[:position], new, *module.blocks[position:]])
+
+
+def with_torch(module: Module) -> Module:
+    """The module with `torch` and `nn` among its imports."""
+    bound = {name for block in module for name in block.binds}
+    wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
+    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
+    blocks = list(module.blocks)
+    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
+    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])
 
 
 def replace_statement(old: cst.BaseStatement, new: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:

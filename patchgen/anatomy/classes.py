@@ -61,8 +61,19 @@ def describe(node: ast.ClassDef, local_classes: Container[str], resolve: Resolve
         for statement in ast.walk(init):
             for attribute, value in _self_assignments(statement):
                 info.attributes.setdefault(attribute, value)
-        info.builds = list(_builds(node.name, init, local_classes, resolve))
+        for method in (init, *(info.methods[name] for name in setup_calls(info))):
+            info.builds += _builds(node.name, method, local_classes, resolve)
     return info
+
+
+def setup_calls(info: ClassInfo) -> list[str]:
+    """The methods that `__init__` calls for what they set: `self._setup_experts()`."""
+    init = info.methods.get("__init__")
+    statements = (
+        [s.value for s in init.body if isinstance(s, ast.Expr) and isinstance(s.value, ast.Call)] if init else []
+    )
+    named = [own_attribute(call.func) for call in statements if not (call.args or call.keywords)]
+    return [name for name in named if name in info.methods]
 
 
 def auto_class(meaning: str | None) -> str:

@@ -12,6 +12,13 @@ and methods of the file are run in place.
     half      x, 0 or 1                         of the last dimension
     call      attribute, x                      `self.<attribute>(x)`
     expert    x                                 the module of this expert, from a list
+
+Of forms that hand each expert its rows of all `[T * K]`, and add up the K outputs of a token at the end:
+
+    flat, order, counts  selection              its values in one row; their order by expert; how many each expert has
+    repeated, sorted     x, ...                 `[T * K]` rows: each token K times; in the order of experts
+    outputs, placed      x, selection           what the experts made of them: in that order, in the selection's
+    combined             x, selection, weights  the K outputs of a token, each times its weight, added up
 """
 
 from __future__ import annotations
@@ -39,6 +46,7 @@ class Interpreter:
         values: what its parameters hold.
         counts: the sources that stand for the number of experts.
         experts: the attribute that holds a list of expert modules, if there is one.
+        constants: attributes that hold a number, whatever the config says.
     """
 
     def __init__(
@@ -50,8 +58,10 @@ class Interpreter:
         counts: frozenset[str] = frozenset(),
         experts: str = "",
         depth: int = 0,
+        constants: dict[str, Term] | None = None,
     ) -> None:
         self._anatomy, self._owner, self._counts, self._experts = anatomy, owner, counts, experts
+        self._constants = constants or {}
         self._local, self._depth = local_names(function), depth
         self.values = dict(values)
         self.sum: tuple[str, Term] | None = None  # the name that a loop adds to, and the term added
@@ -68,7 +78,7 @@ class Interpreter:
         return None
 
     def statement(self, statement: ast.stmt, *, is_last: bool = False) -> None:
-        if self.sum is not None:
+        if self.sum is not None and not self._is_next_start(statement):
             raise Missed("nothing below the sum in the loop over experts", statement)
         if isinstance(statement, ast.With):
             self._without_gradient(statement)
@@ -79,11 +89,12 @@ class Interpreter:
                 raise Missed("no change of a value in place", statement)
             self._add(statement.target.value, self.value(statement.target.slice), statement.value, statement)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            self._assign(statement.targets[0], statement.value)
+            if not self._is_placed(statement.targets[0], statement.value):
+                self._assign(statement.targets[0], statement.value)
         elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
             self._assign(statement.target, statement.value)
         elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            if not self._is_sum(statement.value):
+            if not (self._is_sum(statement.value) or self._is_changed(statement.value)):
                 raise Missed("plain assignments from one value to the next, then one index_add_", statement)
         elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
             raise Missed("plain assignments from one value to the next", statement)
@@ -105,6 +116,10 @@ class Interpreter:
     def _guard(self, statement: ast.If, is_last: bool) -> None:
         """`continue` for the expert of tokens that have none, or where there are no tokens; the rest, where there are."""
         test = self.value(statement.test)
+        if test[0] == "const":
+            for inner in statement.body if test[1] else statement.orelse:
+                self.statement(inner)
+            return
         skips = len(statement.body) == 1 and isinstance(statement.body[0], ast.Continue)
         is_known = test in (("nobody",), ("empty",)) if skips else is_last and test == ("occupied",)
         if statement.orelse or not is_known:
@@ -146,6 +161,43 @@ class Interpreter:
         self.sum = (accumulator.id, added)
         self._selection(index[1], node)
 
+    def _is_placed(self, target: ast.expr, value: ast.expr) -> bool:
+        """`Y[flat == e] = expert(X[flat == e])` in a loop over experts, or `Y[order] = <outputs in that order>` below it."""
+        if not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
+            return False
+        name, index, made = target.value.id, self.value(target.slice), self.value(value)
+        match self.value(target.value), index, made:
+            case ("empty", _), ("chosen", selection, "r"), ("expert", ("rows", ("repeated", x), one)) if (
+                selection == one
+            ):
+                self.sum = (name, ("placed", x, selection))
+                self._selection(selection, target)
+            case ("empty", _), ("order", selection), ("outputs", x, one) if selection == one:
+                self.values[name] = ("placed", x, selection)
+            case _:
+                raise Missed("rows of an empty tensor, set to what this expert makes of the same rows", target)
+        return True
+
+    def _is_changed(self, call: ast.Call) -> bool:
+        """`T.scatter_(1, selection, 1)`, which marks the experts of each token, or `L.append(expert(rows))`."""
+        match call:
+            case ast.Call(ast.Attribute(ast.Name(name), "scatter_"), [_, _, _]):
+                place, selection, mark = map(self.value, call.args)
+                if self.values.get(name) == ("table", selection) and place == mark == ("const", 1):
+                    self.values[name] = ("marked", selection)
+                    return True
+            case ast.Call(ast.Attribute(ast.Name(name), "append"), [made]) if self.values.get(name) == ("list",):
+                match self.value(made):
+                    case ("expert", ("piece", x, selection)):
+                        self.sum = (name, ("outputs", x, selection))
+                        return True
+        return False
+
+    def _is_next_start(self, statement: ast.stmt) -> bool:
+        """`start = end`, which may stand below what is appended."""
+        value = statement.value if isinstance(statement, ast.Assign) else None
+        return isinstance(value, ast.Name) and self.values.get(value.id, ("",))[0] == "end"
+
     def _selection(self, selection: Term, node: ast.AST) -> None:
         """All of a loop is about one selection."""
         if self._seen_from not in (None, selection):
@@ -158,9 +210,15 @@ class Interpreter:
         target, experts = loop.target, ("number",)
         is_counted = isinstance(loop.iter, ast.Call) and self._resolve(loop.iter.func) == "builtins.enumerate"
         counted = [own_attribute(arg) for arg in loop.iter.args] if is_counted and self._experts else []
+        starts: list[str] = []
         if isinstance(target, ast.Tuple) and len(target.elts) == 2 and counted == [self._experts]:
             target, module = target.elts
             self.values[module.id] = ("module",)
+        elif isinstance(target, ast.Tuple) and is_counted and (counts := self.value(loop.iter.args[0]))[0] == "counts":
+            target, count = target.elts
+            starts = [name for name in {*stored(loop)} if self.values.get(name) == ("const", 0)]
+            self.values |= dict.fromkeys(starts, ("start", counts[1])) | {count.id: ("count", counts[1])}
+            self._selection(counts[1], loop)
         else:
             experts = self.value(loop.iter)
         if loop.orelse or not isinstance(target, ast.Name) or experts[0] not in ("hits", "range", "number"):
@@ -171,6 +229,7 @@ class Interpreter:
         carried = inside & set(self.values) - {target.id}
         self.values[target.id] = ("number",)
         self.run(loop.body)
+        carried -= {name for name in starts if self.values[name][0] == "end"}
         if self.sum is None:
             raise Missed("an index_add_ of the weighted expert output", loop)
         if carried - {self.sum[0]}:
@@ -199,6 +258,14 @@ class Interpreter:
                 term = ("tuple", tuple(map(self.value, parts)))
             case ast.Slice(None, None, None):
                 term = ("all",)
+            case ast.Slice(ast.expr() as lower, ast.expr() as upper, None):
+                term = ("span", self.value(lower), self.value(upper))
+            case ast.Starred(inner):
+                term = ("all of", self.value(inner))
+            case ast.List([]):
+                term = ("list",)
+            case ast.IfExp(ast.Call(ast.Name("len"), [ast.Name()]), made, ast.Call(ast.Attribute(_, "new_empty"))):
+                term = self.value(made)  # without any output there is no token
             case _:
                 reader = getattr(self, f"_{type(node).__name__.lower()}", None)
                 term = reader(node) if reader is not None else None
@@ -216,7 +283,7 @@ class Interpreter:
         if self._resolve(node).startswith("torch."):
             return ("library", self._resolve(node))
         if own_attribute(node):
-            return ("self", node.attr)
+            return self._constants.get(node.attr, ("self", node.attr))
         owner = self.value(node.value)
         return (node.attr, owner) if node.attr in ("dtype", "device", "shape") else None
 
@@ -235,6 +302,12 @@ class Interpreter:
                 return ("number of tokens",)
             case ("shape", _), ("const",):
                 return ("size", owner[1], parts[0][1])
+            case (("repeated", _), ("chosen",)) if parts[0][2] == "r":
+                return ("rows", owner, parts[0][1])
+            case ("value", *_), ("sorted tokens",):
+                return ("sorted", owner, parts[0][1])
+            case ("sorted", x, selection), ("span",) if index[1:] == (("start", selection), ("end", selection)):
+                return ("piece", x, selection)
             case ("value", *_), (("tokens",) | ("const", "tokens")) if parts[0] in (parts[-1], ("const", None)):
                 return ("rows", owner, parts[-1][1])
             case ("value", *_), (("tokens", "slots") | ("tokens", "slots", "const")) if parts[0][1] == parts[1][1]:
@@ -254,6 +327,12 @@ class Interpreter:
             case ("value", *_), ("number",) if operator is ast.Eq:
                 self._selection(left, node)
                 return ("chosen", left, "tk")
+            case ("flat", selection), ("number",) if operator is ast.Eq:
+                return ("chosen", selection, "r")
+            case ("count", _), ("const", 0) if operator is ast.Eq:
+                return ("nobody",)
+            case ("const", int(one)), ("const", int(two)) if operator is ast.Gt:
+                return ("const", one > two)
             case ("count_of", selection), ("const", 0) if operator is ast.Gt:
                 return ("hit", selection)
             case ("number of tokens",), ("const", 0):
@@ -262,6 +341,7 @@ class Interpreter:
 
     def _binop(self, node: ast.BinOp) -> Term | None:
         operations = {ast.MatMult: Operations.matmul, ast.Mult: Operations.mul, ast.Add: Operations.add}
+        operations[ast.FloorDiv] = Operations.floor_divide
         left, right, operation = self.value(node.left), self.value(node.right), operations.get(type(node.op))
         return operation(left, right) if operation is not None else None
 

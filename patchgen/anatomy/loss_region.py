@@ -49,7 +49,7 @@ class LossRegion:
 
     start: int
     end: int
-    first: cst.BaseStatement  # `logits = self.lm_head(hidden_states)`
+    first: cst.BaseStatement  # `logits = self.lm_head(hidden_states)`, or an `if` and `else` that make them
     inside: list[cst.BaseStatement]  # what follows and goes into the head's function
     outside: list[cst.BaseStatement]  # what follows and goes above the seam, `loss = None` left out
     logits: str
@@ -76,6 +76,8 @@ class LossRegion:
 
     def from_parameter(self) -> cst.BaseStatement:
         """The first statement, from the parameter of the head's function."""
+        if isinstance(self.first, cst.If):
+            return self.first.with_changes(leading_lines=[])
         value = self.projected
         if not isinstance(self.hidden_states, cst.Name):
             value = value.deep_replace(self.hidden_states, cst.Name(self.parameter))
@@ -99,13 +101,16 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
     body = function_body(forward)
     end, call = _find_loss(body, forward, owner, anatomy)
     logits, labels, loss, rest = call.logits, call.labels, call.loss, call.arguments
-    start = next((i for i, node in enumerate(body[:end]) if _assigned_value(node, logits) is not None), None)
+    start = next((i for i, node in enumerate(body[:end]) if _made_value(node, logits) is not None), None)
     if start is None:
         raise Missed(f"an assignment of `{logits}` above the loss", code_of(body[end]))
-    projected = _assigned_value(body[start], logits)
+    projected = _made_value(body[start], logits)
     found = _projection(projected) or _made_elsewhere(projected, body[:start])
     if found is None:
         raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
+    read = loaded_names(ast.parse(code_of(found[1]))) - {"self"}
+    if isinstance(body[start], cst.If) and len(read) == 1:  # both branches read it, if not in the same words
+        found = (found[0], cst.Name(*read))
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
     inside = [node for i, node in enumerate(between) if _makes(node, logits, between[i + 1 :])]
     outside = [node for node in between if node not in inside]
@@ -323,6 +328,14 @@ def _assigned_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | 
     return node.body[0].value if m.matches(node, m.SimpleStatementLine(body=[plain])) else None
 
 
+def _made_value(node: cst.BaseStatement, name: str) -> cst.BaseExpression | None:
+    """The right-hand side of the assignment to `name`; of an `if` and `else` that both end in one, the last."""
+    if m.matches(node, m.If(orelse=m.Else())):
+        found = [_assigned_value(branch.body.body[-1], name) for branch in (node, node.orelse)]
+        return found[1] if None not in found else None
+    return _assigned_value(node, name)
+
+
 def _is_unset(node: cst.BaseStatement, loss: str) -> bool:
     """`loss = None`, annotated or not."""
     value = _assigned_value(node, loss)
@@ -342,7 +355,9 @@ def _hands_on(node: ast.AST, logits: str, below: ast.Module, is_result: Callable
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that
     only return statements read.
     """
-    returned = (n for n in ast.walk(below) if isinstance(n, ast.Return))
+    longer = [n for n in ast.walk(below) if isinstance(n, ast.Assign) and isinstance(n.value, ast.BinOp)]
+    longer = [n for n in longer if ast.unparse(n.targets[0]) == ast.unparse(n.value.right)]  # `output = (x,) + output`
+    returned = [*longer, *(n for n in ast.walk(below) if isinstance(n, ast.Return))]
     read_else = Counter(loaded(below)) - Counter(name for statement in returned for name in loaded(statement))
     parts: list[ast.expr] = []
     for statement in ast.walk(node):

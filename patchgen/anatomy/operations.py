@@ -9,6 +9,8 @@ class Operations:
     """Functions of torch and methods of tensors, by their names there; a method's tensor is the first parameter."""
 
     def mul(input: Term, other: Term) -> Term:
+        if ("const", 0) in (input, other):
+            return ("const", 0)
         return ("mul", *sorted((input, other), key=repr))
 
     def add(input: Term, other: Term) -> Term | None:
@@ -17,7 +19,39 @@ class Operations:
                 return ("linear", x, weight, bias, transposed)
             case ("experts",), ("const", 1):
                 return ("experts + 1",)
+            case ("number",), ("const", 0):
+                return input
+            case ("start", one), ("count", two) if one == two:
+                return ("end", one)
         return None
+
+    def floor_divide(input: Term, other: Term) -> Term | None:
+        """The token of each place in `[T * K]`."""
+        is_width = input[0] == "order" and other == ("size", input[1], 1)
+        return ("sorted tokens", input[1]) if is_width else None
+
+    def repeat_interleave(input: Term, repeats: Term, dim: Term) -> Term | None:
+        """Each token once per expert of it: another number would not go with the choice, which has a place for each."""
+        return ("repeated", input) if input[0] == "value" and dim == ("const", 0) else None
+
+    def argsort(input: Term) -> Term | None:
+        return ("order", input[1]) if input[0] == "flat" else None
+
+    def new_zeros(input: Term, size: Term) -> Term | None:
+        is_table = size == ("tuple", (("size", input, 0), ("experts",)))
+        return ("table", input) if input[0] == "value" and is_table else None
+
+    def empty_like(input: Term) -> Term | None:
+        return ("empty", input) if input[0] in ("repeated", "outputs") else None
+
+    def cat(tensors: Term, dim: Term = ("const", 0)) -> Term | None:
+        return tensors if tensors[0] == "outputs" and dim == ("const", 0) else None
+
+    def promote_types(type1: Term, type2: Term) -> Term | None:
+        return type1 if (type1[0], type2[0]) == ("dtype", "dtype") else None
+
+    def numpy(input: Term) -> Term | None:
+        return input if input[0] == "counts" else None
 
     def matmul(input: Term, other: Term) -> Term | None:
         return ("linear", input, other[1], None, True) if other[0] == "weight" else None
@@ -48,7 +82,12 @@ class Operations:
         return ("mask", input[1], "".join(input[2][d] for d in order))
 
     def sum_over(input: Term, dim: Term) -> Term | None:
-        """Over all dimensions but the experts'."""
+        """Over all dimensions but the experts'; of a table of choices, over tokens; of weighted outputs, over a token's."""
+        match input, dim:
+            case ("marked", selection), ("const", 0):
+                return ("counts", selection)
+            case ("mul", ("column", weights), ("slots of", x, selection)), ("const", 1):
+                return ("combined", x, selection, weights)
         dims = {d % 3 for d in _integers(dim[1])} if dim[0] == "tuple" else set()
         is_count = input[0] == "mask" and {input[2][d] for d in dims} == {"t", "k"}
         return ("count_of", input[1]) if is_count else None
@@ -92,12 +131,18 @@ class Operations:
         return input if is_single else None
 
     def unsqueeze(input: Term, dim: Term) -> Term | None:
+        if input[0] == "value" and dim == ("const", -1):
+            return ("column", input)
         is_column = input[0] == "weights" and dim in (("const", -1), ("const", 1))
         return ("routing", *input[1:]) if is_column else None
 
     def reshape(input: Term, *shape: Term) -> Term | None:
         """Of rows into rows: `reshape(-1, hidden_dim)`; any other width would not go into the next product. Of rows into as
         many for each expert, for a batched product, and back."""
+        if input[0] == "value" and shape == (("const", -1),):
+            return ("flat", input)
+        if input[0] == "placed" and len(shape) == 2 and shape[0][0] == "all of" and shape[1] == ("const", -1):
+            return ("slots of", *input[1:])  # [T, K, H], of the shape of the choice or of its weights
         if input[0] == "value" and len(shape) == 3 and shape[1] == ("const", -1):
             return ("shares", input, *shape[::2])
         if input[0] == "linear" and len(shape) == 2 and shape[0] == ("const", -1):
@@ -111,7 +156,13 @@ class Operations:
         return input
 
     def to(input: Term, dtype: Term) -> Term | None:
-        """A cast of what is added up, which stands next to the sum."""
+        """A cast of what is added up, which stands next to the sum; to a device, of what one expert made, none."""
+        if (input[0], dtype[0]) == ("expert", "device"):
+            return input
+        if input[0] == "slots of" and dtype[:1] == ("dtype",) and dtype[1][0] == "value":
+            return input  # the weights', in which they are added up
+        if input[0] == "combined":
+            return ("cast", input, dtype)
         if input[0] not in ("mul", "sum") or dtype[0] not in ("dtype", "library", "value", "zeros"):
             return None
         return ("cast", input)
@@ -131,11 +182,13 @@ def _integers(terms: tuple[Term, ...]) -> list[int]:
 
 METHODS = {name: getattr(Operations, name) for name in vars(Operations) if not name.startswith("_")}
 METHODS |= {"sum": Operations.sum_over, "view": Operations.reshape, "type": Operations.to, "type_as": Operations.to}
+METHODS |= {"mul_": Operations.mul, "cpu": Operations.numpy, "tolist": Operations.numpy}
 METHODS |= {"gt": Operations.greater, "multiply": Operations.mul, "mm": Operations.matmul}
 FUNCTIONS = {f"torch.{name}": operation for name, operation in METHODS.items()}
 FUNCTIONS |= {f"torch.nn.functional.{name}": METHODS.pop(name) for name in ("linear", "one_hot")}
 FUNCTIONS |= {"builtins.range": METHODS.pop("range"), "builtins.int": Operations.item}
-for name in ("where", "zeros", "zeros_like"):  # functions alone
+for name in ("where", "zeros", "zeros_like", "empty_like", "cat", "promote_types"):  # functions alone
     del METHODS[name]
-for name in ("to", "view", "type", "type_as", "reshape", "item", "size", "contiguous"):
+OF_TENSORS = ("to", "view", "type", "type_as", "reshape", "item", "size", "contiguous")  # methods alone
+for name in (*OF_TENSORS, "mul_", "cpu", "tolist", "numpy", "new_zeros"):
     FUNCTIONS.pop(f"torch.{name}")

@@ -62,6 +62,7 @@ class RowReader:
         self._fixed, self._known, self._groups = fixed, known, groups
         self._modules: dict[str, list[ast.expr]] = {}  # of a loop over a list of modules: its step, and what it may be
         self.values, self._attends, self._memo = dict(values), set(), {}
+        self._slices: set[str] = set()  # names of parts of matrices
         self.returned: Value = None
         self._in_pieces = False  # in a loop over pieces of rows
 
@@ -120,6 +121,12 @@ class RowReader:
         if isinstance(source, ast.Call) and self._is_upstream(source.func, INTERFACE):
             self._attends |= set(stored(statement))
         elif source is not None:
+            if (
+                isinstance(source, ast.Call)
+                and dotted(source.func).endswith(".split")
+                and self._is_matrix(source.func.value)
+            ):
+                self._slices |= set(stored(statement))
             for target in targets(statement):
                 self._store(target, self.value(source), statement)
 
@@ -209,6 +216,8 @@ class RowReader:
                 return self.values[target.id]
             case ast.Tuple(parts) | ast.List(parts):
                 return tuple(map(self.value, parts))
+            case ast.ListComp(part, [ast.comprehension(ast.Name(), source, [])]) if not has_rows(self.value(source)):
+                return [self.value(part)]
             case ast.Attribute(owner, name):
                 return self._attribute(node, owner, name)
             case ast.Subscript():
@@ -360,6 +369,8 @@ class RowReader:
                 return any(len(call.args) == 2 and "torch." in (self._resolve(call.func) or "") for call in made)
             case ast.Attribute(_, "weight"):
                 return True
+            case ast.Subscript(ast.Name(name), ast.Name() | ast.Constant()):
+                return name in self._slices
             case ast.Attribute(inner, "T" | "mT") | ast.Call(ast.Attribute(inner, "t" | "transpose" | "to")):
                 return self._is_matrix(inner)
         return False

@@ -206,7 +206,11 @@ class FusedLoss(SitePass):
         source = code_of(region.hidden_states)
         function, definition = HEAD, [_head_function(region, self.mark)]
         plain = (f"{code_of(region.module)}({source})", source)
-        if not region.inside and code_of(region.projected) in plain:
+        if (
+            not region.inside
+            and isinstance(region.first, cst.SimpleStatementLine)
+            and code_of(region.projected) in plain
+        ):
             function, definition = code_of(region.module), []
         training = f"self.training and not ({region.switches})" if region.further else "self.training"
         named = [f"loss_function={region.loss_function}", f"training={training}"]

@@ -18,7 +18,7 @@ from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR, PARAMETER
 from patchgen.anatomy.tokenwise import mixing_member
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass, site_of
-from patchgen.rewrite import code_of, edit_body, insert_first, marked
+from patchgen.rewrite import code_of, edit_body, edit_branch, insert_first, marked
 from patchgen.source import Block, Module
 
 
@@ -162,6 +162,9 @@ class FusedOps(SitePass):
                     fused = node.deep_replace(found[0], self._fused_product(found[0], block.name, anatomy))
                     body[position] = marked(fused, self.mark)
                     return body
+                if m.matches(node, m.If(orelse=m.Else())) and m.findall(node.orelse, _PRODUCT):
+                    place = (position, "orelse", 0)
+                    return edit_branch(body, place, fuse)
             code = ast.unparse(anatomy.classes[block.name].methods["forward"])
             raise Missed("self.<act>(self.<gate>(x)) * self.<up>(x) in one statement", code)
 

@@ -103,13 +103,12 @@ class RouterLoss(SitePass):
         return Rewritten(block, "means over what counts")
 
     def _say_what_counts(self, block: Block, method: FunctionNode, losses: Collection[str]) -> Rewritten:
-        if not set(TOKENS) <= set(parameter_names(method)) or method.args.kwarg is None:
-            raise Missed(f"a method that takes {' and '.join(TOKENS)} and keyword arguments", method.args)
-        tokens = f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"
-        more = [
-            cst.Arg(keyword=cst.Name(name), value=cst.parse_expression(value))
-            for name, value in (("tokens", tokens), ("real_tokens", f'{method.args.kwarg.arg}.get("real_tokens")'))
-        ]
+        if not set(TOKENS) <= set(parameter_names(method)):
+            raise Missed(f"a method that takes {' and '.join(TOKENS)}", method.args)
+        given = {"tokens": f"{TOKENS[0]} if {TOKENS[0]} is not None else {TOKENS[1]}"}
+        if method.args.kwarg is not None:
+            given["real_tokens"] = f'{method.args.kwarg.arg}.get("real_tokens")'
+        more = [cst.Arg(keyword=cst.Name(k), value=cst.parse_expression(v)) for k, v in given.items()]
         wrapper = WrapCalls(dict.fromkeys(losses, "router_loss"), self.mark, more, depth=1)
         block = edit_function(block, method.name, lambda function: function.visit(wrapper))
         return Rewritten(block, "called for what counts")

@@ -6,21 +6,34 @@ import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import libcst as cst
 
 from patchgen.anatomy import Anatomy, ClassInfo, Role
 from patchgen.anatomy.classes import uses
-from patchgen.anatomy.experts import BIAS, ExpertList, ExpertLoop, read_expert_list, read_experts
+from patchgen.anatomy.expert_lists import BIAS, ExpertList, ExpertLoop, read_expert_list
+from patchgen.anatomy.experts import read_experts
 from patchgen.anatomy.initialisation import METHOD, LinearInit, initialising_classes, read_linear_init
 from patchgen.errors import PassMismatch
 from patchgen.passes.base import Example, Hit, Missed, Outcome, Rewritten, Site, SitePass, Upstream, site_of
-from patchgen.rewrite import append_method, at_end, edit_body, format_code, insert_first, replace_statement, statements
+from patchgen.rewrite import (
+    append_method,
+    at_end,
+    edit_body,
+    edit_branch,
+    format_code,
+    insert_first,
+    replace_statement,
+    statements,
+    with_torch,
+)
 from patchgen.source import Block, Module
 from patchgen.templates import render
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")
+PART = """raise ValueError("This branch builds one rank's experts. Ranks divide the whole list: set parallel.ep in the recipe.")"""
 BLOCK_ENDING = re.compile(r"(SparseMo[eE]Block|Mo[eE](Block|Layer)?|MOE)$")
 
 
@@ -131,16 +144,15 @@ class StackedExperts(SitePass):
                     "stacked as [E, H, 2I] and [E, I, H]; kernels take both layouts, checkpoints none converted"
                 )
             return Upstream("stacked as [E, 2I, H] and [E, H, I]")
-        experts, loop = read_expert_list(anatomy, info)
-        others = _other_users(anatomy, info, experts.attribute)
-        if others:
-            raise Missed(f"no subclass of {info.name} that uses self.{experts.attribute}", ", ".join(others))
+        experts, loops = read_expert_list(anatomy, info)
         name = _stacked_name(anatomy, info.name)
-        told = {"name": name, "block": info.name, "experts": experts, "dtype": _dtype_inside(loop), "mark": self.mark}
+        told = {"name": name, "block": info.name, "experts": experts, "dtype": loops[0].inside, "mark": self.mark}
         stacked = Block(text="\n\n" + format_code(render("stacked_experts.jinja", **told).lstrip("\n")))
-        block = edit_body(block, "__init__", lambda init: self._build(init, experts, name))
-        block = edit_body(block, loop.method, lambda method: self._call(method, experts, loop))
-        if uses(block.node, experts.attribute) != 2:  # built once, called once
+        block = edit_body(block, experts.method, lambda body: self._build(body, experts, name))
+        for loop in loops:
+            edit = partial(self._call, experts=experts, loop=loop)
+            block = edit_body(block, loop.method, partial(edit_branch, place=loop.place, edit=edit))
+        if uses(block.node, experts.attribute) != 1 + len(loops):  # built once, called once in each
             raise Missed(f"no use of self.{experts.attribute} but its loop", block.text)
         return Rewritten(block, f"{experts.expert_class} x {experts.num_experts} as {name}", before=(stacked,))
 
@@ -154,21 +166,30 @@ class StackedExperts(SitePass):
         names = tuple(_stacked_name(anatomy, info.name) for info in rewritten)
         module, hits = self._with_init(outcome.module, anatomy, names, lists)
         module = self._with_conversion(module, anatomy, lists)
-        return replace(outcome, module=_with_torch(module), hits=(*outcome.hits, *hits), added=names)
+        return replace(outcome, module=with_torch(module), hits=(*outcome.hits, *hits), added=names)
 
     def _build(self, body: list[cst.BaseStatement], experts: ExpertList, name: str) -> list[cst.BaseStatement]:
         code = f"self.{experts.attribute} = {name}({experts.expert}, num_experts={experts.num_experts})"
-        new = replace_statement(body[experts.position], statements(code, 2, self.mark))
-        return [*body[: experts.position], *new, *body[experts.position + 1 :]]
+        depth = 2 + len(experts.place) // 2
+
+        def built(branch: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+            at = experts.place[-1]
+            new = replace_statement(branch[at], statements(code, depth, self.mark))
+            return [*branch[:at], *new, *branch[at + 1 :]]
+
+        for place in experts.parts:
+            body = edit_branch(body, place, lambda _: statements(PART, depth, self.mark))
+        return edit_branch(body, experts.place, built)
 
     def _call(self, method: list[cst.BaseStatement], experts: ExpertList, loop: ExpertLoop) -> list[cst.BaseStatement]:
         routing = f"{loop.hidden_states}, {loop.top_k_index}, {loop.top_k_weights}"
         cast = f".to({loop.dtype})" if loop.dtype else ""  # a kernel answers in the dtype of the hidden states
-        code = f"{loop.accumulator} = self.{experts.attribute}({routing}){cast}"
-        first, *rest = statements(code, 2, self.mark)
+        given = f"{loop.accumulator} =" if loop.accumulator else "return"
+        code = f"{given} self.{experts.attribute}({routing}){cast}"
+        first, *rest = statements(code, 2 + len(loop.place) // 2, self.mark)
         body: list[cst.BaseStatement] = []
         for position, statement in enumerate(method):
-            if position == loop.position:
+            if position == loop.place[-1]:
                 space = [cst.EmptyLine(indent=False)] if body else []
                 body += [first.with_changes(leading_lines=[*space, *first.leading_lines]), *rest]
             elif position not in loop.superseded:
@@ -210,23 +231,6 @@ class StackedExperts(SitePass):
         return at_end(module, f"# {self.mark}\nops.register_stacked_experts({arguments})\n")
 
 
-def _dtype_inside(loop: ExpertLoop) -> str | None:
-    """The accumulator's dtype in the names of the new class."""
-    if loop.dtype is None or loop.dtype.startswith("torch."):
-        return loop.dtype
-    if loop.dtype == f"{loop.top_k_weights}.dtype":
-        return "top_k_weights.dtype"
-    raise Missed(
-        "an accumulator in the dtype of the hidden states, of the routing weights, or a named one", loop.dtype
-    )
-
-
-def _other_users(anatomy: Anatomy, info: ClassInfo, attribute: str) -> list[str]:
-    """The subclasses that use the list themselves."""
-    users = [other for other in anatomy.classes.values() if other is not info and uses(other.node, attribute)]
-    return [other.name for other in users if info in anatomy.lineage(other.name)]
-
-
 def _stacked_name(anatomy: Anatomy, block: str) -> str:
     """The name of the class of stacks: that of the MoE block with another ending, and no other class's."""
     lists = [info.name for info in anatomy.with_role(Role.EXPERT_LIST)]
@@ -260,13 +264,3 @@ def _initialised(block: Block, info: ClassInfo, rule: LinearInit, has_bias: Mapp
         return insert_first(block, METHOD, code, mark)
     inherited = f"def {METHOD}(self, module):\n    super().{METHOD}(module)\n"
     return append_method(block, inherited + textwrap.indent(code, "    "), mark)
-
-
-def _with_torch(module: Module) -> Module:
-    """The module with `torch` and `nn` among its imports."""
-    bound = {name for block in module for name in block.binds}
-    wanted = {"torch": "import torch\n", "nn": "from torch import nn\n"}
-    missing = [Block(text=line) for name, line in wanted.items() if name not in bound]
-    blocks = list(module.blocks)
-    first = next((i for i, block in enumerate(blocks) if block.is_import and "annotations" not in block.binds), 0)
-    return module.with_blocks([*blocks[:first], *missing, *blocks[first:]])

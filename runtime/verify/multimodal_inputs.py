@@ -28,8 +28,8 @@ import torch
 
 from patchgen.runtime import media_layout as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
-from patchgen.runtime.verify.model_pair import perturb
 from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
+from patchgen.runtime.verify.model_pair import perturb
 
 if TYPE_CHECKING:
     from torch import Tensor

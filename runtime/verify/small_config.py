@@ -118,7 +118,7 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
 
 
 def _all_fields(config: PreTrainedConfig) -> set[str]:
-    names = {field.name for field in dataclasses.fields(config)}
+    names = {field.name for field in _fields(type(config))}
     for key in type(config).sub_configs:
         sub_config = vars(config).get(key)
         if dataclasses.is_dataclass(sub_config):
@@ -136,7 +136,7 @@ def _needs_window(config_class: type[PreTrainedConfig], fields: Mapping[str, dat
 
 
 def _field(config_class: type[PreTrainedConfig], name: str) -> dataclasses.Field | None:
-    return {field.name: field for field in dataclasses.fields(config_class)}.get(name)
+    return {field.name: field for field in _fields(config_class)}.get(name)
 
 
 # ------------------------------------------------------------------------------------------- one config class
@@ -184,7 +184,9 @@ def shrink(
             continue
         declared = explicit.get(name, _declared(field))
         names = common_names.get(name, name), name
-        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)):
+        if declared is None and (
+            sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)
+        ):
             declared = values[name]  # derived by the class, but not from other fields
         small = _small_value(declared, names, special_ids)
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
@@ -226,7 +228,17 @@ def own_fields(config_class: type[PreTrainedConfig]) -> dict[str, dataclasses.Fi
     from transformers import PreTrainedConfig
 
     common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
-    return {field.name: field for field in dataclasses.fields(config_class) if field.name not in common}
+    return {field.name: field for field in _fields(config_class) if field.name not in common}
+
+
+def _fields(config_class: type[PreTrainedConfig]) -> list[dataclasses.Field]:
+    """The fields of a config class; of one with an `__init__` of its own the parameters that have a default, too."""
+    found = {field.name: field for field in dataclasses.fields(config_class)}
+    for name, parameter in inspect.signature(config_class.__init__).parameters.items():
+        if name not in found and parameter.default is not inspect.Parameter.empty:
+            found[name] = dataclasses.field(default=parameter.default)
+            found[name].name, found[name].type = name, parameter.annotation
+    return list(found.values())
 
 
 def _declared(field: dataclasses.Field) -> object:
@@ -472,7 +484,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
-    if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # who asks for both means a part
+    if (
+        type(inner) is int and type(width) is int and inner < width and width % inner == 0
+    ):  # who asks for both means a part
         found["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]

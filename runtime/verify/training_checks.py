@@ -35,8 +35,8 @@ from patchgen.runtime.verify.comparison import (
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.multimodal_inputs import takes_media
+from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:

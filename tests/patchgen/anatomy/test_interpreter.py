@@ -170,7 +170,7 @@ UNREAD = (
     "x[slots]", "x[0, tokens]", "x[tokens, 0]", "x[e]", "mask[tokens]", "x[tokens].reshape(-1, 8)", "x[tokens].reshape(1, x.shape[1])",
     "x.reshape(-1, x.shape[1])", "x[tokens].reshape(-1)", "x[tokens].T",
     "weights[slots, tokens]", "weights[tokens, slots, 0]", "weights[tokens, slots, None, None]", "weights[tokens, slots][None]",
-    "weights[tokens, slots].unsqueeze(0)", "weights[tokens, slots].view(1, -1)", "x.unsqueeze(-1)", "weights[tokens, slots][:, 0]",
+    "weights[tokens, slots].unsqueeze(0)", "weights[tokens, slots].view(1, -1)", "x.unsqueeze(1)", "weights[tokens, slots][:, 0]",
     "tokens.shape[0] < 0", "tokens.numel() > 1", "tokens.numel() == 1", "x.numel()", "x.shape[1] == 0",
     "F.linear(self.w[e], x)", "F.linear(x, self.w[0])", "F.linear(x, self.w[e], x)", "F.linear(x)", "F.linear(x, self.w[tokens])",
     "linear(x, self.w[e])", "x.linear(self.w[e])", "F.linear(x, self.w[e], scale=x)",

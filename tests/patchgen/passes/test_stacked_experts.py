@@ -9,7 +9,7 @@ import pytest
 from generation_cases import applied
 
 from patchgen.anatomy import Role, study
-from patchgen.anatomy.experts import read_expert_list
+from patchgen.anatomy.expert_lists import read_expert_list
 from patchgen.errors import Missed, PassMismatch
 from patchgen.passes.base import Outcome
 from patchgen.passes.fused_experts import FusedExperts

@@ -1,0 +1,384 @@
+"""Lists of expert modules, and the loops over them: what a class of stacks has to be built and called with.
+
+A list may be built in a method that `__init__` calls, or in a branch beside one that builds one rank's experts. A loop
+adds up weighted outputs token by token, or hands each expert its rows of all `[T * K]` and adds up the K of a token below.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from patchgen.anatomy.classes import (
+    ClassInfo,
+    FunctionNode,
+    own_attribute,
+    parameter_names,
+    reads_name,
+    setup_calls,
+    stored,
+    uses,
+)
+from patchgen.anatomy.experts import built_by_one_call, check_rows, counts_of, term_told
+from patchgen.anatomy.graph import Anatomy
+from patchgen.anatomy.interpreter import Interpreter, Term
+from patchgen.anatomy.roles import LIST, is_gated_mlp
+from patchgen.anatomy.tokenwise import loaded_names, stored_names
+from patchgen.errors import Missed
+
+NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
+PROMOTED = (
+    "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"  # of a product of both, by the stacks' names
+)
+MASKS = ("mask", "hits", "count_of", "hit")
+Place = tuple[int | str, ...]  # of a statement: its position; or that of an `if`, the branch, and the place in there
+
+
+@dataclass(frozen=True)
+class ExpertList:
+    """`self.<attribute> = nn.ModuleList([<expert> for _ in range(<num_experts>)])` and the parts of one expert."""
+
+    attribute: str
+    method: str  # __init__, or what it calls
+    place: Place  # of the statement in the method
+    parts: tuple[Place, ...]  # of those that build one rank's experts instead, each in another branch
+    constants: dict[str, Term]  # attributes that hold a number where the whole list is built
+    expert: str  # source of the call that builds one expert
+    expert_class: str
+    num_experts: str  # source
+    gate: str  # the four attributes of an expert: down(activation(gate(x)) * up(x))
+    up: str
+    down: str
+    activation: str
+    bias: str  # NO_BIAS, BIAS or CONFIGURED_BIAS
+
+
+@dataclass(frozen=True)
+class ExpertLoop:
+    """The loop over a list of experts, by the names it reads and writes."""
+
+    method: str
+    place: Place  # of the statement that a call replaces: the loop, or what adds up its outputs
+    accumulator: str  # empty: the method returns it
+    hidden_states: str  # [T, H]
+    top_k_index: str  # [T, K]
+    top_k_weights: str  # [T, K]
+    dtype: str | None  # source of the accumulator's dtype; None for that of the hidden states
+    inside: str | None  # source of the dtype in which outputs are added up, by the names in the stacks
+    superseded: tuple[int, ...]  # positions, beside the statement's, of those that only the loop needed
+
+
+def read_expert_list(anatomy: Anatomy, info: ClassInfo) -> tuple[ExpertList, list[ExpertLoop]]:
+    """Reads the list of experts that a class builds, and the loops of its methods that run them.
+
+    Raises:
+        Missed: either has another form.
+    """
+    experts = _read_list(anatomy, info)
+    attribute, building = experts.attribute, {"__init__", experts.method}
+    users = [m for m in info.methods.values() if m.name not in building and uses(m, attribute)]
+    if not users:
+        raise Missed(f"a method that runs self.{attribute}", info.name)
+    others = [one for one in anatomy.classes.values() if one is not info and uses(one.node, attribute)]
+    others = [one.name for one in others if info in anatomy.lineage(one.name)]
+    if others:
+        raise Missed(f"no subclass of {info.name} that uses self.{attribute}", ", ".join(others))
+    loops = [_read_loop(anatomy, info, experts, method) for method in users]
+    if len(dtypes := {str(loop.inside) for loop in loops}) > 1:
+        raise Missed("one dtype in which the outputs of experts are added up", ", ".join(dtypes))
+    return experts, loops
+
+
+def _read_list(anatomy: Anatomy, info: ClassInfo) -> ExpertList:
+    lists = {b.attribute for b in info.builds if b.in_list and b.attribute and is_gated_mlp(anatomy, b.target)}
+    if len(lists) != 1:
+        raise Missed("one list of experts in the class", f"lists {sorted(lists)}")
+    attribute = lists.pop()
+    found = [(m, place) for m in info.methods.values() for place in _assignments(m.body, attribute)]
+    built = {place: _comprehension(anatomy, attribute, statement_at(m.body, place)) for m, place in found}
+    whole = [place for place, (call, _) in built.items() if isinstance(call, ast.Call)]
+    method = found[0][0] if len({m.name for m, _ in found}) == 1 else None
+    parts = tuple(place for place in built if place not in whole)
+    is_called = method is not None and method.name in ("__init__", *setup_calls(info))
+    apart = len(whole) == 1 and all(p[:-2] == whole[0][:-2] and p[-2] != whole[0][-2] for p in parts)
+    if not (is_called and apart and (parts or len(whole[0]) == 1)):
+        told = "\n".join(ast.unparse(statement_at(m.body, place)) for m, place in found)
+        raise Missed(
+            f"one assignment to self.{attribute}, or another in the other branch for one rank's experts", told
+        )
+    call, count = built[whole[0]]
+    expert_class = (anatomy.names.resolve(call.func) or "").removeprefix(".")
+    gate, up, down, activation = _read_expert(anatomy, expert_class)
+    beside = branch_of(method.body, whole[0]) if parts else []
+    set_once = [(own_attribute(s.targets[0]), s.value) for s in beside if isinstance(s, ast.Assign)]
+    held = {
+        name: anatomy.held(info.name, name) for name, value in set_once if name and isinstance(value, ast.Constant)
+    }
+    within = {id(n) for place in parts for s in branch_of(method.body, place) for n in ast.walk(s)}
+    return ExpertList(
+        attribute=attribute,
+        method=method.name,
+        place=whole[0],
+        parts=parts,
+        constants={
+            name: ("const", value.value)
+            for name, value in set_once
+            if name in held and all(one is value or id(one) in within for one in held[name])
+        },
+        expert=ast.unparse(call),
+        expert_class=expert_class,
+        num_experts=ast.unparse(count),
+        gate=gate,
+        up=up,
+        down=down,
+        activation=activation,
+        bias=_bias(anatomy, expert_class, (gate, up, down)),
+    )
+
+
+def _assignments(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
+    """The places of the assignments to `self.<attribute>`, in branches of an `if` too."""
+    for position, statement in enumerate(body):
+        if isinstance(statement, ast.Assign) and own_attribute(statement.targets[0]) == attribute:
+            yield (position,)
+        elif isinstance(statement, ast.If):
+            for branch in ("body", "orelse"):
+                yield from ((position, branch, *p) for p in _assignments(getattr(statement, branch), attribute))
+        elif any(own_attribute(n) == attribute and isinstance(n.ctx, ast.Store) for n in ast.walk(statement)):
+            raise Missed(f"self.{attribute} = nn.ModuleList(...)", statement)
+
+
+def statement_at(body: Sequence[ast.stmt], place: Place) -> ast.stmt:
+    return branch_of(body, place)[place[-1]]
+
+
+def branch_of(body: Sequence[ast.stmt], place: Place) -> Sequence[ast.stmt]:
+    """The statements among which the one at a place stands."""
+    for position, branch in zip(place[:-1:2], place[1::2], strict=True):
+        body = getattr(body[position], branch)
+    return body
+
+
+def _comprehension(anatomy: Anatomy, attribute: str, statement: ast.Assign) -> tuple[ast.expr, ast.expr]:
+    """`(E(...), N)` of `nn.ModuleList([E(...) for _ in range(N)])`; of one rank's experts `E(...) if <its own> else None`."""
+    match getattr(statement.value, "args", None):
+        case [ast.ListComp(built, [loop]) | ast.GeneratorExp(built, [loop])]:
+            is_list = anatomy.names.resolve(statement.value.func) == LIST
+        case _:
+            built, is_list, loop = None, False, None
+    match built, loop:
+        case ast.Call() | ast.IfExp(_, ast.Call(), ast.Constant(None)), ast.comprehension(
+            ast.Name(number), ast.Call(ast.Name("range"), [count]), []
+        ) if is_list:
+            pass
+        case _:
+            raise Missed(f"self.{attribute} = nn.ModuleList([Expert(...) for _ in range(N)])", statement)
+    if isinstance(built, ast.Call) and reads_name(built, number):
+        raise Missed("experts that are built alike, whatever their number", statement)
+    return built, count
+
+
+def _read_expert(anatomy: Anatomy, name: str) -> tuple[str, str, str, str]:
+    """gate, up, down and activation of a forward that computes `down(activation(gate(x)) * up(x))`, no more."""
+    found = anatomy.method(name, "forward")
+    form = f"{name}.forward(x) that returns self.<down>(self.<activation>(self.<gate>(x)) * self.<up>(x))"
+    if found is None or len(parameter_names(found[1])) != 1:
+        raise Missed(form, name)
+    x = ("value", parameter_names(found[1])[0])
+    match Interpreter(anatomy, name, found[1], {x[1]: x}).run(found[1].body):
+        case ("call", down, ("mul", ("call", act, ("call", gate, one)), ("call", up, two))) if one == two == x:
+            pass
+        case ("call", down, ("mul", ("call", up, one), ("call", act, ("call", gate, two)))) if one == two == x:
+            pass
+        case _:
+            raise Missed(form, found[1])
+    check_rows(anatomy, name, act, "an activation of each row by itself, without learned values", fixed=True)
+    return gate, up, down, act
+
+
+def _bias(anatomy: Anatomy, name: str, projections: Sequence[str]) -> str:
+    """Whether the three projections have a bias, as their `nn.Linear(...)` says."""
+    found = set()
+    for projection in projections:
+        built = built_by_one_call(anatomy, name, projection, "nn.Linear")
+        given = [k.value for k in built.keywords if k.arg == "bias"] + built.args[2:3]
+        constant = given[0].value if given and isinstance(given[0], ast.Constant) else None
+        found.add(BIAS if not given or constant is True else NO_BIAS if constant is False else CONFIGURED_BIAS)
+    if len(found) > 1:
+        raise Missed("a bias in all three projections of an expert or in none", f"{name}: {sorted(found)}")
+    return found.pop()
+
+
+def _read_loop(anatomy: Anatomy, info: ClassInfo, experts: ExpertList, method: FunctionNode) -> ExpertLoop:
+    """The one loop of a method over the list of experts."""
+    attribute = experts.attribute
+    places = list(_loops(method.body, attribute))
+    if len(places) != 1:
+        where = f"{info.name}.{method.name}"
+        raise Missed(f"one loop over self.{attribute} in {where}, outside of any condition but if and else", method)
+    place, body = places[0], branch_of(method.body, places[0])
+    counts = frozenset(counts_of(anatomy, info.name, experts.num_experts, attribute))
+    values = {name: ("value", name, -1) for name in parameter_names(method)}
+    interpreter = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
+    made = _run_above(interpreter, method.body, place)
+    above = dict(interpreter.values)
+    accumulator, added = interpreter.loop(body[place[-1]])
+    match added:
+        case ("mul", ("expert", ("rows", hidden, _)), ("routing", weights, selection)):
+            pass
+        case (("placed" | "outputs"), *_):
+            interpreter.values[accumulator], interpreter.sum = added, None
+            position, name, result = _combined(interpreter, body, place[-1])
+            made = {i: {n: term for n, term in terms.items() if n != name} for i, terms in made.items()}
+            gone = _superseded(body, {*range(place[-1], position + 1)}, made, _below(method.body, place))
+            again = Interpreter(anatomy, info.name, method, values, counts, attribute, constants=experts.constants)
+            _run_above(again, method.body, place, without=gone)
+            _, *terms = result[1] if result[0] == "cast" else result
+            hidden, index, weights = (_name_of(term, again.values, body[position]) for term in terms)
+            dtype = (
+                f"{hidden}.dtype" if result[0] == "cast" else f"torch.promote_types({hidden}.dtype, {weights}.dtype)"
+            )
+            gone = (*gone, *range(place[-1], position))
+            return ExpertLoop(
+                method.name, (*place[:-1], position), name, hidden, index, weights, dtype, PROMOTED, gone
+            )
+        case _:
+            raise Missed("ACC.index_add_(0, tokens, expert(X[tokens]) * W[tokens, slots, None])", term_told(added))
+    names = [_name_of(term, above, body[place[-1]]) for term in (hidden, selection, weights)]
+    born = max(i for i, terms in made.items() if accumulator in terms)
+    _check_around([*body, *_below(method.body, place)], place[-1], born, accumulator)
+    dtype = _dtype(body[born].value, names[0])
+    masks = {i: terms for i, terms in made.items() if terms and all(term[0] in MASKS for term in terms.values())}
+    gone = _superseded(body, {place[-1], born}, masks, _below(method.body, place))
+    inside = "top_k_weights.dtype" if dtype == f"{names[2]}.dtype" else dtype
+    if dtype is not None and not inside.startswith(("torch.", "top_k_weights.")):
+        raise Missed("an accumulator in the dtype of the hidden states, of the routing weights, or a named one", dtype)
+    return ExpertLoop(method.name, place, accumulator, *names, dtype, inside, (*gone, born))
+
+
+def _loops(body: Sequence[ast.stmt], attribute: str) -> Iterator[Place]:
+    """The places of the loops that run `self.<attribute>`, in branches of an `if` too."""
+    for position, statement in enumerate(body):
+        if isinstance(statement, ast.For) and uses(statement, attribute):
+            yield (position,)
+        elif isinstance(statement, ast.If):
+            for branch in ("body", "orelse"):
+                yield from ((position, branch, *place) for place in _loops(getattr(statement, branch), attribute))
+
+
+def _run_above(
+    interpreter: Interpreter, body: Sequence[ast.stmt], place: Place, without: Collection[int] = ()
+) -> dict[int, dict[str, Term]]:
+    """Runs what stands above the loop. What is not understood gives its names new values that stand for themselves.
+
+    Returns:
+        position -> name -> term, of the statements beside the loop that made masks, zeros, rows and the like.
+    """
+    made: dict[int, dict[str, Term]] = {}
+    for depth in range(1, len(place) + 1, 2):
+        is_beside = depth == len(place)
+        for position, statement in enumerate(branch_of(body, place[:depth])[: place[depth - 1]]):
+            if is_beside and position in without:
+                continue
+            before, names = dict(interpreter.values), stored_names(statement)
+            try:
+                interpreter.statement(statement)
+            except Missed:
+                interpreter.values = before | {name: ("value", name, (depth, position)) for name in names}
+            interpreter.sum = None
+            terms = {name: term for name, term in interpreter.values.items() if before.get(name) != term}
+            if is_beside and names and all(term[0] != "value" for term in terms.values()):
+                made[position] = terms
+    return made
+
+
+def _combined(interpreter: Interpreter, body: Sequence[ast.stmt], loop: int) -> tuple[int, str, Term]:
+    """Position, name and term of what adds up the outputs of each token below a loop; no name where it is returned."""
+    found = None
+    for position in range(loop + 1, len(body)):
+        statement = body[position]
+        if isinstance(statement, ast.Return) and isinstance(statement.value, ast.Name) and found:
+            return found if statement.value.id != found[1] else (position, "", found[2])
+        if found:
+            return found
+        if isinstance(statement, ast.Return) and statement.value is not None:
+            found = (position, "", interpreter.value(statement.value))
+        else:
+            interpreter.statement(statement)
+            name = next(iter(stored(statement)), "")
+            found = (position, name, interpreter.values.get(name, ("none",)))
+        if (found[2][1] if found[2][0] == "cast" else found[2])[0] != "combined":
+            found = None
+    if found is None:
+        raise Missed("the outputs of a token times their weights, added up below the loop", body[loop])
+    return found
+
+
+def _below(body: Sequence[ast.stmt], place: Place) -> list[ast.stmt]:
+    """What runs below the branch in which a place lies."""
+    depths = range(1, len(place), 2)
+    return [s for depth in depths for s in branch_of(body, place[:depth])[place[depth - 1] + 1 :]]
+
+
+def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
+    """A name that still holds the value there."""
+    names = [name for name, value in values.items() if value == term]
+    used = loaded_names(node)
+    if not names:
+        raise Missed(f"no new value of {term[1]} between its use above the loop and the loop", node)
+    return next((name for name in names if name in used), names[0])
+
+
+def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulator: str) -> None:
+    """The sum is read below the loop alone, and the loop's own names are not."""
+    for statement in body[born + 1 : position]:
+        if reads_name(statement, accumulator):
+            raise Missed(f"no use of {accumulator} before the loop", statement)
+    written = set(stored(body[position])) - {accumulator}
+    for statement in body[position + 1 :]:
+        later = loaded_names(statement) & written
+        if later:
+            raise Missed(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
+
+
+def _dtype(zeros: ast.Call, hidden: str) -> str | None:
+    """The source of the dtype of `torch.zeros(...)` or `torch.zeros_like(x)`; None for that of the hidden states."""
+    given = next((ast.unparse(k.value) for k in zeros.keywords if k.arg == "dtype"), None)
+    if given is None:
+        is_like = isinstance(zeros.func, ast.Attribute) and zeros.func.attr == "zeros_like"
+        given = f"{ast.unparse(zeros.args[0])}.dtype" if is_like else "torch.get_default_dtype()"
+    return None if given == f"{hidden}.dtype" else given
+
+
+def _superseded(
+    body: Sequence[ast.stmt], replaced: Collection[int], made: dict[int, dict[str, Term]], below: Sequence[ast.stmt]
+) -> tuple[int, ...]:
+    """The statements that made masks and the like for the loop alone, less those whose result something else reads.
+
+    Raises:
+        Missed: rows that are repeated for the loop are read elsewhere.
+    """
+    gone = dict(made)
+    while True:
+        rest = [(i, s) for i, s in enumerate(body) if i not in gone and i not in replaced]
+        rest += [(len(body), s) for s in below]
+        needed = {
+            i: s
+            for i, terms in gone.items()
+            for at, s in rest
+            if at > i and any(_reads(s, *one) for one in terms.items())
+        }
+        for i, statement in needed.items():
+            if any(term[0] == "repeated" for term in gone[i].values()):
+                raise Missed("no use of the repeated rows but the loop over experts", statement)
+        if not needed:
+            return tuple(sorted(gone))
+        gone = {i: terms for i, terms in gone.items() if i not in needed}
+
+
+def _reads(statement: ast.stmt, name: str, term: Term) -> bool:
+    """Whether a statement reads a name; of rows that are repeated, their dtype is that of the rows."""
+    nodes = [n for n in ast.walk(statement) if isinstance(n, ast.Attribute) and n.attr in ("dtype", "device")]
+    alike = {id(node.value) for node in nodes} if term[0] == "repeated" else set()
+    return any(isinstance(n, ast.Name) and n.id == name and id(n) not in alike for n in ast.walk(statement))
