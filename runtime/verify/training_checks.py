@@ -85,6 +85,7 @@ class Comparison:
         self.ran_with: Names = ""
         self.separates_documents = False
         self.only: tuple[str, ...] = ()
+        self.items: Callable[[Batch], int] = inputs.num_labels
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -187,7 +188,7 @@ class Comparison:
 
     def rows(self, name: str, rows: Batch, spare: int = 0) -> None:
         """Rows without packing, in a step that has `spare` labels elsewhere."""
-        items = inputs.num_labels(rows) + spare
+        items = self.items(rows) + spare
         counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         failed = len(self.failures)
         handed = _handed(rows)
@@ -212,7 +213,7 @@ class Comparison:
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
         """A packed row against its documents alone."""
-        items = sum(map(inputs.num_labels, documents.rows))
+        items = sum(map(self.items, documents.rows))
         rows = documents.reference()
         with largest_chunk(chunk) if chunk else contextlib.nullcontext():
             actual = self._step([_handed(packed)], items, {"logits": self._logits(_handed(packed))})
@@ -255,7 +256,7 @@ class Comparison:
     def upstream_refusal(self) -> Exception | None:
         """What upstream's own class, eager, raises in training on a document by itself."""
         try:
-            self._reference_step(self.reference, self.text.rows, sum(map(inputs.num_labels, self.text.rows)))
+            self._reference_step(self.reference, self.text.rows, sum(map(self.items, self.text.rows)))
         except Exception as error:
             return error
         return None
@@ -263,7 +264,7 @@ class Comparison:
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""
         rows = [*inputs.same_rows([self.text]), self.plain]
-        items = sum(map(inputs.num_labels, rows))
+        items = sum(map(self.items, rows))
         self._compare(
             "accumulation",
             self._step([_handed(packed), _handed(self.plain)], items),
@@ -286,7 +287,7 @@ class Comparison:
             for one in owners:
                 stack.callback(setattr, one, switch, getattr(one, switch))
                 setattr(one, switch, True)
-            items = inputs.num_labels(row)
+            items = self.items(row)
             self._compare(
                 "router loss",
                 self._step([_handed(row)], items),
@@ -336,7 +337,7 @@ class Comparison:
         model.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
         for row in rows:
-            labels = inputs.num_labels(row)
+            labels = self.items(row)
             if not labels:
                 continue
             torch.manual_seed(SEED)
