@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +39,10 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def generate(model_type: str, version: str) -> tuple[list[Generated], str, str]:
+def generate(model_type: str, version: str, heads: Sequence[str] = ()) -> tuple[list[Generated], str, str]:
     """The generated model with those that it builds by default, why there is none, and what identifies either."""
     try:
-        whole = pipeline.generate_whole(upstream.load(model_type, version))
+        whole = pipeline.generate_whole(upstream.load(model_type, version), heads=heads)
     except PatchgenError as error:
         reason = phrase(error)
         return [], reason, digest(f"refused: {reason}")

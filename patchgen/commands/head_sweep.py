@@ -13,10 +13,11 @@ from pathlib import Path
 
 from rich.progress import track
 
-from patchgen import pipeline, provenance, upstream
+from patchgen import provenance, upstream
+from patchgen.commands import examination
 from patchgen.commands.console import console
-from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN, digest, phrase, quiet
-from patchgen.errors import ConfigError, PatchgenError
+from patchgen.commands.examination import CAUSAL_MAP, FAILED, GENERATED, IMPLEMENTATIONS, PROVEN, phrase, quiet
+from patchgen.errors import ConfigError
 from patchgen.runtime.verify import records, source_keys
 from patchgen.runtime.verify.committed_models import docs
 from patchgen.templates import render
@@ -92,13 +93,13 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
     found = []
     for kind, head in heads.items():
         start = time.perf_counter()
-        generated, reason, text = _generate(model_type, head, release)
+        whole, reason, text = examination.generate(model_type, release.version, [head])
         status = FAILED
-        if generated is not None:
+        if whole:
             with tempfile.TemporaryDirectory() as folder:
-                provenance.write(generated, Path(folder), force=True)
+                directory = examination.write(whole, Path(folder))
                 try:
-                    outcome, _ = judge(Path(folder), head=head, implementations=IMPLEMENTATIONS)
+                    outcome, _ = judge(directory, head=head, implementations=IMPLEMENTATIONS)
                     status, reason = outcome.status, outcome.reason
                 except Exception as error:  # upstream's own code runs here
                     status, reason = GENERATED, phrase(error)
@@ -107,15 +108,6 @@ def examine(model_type: str, heads: Mapping[str, str], version: str) -> list[dic
         made_with = records.row_key(text, records.present_key() | {"transformers": version})
         found.append({**row, "seconds": seconds, "sources": sources, "made_with": made_with})
     return found
-
-
-def _generate(model_type: str, head: str, release: upstream.Release) -> tuple[pipeline.Generated | None, str, str]:
-    """The generated head, why there is none, and what identifies either."""
-    try:
-        generated = pipeline.generate(upstream.load_from(release, model_type), heads=[head])
-    except PatchgenError as error:
-        return None, phrase(error), digest(f"refused: {phrase(error)}")
-    return generated, "", digest(generated.text)
 
 
 def read(path: Path) -> dict[tuple[str, str], dict]:
@@ -155,7 +147,11 @@ def stale(path: Path, release: upstream.Release, wanted: Mapping[str, Mapping[st
             text = None
             if row is not None and row["head"] == head:
                 is_unmoved = row["sources"] == sources
-                text = row["made_with"]["generated"] if is_unmoved else _generate(model_type, head, release)[2]
+                text = (
+                    row["made_with"]["generated"]
+                    if is_unmoved
+                    else examination.generate(model_type, release.version, [head])[2]
+                )
             if not records.holds(row, key, text):
                 found.append(model_type)
                 break

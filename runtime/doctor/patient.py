@@ -139,7 +139,7 @@ class Patient:
         Raises:
             Needs: the model has none.
         """
-        if choose.objective_of(self.recipe.objective).scores is not None:
+        if choose.objective_of(self.recipe.objective).head is not None:
             raise Needs(
                 f"it asks a language-model head, and objective.name = {self.recipe.objective.name} puts another on the model."
             )

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from patchgen.runtime.objectives.batch import Batch
 
 Items = Literal["label", "document", "pair"]
+CLASSIFICATION, TOKEN, ANSWERS, BASE = "classification", "token", "answers", "base"
+"""The heads in the place of a language model's: a class of each document, of each token, the ends of an answer, none at all."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class Objective:
         per: what the loss is a mean over. "label": tokens that are learned; `loss` returns the sum over those of this rank's
             slice. "document" or "pair" (chosen, rejected): `loss` returns the sum over the documents of the whole row, the
             same number on each rank that shares the row.
+        head: what the model gets in the place of its language-model head; None: that stays.
         needs_reference: whether it asks for `batch.reference`: the log-probabilities of the documents before training.
         needs_teacher: whether it asks for `batch.teacher`, what its `of_teacher` made of the model in section `teacher`.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()
     per: ClassVar[Items] = "label"
+    head: ClassVar[str | None] = None
     needs_reference: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 
@@ -51,7 +55,7 @@ class Objective:
 
     @property
     def scores(self) -> int | None:
-        """How many numbers a sequence-classification head gives for each document; None: the language-model head stays."""
+        """How many classes the head tells apart; None: it has none."""
         return None
 
     def loss(self, batch: Batch) -> Tensor:

@@ -78,6 +78,12 @@ class Batch:
         head, hidden = self._of_forward()
         return per_token(head, hidden, function, *given)
 
+    def scores(self) -> Tensor:
+        """What the head gives for each token, `(s, scores)` in fp32 or wider."""
+        head, hidden = self._of_forward()
+        scores = head(hidden.unsqueeze(0)).squeeze(0)
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
     # ---------------------------------------------------------------------------------- of each document
 
     def document_sums(self, values: Tensor) -> Tensor:
@@ -96,21 +102,34 @@ class Batch:
 
     def document_scores(self) -> Tensor:
         """What the head gives for the last token of each document, `(D, scores)` in fp32 or wider."""
-        taken = self.last_tokens().unsqueeze(1)
-        head, hidden = self._of_forward()
-        scores = head(hidden.unsqueeze(0)).squeeze(0)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return self.document_sums(torch.where(taken, scores, 0))
+        return self.document_sums(torch.where(self.last_tokens().unsqueeze(1), self.scores(), 0))
 
     def last_tokens(self) -> Tensor:
         """Bool `(s,)`: the last token of each document that is not `padding`, as upstream's classifiers choose it."""
-        place = torch.arange(len(self.ids), device=self.ids.device) + 1 + self.state.sp_rank * len(self.ids)
+        place = self._places()
         counts = place if self.padding is None else place.masked_fill(self.ids == self.padding, 0)
-        last = place.new_zeros(self.num_documents).scatter_reduce(0, self.index, counts, "amax")
+        return place == self.document_max(counts)[self.index]
+
+    def ends_of_learned(self) -> Tensor:
+        """Bool `(s, 2)`: the first token of each document that is learned, and the last."""
+        place = self._places()
+        learned = torch.stack([-place, place], dim=1).where(self.is_learned[:, None], torch.iinfo(place.dtype).min)
+        first, last = self.document_max(learned)[self.index].unbind(1)  # of what predicts them: they stand one further
+        return torch.stack([place == 1 - first, place == last + 1], dim=1)
+
+    def document_max(self, values: Tensor) -> Tensor:
+        """The largest over the tokens of each document, `(D, ...)`, of `(s, ...)`; over all ranks that share the row."""
+        lowest = torch.finfo(values.dtype).min if values.is_floating_point() else torch.iinfo(values.dtype).min
+        index = self.index.view(-1, *[1] * (values.ndim - 1)).expand_as(values)
+        top = values.new_full((self.num_documents, *values.shape[1:]), lowest).scatter_reduce(0, index, values, "amax")
         if self.state.sp > 1:
-            told = "find the last token of each document"
-            last = all_reduce(last, group=self.state.sp_group, op=dist.ReduceOp.MAX, operation=told)
-        return place == last[self.index]
+            told = "find the largest of each document"
+            top = all_reduce(top, group=self.state.sp_group, op=dist.ReduceOp.MAX, operation=told)
+        return top
+
+    def _places(self) -> Tensor:
+        """`(s,)`: the place of each token in the whole row, from 1."""
+        return torch.arange(len(self.ids), device=self.ids.device) + 1 + self.state.sp_rank * len(self.ids)
 
     def pairs(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """Those of `(D, ...)` that are of chosen and of rejected documents, `(pairs, ...)` each."""

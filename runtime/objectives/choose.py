@@ -117,9 +117,9 @@ def require_valid(recipe: Recipe) -> None:
             f"kernels.causal_lm_loss = '{recipe.kernels.causal_lm_loss}' serves the loss of the next token, which "
             f"objective.name = {recipe.objective.name} does not compute. Leave it out."
         )
-    if objective.scores is not None and recipe.lora is not None:
+    if objective.head is not None and recipe.lora is not None:
         raise RecipeError(
-            f"objective.name = {recipe.objective.name} puts a new head on the model, which adapters would leave untrained. "
+            f"objective.name = {recipe.objective.name} puts another head on the model, which adapters would leave untrained. "
             "Train it without the section lora."
         )
 
@@ -151,7 +151,7 @@ def require_seam(objective: Objective, model: nn.Module, users: dict) -> None:
     Raises:
         RecipeError: the model's head computes its loss without the seam.
     """
-    if not objective.is_models_own and objective.scores is None and "causal_lm_loss" not in users:
+    if not objective.is_models_own and objective.head is None and "causal_lm_loss" not in users:
         raise RecipeError(
             f"objective.name = {type(objective).__name__}: {type(model).__name__} computes its loss by itself, not through "
             "the seam causal_lm_loss. Generate it with the pass fused_loss."

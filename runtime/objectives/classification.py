@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.objectives.base import Objective, sources_of
+from patchgen.runtime.objectives.base import CLASSIFICATION, Objective, sources_of
 from patchgen.runtime.objectives.batch import Batch
 
 
@@ -32,6 +32,7 @@ class Classification(Objective):
     num_labels: int = 2
 
     kinds: ClassVar[tuple[str, ...]] = ("classification",)
+    head: ClassVar = CLASSIFICATION
     per: ClassVar = "document"
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from patchgen.runtime.objectives.base import Objective
+from patchgen.runtime.objectives.base import CLASSIFICATION, Objective
 from patchgen.runtime.objectives.batch import Batch
 
 
@@ -29,6 +29,7 @@ class Reward(Objective):
     center: float = 0.0
 
     kinds: ClassVar[tuple[str, ...]] = ("preference",)
+    head: ClassVar = CLASSIFICATION
     per: ClassVar = "pair"
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.objectives import choose
-from patchgen.runtime.objectives.heads import SequenceClassifier, UnknownHeadError, sequence_classifier
+from patchgen.runtime.objectives.heads import Learned, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.parts import part_files
@@ -193,8 +193,9 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
-    if (scores := choose.objective_of(recipe.objective).scores) is not None:
-        head = _classifier(head, config, scores, recipe.objective.name)
+    objective = choose.objective_of(recipe.objective)
+    if objective.head is not None:
+        head = _head_over(objective, head, config, recipe.objective.name)
     elif (kind := head_kinds.kind_of(head.__name__)) is not None:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
@@ -215,16 +216,17 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     return model.train()
 
 
-def _classifier(
-    head: type[PreTrainedModel], config: PreTrainedConfig, scores: int, objective: str
+def _head_over(
+    objective: choose.Objective, head: type[PreTrainedModel], config: PreTrainedConfig, name: str
 ) -> type[PreTrainedModel]:
-    """The sequence classifier over a head's base model; tells its config how many scores it gives."""
-    if config.num_labels != scores:
-        config.num_labels = scores
+    """The head of an objective over a head's base model; tells its config how many classes there are."""
+    if objective.scores is not None and config.num_labels != objective.scores:
+        config.num_labels = objective.scores
+    assert objective.head is not None, "asked for an objective that has one"
     try:
-        return sequence_classifier(head, config)
+        return head_over(objective.head, head, config)
     except UnknownHeadError as error:
-        raise RecipeError(f"objective.name = {objective}: {error}") from error
+        raise RecipeError(f"objective.name = {name}: {error}") from error
 
 
 def find_head(config: PreTrainedConfig, own: architecture.Heads = None) -> type[PreTrainedModel]:
@@ -354,16 +356,16 @@ def build_model(recipe: Recipe, state: ParallelState, device: torch.device) -> S
 
 
 def tell_padding(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Tells a classifier which token is padding, where its config does not say: upstream's finds the last token by it."""
+    """Tells a head which token is padding, where its config does not say: upstream's classifiers find the last token by it."""
     text = model.config.get_text_config()
-    if isinstance(model, SequenceClassifier) and text.pad_token_id is None and tokenizer is not None:
+    if isinstance(model, Learned) and text.pad_token_id is None and tokenizer is not None:
         text.pad_token_id = tokenizer.pad_token_id
 
 
 def may_differ(recipe: Recipe, model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Patterns of what the weights may lack and hold besides: a new head starts from another head's."""
     missing, unexpected = recipe.model.allow_missing, ()
-    if isinstance(model, SequenceClassifier):
+    if isinstance(model, Learned):
         missing, unexpected = missing + model.only_here, model.only_causal
     return {"allow_missing": missing, "allow_unexpected": unexpected}
 

@@ -66,11 +66,15 @@ def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) 
         return False
     moved = max((float((pick(one).double() - theirs.double()).norm()) for one in shaken), default=0.0)
     norm = max(float(theirs.double().norm()), _floor(key, expected))
+    last_bit = torch.finfo(theirs.dtype).eps * _floor(key, expected) / GRADIENT_FLOOR  # of the largest gradient
     if (
         not theirs.any()
     ):  # all terms of its sum cancel upstream, bit by bit: another order of operations leaves a last bit
-        return float(mine.double().norm()) <= torch.finfo(theirs.dtype).eps * _floor(key, expected) / GRADIENT_FLOOR
-    return moved <= WELL_CONDITIONED * norm and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
+        return float(mine.double().norm()) <= last_bit
+    by_rounding = max(
+        WELL_CONDITIONED * norm, ROUNDING * last_bit
+    )  # a sum that cancels to a few last bits is no choice
+    return moved <= by_rounding and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
 
 
 def _floor(key: str, expected: Step) -> float:

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from patchgen.runtime import mask_functions, parallel
+from patchgen.runtime.objectives.base import ANSWERS, BASE, CLASSIFICATION, TOKEN
+from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.batch import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.modeling_outputs import CausalLMOutput
 
-CLASSIFICATION, TOKEN, ANSWERS, BASE, CONDITIONAL = "classification", "token", "answers", "base", "conditional"
+CONDITIONAL = "conditional"
 MAPPINGS = {
     CLASSIFICATION: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     TOKEN: "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
@@ -38,6 +41,7 @@ MAPPINGS = {
 OF_ROWS = ("plain", "padded right", "padded left")
 """The checks of a head that reads one place of each row: upstream has no packed rows for it."""
 VOCABULARY = 64
+BOUNDS = "cu_seq_lens_q"
 
 
 @functools.cache
@@ -135,7 +139,8 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
     """The class with a language model's outputs, so that what a run computes is compared as that of language models is.
 
     Its logits `(B, S, n)` are the hidden states, or the scores of each token; a head of rows says the same of all tokens.
-    Its loss is the cross-entropy of a fixed projection of them. Without dropout.
+    Its loss is its own, of labels that follow from the rows; in a packed row that of the objective that a run has for it. A
+    base model has none: the cross-entropy of a fixed projection of its hidden states. Without dropout.
     """
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -150,21 +155,19 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | None = None,
-        **kwargs: Any,
+        **rows: Any,
     ) -> CausalLMOutput:
-        if kind == CONDITIONAL:
-            return _own_loss(self, model_class, labels, shift_labels, num_items_in_batch, kwargs)
-        scores = _scores(self, model_class, kind, of_rows, kwargs)
         if labels is None and shift_labels is None:
-            return CausalLMOutput(logits=scores)
-        if shift_labels is None:
-            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        generator = torch.Generator().manual_seed(0)
-        projection = torch.randn(scores.shape[-1], VOCABULARY, generator=generator).to(scores)
-        targets = torch.where(shift_labels == IGNORED, shift_labels, shift_labels % VOCABULARY)
-        total = cross_entropy((scores @ projection).flatten(0, 1), targets.flatten(), reduction="sum")
-        items = (shift_labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        return CausalLMOutput(loss=total / items, logits=scores)
+            return CausalLMOutput(logits=_scores(self, model_class, kind, of_rows, rows))
+        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
+        items = num_items(kind, rows | {"shift_labels": targets})
+        share = 1.0 if num_items_in_batch is None else items / num_items_in_batch
+        is_packed = BOUNDS in rows and kind in (CLASSIFICATION, ANSWERS)
+        if kind != BASE and not is_packed:
+            return CausalLMOutput(loss=_own_loss(self, model_class, kind, targets, rows, of_rows) * share)
+        scores = _scores(self, model_class, kind, of_rows, rows)
+        mean = _of_documents(self, kind, targets, scores, rows) if is_packed else _projected(scores, targets)
+        return CausalLMOutput(loss=mean * share)
 
     theirs = inspect.signature(model_class.forward)
     own = [one for name, one in inspect.signature(forward).parameters.items() if name == "labels"]
@@ -175,30 +178,88 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
     return type(model_class.__name__, (model_class,), members)
 
 
-def _own_loss(
-    model: PreTrainedModel,
-    model_class: type,
-    labels: Tensor | None,
-    shift_labels: Tensor | None,
-    items: Tensor | None,
-    rows: Mapping[str, Any],
-) -> CausalLMOutput:
-    """An encoder-decoder's loss, the next tokens of the rows its targets; as a share of a step if one is given."""
-    from transformers.modeling_outputs import CausalLMOutput
+def num_items(kind: str | None, rows: Mapping[str, Any]) -> int:
+    """What a loss of a kind is a mean over, of rows with `labels` not yet shifted or `shift_labels`: documents, or labels."""
+    if kind in (CLASSIFICATION, ANSWERS):
+        return len(rows[BOUNDS]) - 1 if BOUNDS in rows else len(rows["input_ids"])
+    targets = rows["shift_labels"] if "shift_labels" in rows else rows["labels"][:, 1:]
+    return int((targets != IGNORED).sum())
 
-    if labels is None and shift_labels is None:
-        return CausalLMOutput(logits=model_class.forward(model, decoder_input_ids=rows["input_ids"], **rows).logits)
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    output = model_class.forward(model, labels=shift_labels, **rows)
-    share = 1.0 if items is None else (shift_labels != IGNORED).sum() / items
-    return CausalLMOutput(loss=output.loss * share, logits=output.logits)
+
+def _projected(scores: Tensor, targets: Tensor) -> Tensor:
+    projection = torch.randn(scores.shape[-1], VOCABULARY, generator=torch.Generator().manual_seed(0)).to(scores)
+    targets = torch.where(targets == IGNORED, targets, targets % VOCABULARY)
+    return cross_entropy((scores @ projection).flatten(0, 1), targets.flatten())
+
+
+def _own_loss(
+    model: PreTrainedModel, model_class: type, kind: str, targets: Tensor, rows: Mapping[str, Any], of_rows: bool
+) -> Tensor:
+    """The loss of the head itself, whose labels follow from the targets `(B, S)` of the tokens.
+
+    An encoder-decoder's are the targets, a token's class the remainder of its target, a row's that of their sum, and an answer
+    goes from the first token that is a target to the last. What upstream reads of answers in padding no mask keeps equal: of
+    padded rows the same loss, over the others.
+    """
+    if kind == CONDITIONAL:
+        given = {"labels": targets}
+    elif kind == TOKEN:
+        given = {"labels": _classes(model, targets)}
+    elif kind == CLASSIFICATION:
+        if of_rows or "attention_mask" in rows:  # else the same tokens as in a packed row
+            rows = {**rows, "input_ids": _ended(model.config, rows["input_ids"], rows.get("attention_mask"))}
+        given = {"labels": _class_of(model, targets)}
+    else:
+        places = torch.arange(targets.shape[1]).expand_as(targets) + 1
+        first = places.masked_fill(targets == IGNORED, targets.shape[1]).amin(dim=1)
+        last = places.masked_fill(targets == IGNORED, 0).amax(dim=1)
+        given = {"start_positions": first, "end_positions": last}
+        mask = rows.get("attention_mask")
+        if mask is not None and not mask.all():
+            scores = _scores(model, model_class, kind, False, rows).masked_fill(mask[..., None] == 0, float("-inf"))
+            return cross_entropy(scores, torch.stack([first, last], dim=1))
+    return model_class.forward(model, **given, **rows).loss
+
+
+def _classes(model: PreTrainedModel, targets: Tensor) -> Tensor:
+    return torch.where(targets == IGNORED, targets, targets % model.config.num_labels)
+
+
+def _class_of(model: PreTrainedModel, targets: Tensor) -> Tensor:
+    return targets.masked_fill(targets == IGNORED, 0).sum(dim=1) % model.config.num_labels
+
+
+def _of_documents(
+    model: PreTrainedModel, kind: str, targets: Tensor, scores: Tensor, rows: Mapping[str, Any]
+) -> Tensor:
+    """The mean over the documents of a packed row, by the objective of a run.
+
+    Args:
+        scores: of each token, `(1, S, n)`.
+    """
+    from patchgen.runtime.objectives import classification, tokens
+    from patchgen.runtime.objectives.batch import share, split
+
+    state = parallel.current()
+    document = mask_functions.document_of(rows[BOUNDS], *targets.shape)[0]
+    alone = [targets[:, document == number] for number in range(int(document.max()) + 1)]
+    told = {"document_sources": torch.zeros(len(alone), dtype=torch.long)}
+    if kind == CLASSIFICATION:
+        objective = classification.Classification(model.config.num_labels)
+        told["document_labels"] = torch.cat([_class_of(model, one) for one in alone])
+    else:
+        objective = tokens.QuestionAnswering()
+    handed = {**rows, "shift_labels": targets, **told}
+    _, batch = split(handed, state, targets.device, model.config.get_text_config().pad_token_id)
+    with loss.step(len(alone)):
+        return share(objective, batch)(nn.Identity(), scores)
 
 
 def _scores(model: PreTrainedModel, model_class: type, kind: str, of_rows: bool, rows: Mapping[str, Any]) -> Tensor:
+    is_decoded = "decoder_input_ids" in inspect.signature(model_class.forward).parameters
     if kind == CLASSIFICATION and not of_rows:
         return model.score(getattr(model, model.base_model_prefix)(**rows).last_hidden_state)
-    if kind == BASE and "decoder_input_ids" in inspect.signature(model_class.forward).parameters:
+    if is_decoded and kind in (BASE, CONDITIONAL):
         rows = {**rows, "decoder_input_ids": rows["input_ids"]}
     if kind == CLASSIFICATION:
         rows = {**rows, "input_ids": _ended(model.config, rows["input_ids"], rows.get("attention_mask"))}

@@ -91,6 +91,7 @@ class Comparison:
         self.ran_with: Names = ""
         self.separates_documents: Separated = False
         self.only: tuple[str, ...] = ()
+        self.items: Callable[[Batch], int] = inputs.num_labels
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -197,7 +198,7 @@ class Comparison:
 
     def rows(self, name: str, rows: Batch, spare: int = 0) -> None:
         """Rows without packing, in a step that has `spare` labels elsewhere."""
-        items = inputs.num_labels(rows) + spare
+        items = self.items(rows) + spare
         counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         failed = len(self.failures)
         handed = _handed(rows)
@@ -224,7 +225,7 @@ class Comparison:
 
     def documents(self, name: str, documents: Documents, packed: Batch, chunk: int | None = None) -> None:
         """A packed row against its documents alone."""
-        items = sum(map(inputs.num_labels, documents.rows))
+        items = sum(map(self.items, documents.rows))
         rows = documents.reference()
         with largest_chunk(chunk) if chunk else contextlib.nullcontext():
             actual = self._step([_handed(packed)], items, {"logits": self._logits(_handed(packed))})
@@ -271,7 +272,7 @@ class Comparison:
     def upstream_refusal(self) -> Exception | None:
         """What upstream's own class, eager, raises in training on a document by itself."""
         try:
-            self._reference_step(self.reference, self.text.rows, sum(map(inputs.num_labels, self.text.rows)))
+            self._reference_step(self.reference, self.text.rows, sum(map(self.items, self.text.rows)))
         except Exception as error:
             return error
         return None
@@ -279,7 +280,7 @@ class Comparison:
     def accumulation(self, packed: Batch) -> None:
         """Two micro-batches of different size are one step over both."""
         rows = [*inputs.same_rows([self.text]), *(self.text.rows if self.needs_media else [self.plain])]
-        items = sum(map(inputs.num_labels, rows))
+        items = sum(map(self.items, rows))
         second = packed if self.needs_media else self.plain
         self._compare(
             "accumulation",
@@ -303,7 +304,7 @@ class Comparison:
             for one in owners:
                 stack.callback(setattr, one, switch, getattr(one, switch))
                 setattr(one, switch, True)
-            items = inputs.num_labels(row)
+            items = self.items(row)
             self._compare(
                 "router loss",
                 self._step([_handed(row)], items),
@@ -353,7 +354,7 @@ class Comparison:
         model.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64)
         for row in rows:
-            labels = inputs.num_labels(row)
+            labels = self.items(row)
             if not labels:
                 continue
             torch.manual_seed(SEED)

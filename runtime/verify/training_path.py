@@ -115,6 +115,7 @@ def prove_training_path(
         reference_class, generated_class = pair
     path = Comparison(reference_class, generated_class, config, media)
     path.only = head_kinds.OF_ROWS if of_rows else ()
+    path.items = functools.partial(head_kinds.num_items, kind)
     try:
         path, asked = _choices(path, asked_config or config, named_seams or {})
     except Exception as error:

@@ -19,7 +19,7 @@ from patchgen.errors import ConfigError, PassMismatch
 from patchgen.model_configs import ModelConfig
 from patchgen.runtime import attention, registry
 from patchgen.runtime.checkpoint import export_pretrained
-from patchgen.runtime.objectives.heads import sequence_classifier
+from patchgen.runtime.objectives.heads import head_over
 from patchgen.runtime.train import recipe as recipes
 from patchgen.runtime.train.model import build_on_meta
 from patchgen.runtime.verify import head_kinds, verdict
@@ -187,7 +187,7 @@ def test_a_classifier_trains_by_its_objective_and_exports(folder, tmp_path, monk
     monkeypatch.setattr(registry, "generated_models", lambda directory=None: (registry.read_model(folder),))
     config = small_config("llama").config
     head = registry.find_head(config)
-    kind = sequence_classifier(head, config)
+    kind = head_over("classification", head, config)
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     assert type(model.model).__module__ == head.__module__

@@ -11,7 +11,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelFor
 
 from patchgen.runtime import attention, registry
 from patchgen.runtime.checkpoint import export_pretrained, load_pretrained
-from patchgen.runtime.objectives.heads import UnknownHeadError, head_of, sequence_classifier
+from patchgen.runtime.objectives.heads import UnknownHeadError, head_of, head_over
 from patchgen.runtime.verify.small_config import small_config
 
 
@@ -30,7 +30,7 @@ def test_exports_load_in_plain_transformers(name, head, tmp_path):
     config = copy.deepcopy(small_config(causal.config_class).config)
     config.num_labels = 3
     try:
-        kind = sequence_classifier(causal, config)
+        kind = head_over("classification", causal, config)
     except UnknownHeadError as refusal:
         assert "transformers" in str(refusal)
         return

@@ -18,7 +18,7 @@ from patchgen.runtime.objectives import base, learning
 from patchgen.runtime.objectives.classification import Classification
 from patchgen.runtime.objectives.distillation import Distillation
 from patchgen.runtime.objectives.dpo import DPO
-from patchgen.runtime.objectives.heads import sequence_classifier
+from patchgen.runtime.objectives.heads import head_over
 from patchgen.runtime.objectives.reward import Reward
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
@@ -128,7 +128,7 @@ def test_reward_is_trls(config, state, tmp_path):
     config.num_labels, found = 1, pairs()
     torch.manual_seed(2)
     upstream = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    model = generated(upstream, sequence_classifier(registry.find_head(config), config))
+    model = generated(upstream, head_over("classification", registry.find_head(config), config))
     as_sequences = [
         {answer: one["prompt_ids"] + one[answer] for answer in ("chosen_ids", "rejected_ids")} for one in found
     ]
@@ -147,7 +147,7 @@ def test_classification_is_transformers(labels, config, state):
     config.num_labels = labels
     torch.manual_seed(3)
     upstream = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
-    model = generated(upstream, sequence_classifier(registry.find_head(config), config))
+    model = generated(upstream, head_over("classification", registry.find_head(config), config))
     documents = [one["prompt_ids"] for one in pairs()]
     targets = torch.tensor([0.0, 2.0, 1.0, 1.0, 2.0]) if labels > 1 else torch.tensor([0.5, -1.0, 2.0, 0.0, 1.5])
     longest = max(map(len, documents))

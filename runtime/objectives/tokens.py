@@ -1,0 +1,75 @@
+"""What is said of tokens: a class of each, and where an answer stands.
+
+    classes   cross-entropy of the scores of each token that has a class, a mean over these
+    answers   half the cross-entropy of the first and the last token of the answer among those of its document, a mean over
+              documents; one whose answer was cut off adds nothing
+
+As transformers' `ForTokenClassificationLoss` and `ForQuestionAnsweringLoss`. The heads are upstream's: the exports load in
+plain transformers (`AutoModelForTokenClassification`, `AutoModelForQuestionAnswering`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from patchgen.runtime.data import DataError
+from patchgen.runtime.objectives.base import ANSWERS, TOKEN, Objective
+from patchgen.runtime.objectives.batch import Batch
+from patchgen.runtime.parallel.batch import IGNORED
+
+
+@dataclass(frozen=True)
+class TokenClassification(Objective):
+    """A class of each token.
+
+    Attributes:
+        num_labels: classes.
+    """
+
+    num_labels: int = 2
+
+    kinds: ClassVar[tuple[str, ...]] = ("token_classes",)
+    head: ClassVar = TOKEN
+
+    def __post_init__(self) -> None:
+        if not self.num_labels >= 2:
+            raise ValueError(f"num_labels must be at least 2, not {self.num_labels}.")
+
+    @property
+    def scores(self) -> int:
+        return self.num_labels
+
+    def require_valid(self, row: Mapping[str, Any]) -> None:
+        """Refuses a label that is no class, as `Classification` does."""
+        labels = row["labels"]
+        outside = labels[(labels != IGNORED) & ((labels < 0) | (labels >= self.num_labels))]
+        if len(outside):
+            raise DataError(
+                f"A token has the label {int(outside[0])}; with objective.options.num_labels = {self.num_labels} labels are "
+                f"0 to {self.num_labels - 1}."
+            )
+
+    def loss(self, batch: Batch) -> Tensor:
+        return cross_entropy(batch.scores(), batch.targets, reduction="sum", ignore_index=IGNORED)
+
+
+@dataclass(frozen=True)
+class QuestionAnswering(Objective):
+    """Where the answer stands: the tokens of a document that are learned."""
+
+    kinds: ClassVar[tuple[str, ...]] = ("answers",)
+    head: ClassVar = ANSWERS
+    per: ClassVar = "document"
+
+    def loss(self, batch: Batch) -> Tensor:
+        scores = batch.scores()
+        top = batch.document_max(scores.detach())
+        norm = batch.document_sums((scores - top[batch.index]).exp()).log() + top
+        found = torch.where(batch.ends_of_learned(), norm[batch.index] - scores, 0)
+        return batch.document_sums(found)[: batch.num_samples].sum() / 2
