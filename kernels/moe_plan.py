@@ -216,8 +216,12 @@ class Added(NamedTuple):
 
     @property
     def step(self) -> int:
-        """The depth of a step: the rank, filled up to what products of tiles take, if that is no more than a tile's."""
-        return min(64, max(16, triton.next_power_of_2(self.rank)))
+        """The depth of a step: the rank, filled up to what products of tiles take, but at most 32.
+
+        Its operands lie in shared memory beside the four stages of the deepest tile (128 x 256 x 64 in bf16: 192 of a
+        Hopper multiprocessor's 227 KiB), which leaves 35: 24 for a depth of 32, where 64 would take 48.
+        """
+        return min(32, max(16, triton.next_power_of_2(self.rank)))
 
     def rows_of_tile(self, num_rows: int) -> TensorDescriptor:
         return TensorDescriptor.from_tensor(self.rows, [num_rows, self.step])
