@@ -143,10 +143,10 @@ class RowReader:
     def _is_column(self, target: ast.expr) -> bool:
         """Whether it is `x[:, :, fixed]`, of all rows."""
         *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
-        if not rows or not is_tensor(axes := self.value(target.value)):
+        if not rows or not is_tensor(found := self.value(target.value)):
             return False
         self._plain(last)
-        return bool(axes.indexed(axes, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+        return bool(axes.indexed(found, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
 
     def _set(self, name: str, value: Value) -> None:
         self.values[name] = value

@@ -114,6 +114,7 @@ ALONE = (
     "y = torch.cat((x, x * 2), dim=-1)",
     "if (scale := self.scale) is not None:\n    y = x / scale",
     "for step in self.steps:\n    x = step(x)\ny = x",
+    "x[:, :, columns] = 0",
 )  # fmt: skip
 MIXED = (
     "y = x.mean(0)", "y = x.mean()", "y = x.sum(dim=1)", "y = torch.softmax(x, 0)", "y = x.softmax(dim=1)", "y = x.chunk(2)", "y = x.chunk(2, 1)",
