@@ -87,10 +87,11 @@ class RowReader:
                     names = {*after, *self.values}
                     self.values = {n: either(after.get(n), self.values.get(n), statement) for n in names}
                     self._memo.clear()
-                case ast.For(ast.Name(name), source) if modules := self._listed(source):
+                case ast.For(ast.Name(name), source, body, []) if modules := self._listed(source):
+                    self._set(name, None)
                     self._modules[name] = modules
-                    self.run(statement.body * 2)  # what one leaves meets the next
-                case ast.For(ast.Name(name), source) if isinstance(pieces := self.value(source), list):
+                    self.run(body * 2)  # what one leaves meets the next
+                case ast.For(ast.Name(name), source, orelse=[]) if isinstance(pieces := self.value(source), list):
                     self._in_pieces = isinstance(pieces, Pieces)
                     appended = [dotted(c.func) for c in calls(statement) if dotted(c.func).endswith(".append")]
                     if len(appended) > len(set(appended)):
@@ -149,13 +150,14 @@ class RowReader:
     def _is_column(self, target: ast.expr) -> bool:
         """Whether it is `x[:, :, fixed]`, of all rows."""
         *rows, last = getattr(getattr(target, "slice", None), "elts", [None])
-        if not rows or not is_tensor(axes := self.value(target.value)):
+        if not rows or not is_tensor(found := self.value(target.value)):
             return False
         self._plain(last)
-        return bool(axes.indexed(axes, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
+        return bool(axes.indexed(found, ast.Subscript(target.value, ast.Tuple([*rows, ast.Slice()]))))
 
     def _set(self, name: str, value: Value) -> None:
         self.values[name] = value
+        self._modules.pop(name, None)
         self._memo.clear()
 
     def _inference(self, body: Sequence[ast.stmt]) -> None:
@@ -348,7 +350,8 @@ class RowReader:
         if name in ("view", "reshape"):
             sizes = self.value(args[1]) if len(args) == 2 else None
             sources = list(map(ast.unparse, args[1:])) if not isinstance(sizes, tuple) else [""] * len(sizes)
-            if self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]:
+            is_merged = self._groups and isinstance(found, str) and found[:1] == "r" and sources[:1] == ["-1"]
+            if is_merged and not any(has_rows(self.value(size)) for size in args[2:]):
                 return "r".ljust(len(sources), ".")
             return axes.reshaped(found, list(zip(sources, sizes or map(self.value, args[1:]), strict=True)), call)
         if not isinstance(found, str) or any(has_rows(self.value(arg)) for arg in others):

@@ -64,6 +64,8 @@ class Head(nn.Module):
         self.power = 2 ** float(config.power) if config.power > 1 else -1
         self.learned = nn.Parameter(torch.ones(8))
         self.matrix = nn.Parameter(torch.ones(8, 8))
+        self.steps = nn.ModuleList([nn.Linear(8, 8), nn.GELU()])
+        self.odd_steps = nn.ModuleList([nn.Linear(8, 8), Mixer()])
 
     def twice(self, x):
         return doubled(x) + self.proj(x)
@@ -111,6 +113,8 @@ ALONE = (
     "y = other.sum(0) + elsewhere(other)",
     "y = torch.cat((x, x * 2), dim=-1)",
     "if (scale := self.scale) is not None:\n    y = x / scale",
+    "for step in self.steps:\n    x = step(x)\ny = x",
+    "x[:, :, columns] = 0",
 )  # fmt: skip
 MIXED = (
     "y = x.mean(0)", "y = x.mean()", "y = x.sum(dim=1)", "y = torch.softmax(x, 0)", "y = x.softmax(dim=1)", "y = x.chunk(2)", "y = x.chunk(2, 1)",
@@ -121,6 +125,8 @@ MIXED = (
     "y = torch.matmul(w, x)", "y = self.conv(x)", "y = self.drop(x)", "y = self.mixer(x)", "y = self.sequence(x)", "y = self.own_mixed(x)", "y = mixed(x)",
     "y = self.foreign(x)", "y = self.either(x)", "y = self.handed(x)", "y = self.table(x)", "y = self.unknown(x)", "y = gelu(x)", "y = unknown(x)", "y = numpy.tanh(x)",
     "y = apply_chunking_to_forward(self.sequence, 1, x)", "y = [t * 2 for t in x]", "y = (lambda t: t)(x)", "y = f(*x)",
+    "for step in self.odd_steps:\n    x = step(x)", "for step in self.steps:\n    x = step(x)\nelse:\n    x = x.mean(0)",
+    "for step in self.steps:\n    x = step(x)\nstep = self.mixer\nx = step(x)",
     "for t in x:\n    y = t", "while x:\n    y = x", "with torch.no_grad():\n    y = x * 2", "print(x)", "y = x * 2\nreturn y.mean(0)",
     "if x.mean(0) > 1:\n    y = x", "if wanted:\n    y = x.mean(0)", "if wanted:\n    y = x\nelse:\n    y = x.mean(0)", "y = x\ny = y.sum(0)",
     "if not self.training:\n    y = x\nelse:\n    y = x.mean(0)", "if not self.training or wanted:\n    y = self.mixer(x)", "if not self.training:\n    y = self.mixer(x)",
@@ -147,6 +153,16 @@ def test_each_token_by_itself(code: str):
 @pytest.mark.parametrize("code", MIXED)
 def test_tokens_that_meet_are_named(code: str):
     assert isinstance(found(code), ast.AST)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_apart"),
+    [("y = x.view(-1, 32)", True), ("y = x.view(-1, x.shape[0])", False), ("y = x.view(32, -1)", False)],
+)
+def test_rows_are_put_into_groups_where_that_is_allowed(code: str, is_apart: bool):
+    body = ast.parse(code).body
+    assert (mixing(body, {"x": "r."}, "Head", ANATOMY, groups=True) is None) is is_apart
+    assert mixing(body, {"x": "r."}, "Head", ANATOMY) is not None
 
 
 @pytest.mark.parametrize(
