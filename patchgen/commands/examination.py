@@ -113,6 +113,7 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
         "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
         "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
         "inputs": _inputs(proof),
+        "refused_inputs": proof.refused_inputs,
         "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
         "training": training_record(proof.training) if proof.training is not None else None,
     }
@@ -146,6 +147,7 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "moe": False,
         "family": TEXT,
         "inputs": [],
+        "refused_inputs": {},
         "inputs_without_rule": [],
         "training": None,
         "loss_difference": None,
@@ -160,5 +162,6 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
 def phrase(error: object) -> str:
     """The first line of a message, at most 160 characters, with the site that a pass missed."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    detail = next((line.removeprefix("expected ") for line in lines[1:] if line.startswith(("expected", "sign"))), "")
-    return " ".join(f"{lines[0]} {detail}".split())[:160]
+    signs = [line.removeprefix("sign").strip() for line in lines[1:] if line.startswith("sign ")]
+    expected = [line.removeprefix("expected ") for line in lines[1:] if line.startswith("expected ")]
+    return " ".join((signs[0] if signs else " ".join([lines[0], *expected[:1]])).split())[:160]
