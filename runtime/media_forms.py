@@ -167,7 +167,9 @@ def _pictures(
     for height, width in sides:
         if kind == layout.VIDEO:
             steps = layout.first_int(tower, "video_temporal_patch_size", default=1)
-            for leading, frames in itertools.product(((1,), ()), (count for count in VIDEO_FRAMES if count % steps == 0)):
+            for leading, frames in itertools.product(
+                ((1,), ()), (count for count in VIDEO_FRAMES if count % steps == 0)
+            ):
                 yield {first: like.new_zeros(*leading, frames, layout.channels(tower), height, width)}
             continue
         for crops, with_sizes in image_forms(takes_sizes="image_sizes" in others):

@@ -79,7 +79,9 @@ def vocabulary(
             if hasattr(part.config, name):
                 setattr(part.config, name, sizes.NUM_IMAGE_CODES)
     codes = (sizes.IMAGE_CODES[prefix](number) for number in range(sizes.NUM_IMAGE_CODES))
-    return {"vocabulary_map": {name: next(special_ids) for name in (*dict.fromkeys(NAMED_IDS.findall(source)), *codes)}}
+    return {
+        "vocabulary_map": {name: next(special_ids) for name in (*dict.fromkeys(NAMED_IDS.findall(source)), *codes)}
+    }
 
 
 def layer_numbers(values: Mapping[str, object], parts: Mapping[str, Part]) -> dict[str, object]:

@@ -184,7 +184,9 @@ def shrink(
             continue
         declared = explicit.get(name, _declared(field))
         names = common_names.get(name, name), name
-        if declared is None and (sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)):
+        if declared is None and (
+            sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)
+        ):
             declared = values[name]  # derived by the class, but not from other fields
         small = _small_value(declared, names, special_ids)
         if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
@@ -472,7 +474,9 @@ def _related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides:
     if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
-    if type(inner) is int and type(width) is int and inner < width and width % inner == 0:  # who asks for both means a part
+    if (
+        type(inner) is int and type(width) is int and inner < width and width % inner == 0
+    ):  # who asks for both means a part
         found["intermediate_size"] = small["hidden_size"] // (width // inner)
     if {"window_size", "patch_size", "spatial_merge_size"} <= own_fields.keys():  # in pixels: two merged patches wide
         found["window_size"] = 2 * small["patch_size"] * small["spatial_merge_size"]

@@ -34,8 +34,8 @@ from patchgen.runtime.verify.comparison import (
 from patchgen.runtime.verify.conditioning import ROUNDING, SHAKES, WELL_CONDITIONED, is_rounding, shaken_step
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.multimodal_inputs import takes_media
+from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.training_inputs import Batch, Documents
 
 if TYPE_CHECKING:
@@ -180,7 +180,9 @@ class Comparison:
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
             media = self.media.get(name.partition(" ")[2])
             if media is not None and len(self.failures) > before and (own := self._beside_sdpa(media)) > TOLERANCE:
-                reason = f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
+                reason = (
+                    f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
+                )
                 self.failures[before:] = [reason]
 
     def _beside_sdpa(self, documents: Documents) -> float:
