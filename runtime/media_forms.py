@@ -149,12 +149,13 @@ def _pictures(
     grid = next((name for name in others if name.endswith(GRIDS)), None)
     if grid is not None:
         merged = layout.packed_merge(features.__self__.config, tower)
+        steps = layout.first_int(tower, "temporal_merge_size", default=1) if kind == layout.VIDEO else 1
         told = {name: torch.tensor([merged], device=like.device) for name in others if name.endswith("merge_sizes")}
         for shape in layout.patch_shapes(tower):
             merge = 1 if shape == layout.token_shape(tower) else merged
             sides = [merge * sp, merge]
-            row = sides if grid.endswith(GRIDS[1]) else [1, *sides]
-            yield {first: like.new_zeros(merge * merge * sp, *shape), grid: integers(row)} | told
+            row = sides if grid.endswith(GRIDS[1]) else [steps, *sides]
+            yield {first: like.new_zeros(steps * merge * merge * sp, *shape), grid: integers(row)} | told
         return
     beside = next((name for name in others if name.startswith("target_sizes")), None)
     if beside is not None:  # patches side by side

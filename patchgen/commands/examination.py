@@ -117,6 +117,7 @@ def _prove(model_type: str, directory: Path, *, takes_media: bool) -> dict:
         "loss_difference": max((case.loss.relative for case in proof.cases), default=0.0),
         "gradient_difference": max((case.gradient.relative for case in proof.cases), default=0.0),
         "inputs": _inputs(proof),
+        "refused_inputs": proof.refused_inputs,
         "inputs_without_rule": _without_rule(model_type, directory, proof) if takes_media else [],
         "training": training_record(proof.training) if proof.training is not None else None,
     }
@@ -150,6 +151,7 @@ def row(model_type: str, status: str, reason: str, **facts: object) -> dict:
         "moe": False,
         "family": TEXT,
         "inputs": [],
+        "refused_inputs": {},
         "inputs_without_rule": [],
         "training": None,
         "loss_difference": None,

@@ -139,6 +139,9 @@ RULES: dict[str, FieldRule] = {
 SIDE_BY_SIDE = {"pixel_values": "target_sizes", "pixel_values_videos": "target_sizes_videos"}
 """Patches that stand side by side in one image `[1, C, p, P * p]`, where their sizes are handed over under this name."""
 
+OF_CROPS = {"image_attention_mask": "image_pixel_values"}
+"""A mask of the patches of each crop, thus of items, where these are handed over; of tokens where they are not."""
+
 BUILT_IN = frozenset(RULES)
 FEATURES = tuple(f"get_{kind}_features" for kind in ("image", "video", "audio"))
 """The methods of upstream's models that compute features of items."""
@@ -210,7 +213,7 @@ def pack(field: str, values: Sequence[Any], beside: Collection[str] = ()) -> Any
     Raises:
         ValueError: they differ in another dimension, and padding of this field only counts along the tokens.
     """
-    rule = rule_of(field)
+    rule = ITEMS if OF_CROPS.get(field) in beside else rule_of(field)
     if rule.listed:
         return [entry for value in values for entry in value]
     if SIDE_BY_SIDE.get(field) in beside:

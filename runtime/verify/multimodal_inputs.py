@@ -400,36 +400,34 @@ class SampleBuilder:
 
     def _found_layout(self, kind: str, item: Item) -> Layout:
         """The layout of a modality that no method computes features of: so many tokens as upstream takes, and reads."""
-        found: Layout | None = None
-        refusal: Exception = ValueError(f"upstream's logits are the same whatever the {kind} is")
+        found, refusal, is_taken = None, ValueError("no number of tokens was tried"), False
         known = next(self._candidates(kind), Layout(int(self.drawable[2]), None, None))
         for count in range(MOST_TOKENS + 1):
             candidate = replace(known, count=count)
+            batch = self.case(kind, [self.sample([3, item, 3], {kind: candidate})]).batch
             try:
-                if not self._is_read(kind, item, candidate):
-                    continue
+                self.ask(batch)
             except REFUSALS as error:
                 refusal = error
                 if found is not None:
                     return found
                 continue
-            found = candidate
-            if not count:  # it stands beside the text
+            is_taken = True
+            found = candidate if self._is_read(kind, batch) else None
+            if found is not None and not count:  # it stands beside the text
                 return found
         if found is None:
-            raise refusal
+            raise ValueError(f"upstream's logits are the same whatever the {kind} is") if is_taken else refusal
         return found
 
-    def _is_read(self, kind: str, item: Item, layout: Layout) -> bool:
-        """Whether upstream's logits tell one item from another."""
-        batch = self.case(kind, [self.sample([3, item, 3], {kind: layout})]).batch
-        other = {**batch, **self.maker.item(kind, 0).arguments}
-        model, self.model = self.model, copy.deepcopy(self.model)
+    def _is_read(self, kind: str, batch: Mapping[str, Any]) -> bool:
+        """Whether upstream's logits tell an item from another."""
+        fresh, self.model = self.model, copy.deepcopy(self.model)
         perturb(self.model)  # gates that begin at zero let nothing through
         try:
-            found = [self.ask(rows).logits for rows in (batch, other)]
+            found = [self.ask({**batch, **more}).logits for more in ({}, self.maker.item(kind, 0).arguments)]
         finally:
-            self.model = model
+            self.model = fresh
         return not torch.equal(*found)
 
     def _candidates(self, kind: str) -> Iterator[Layout]:

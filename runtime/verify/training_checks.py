@@ -176,10 +176,24 @@ class Comparison:
             packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
             steps.append((f"packed {name}", packed_media))
         for name, step in steps:
+            before = len(self.failures)
             try:
                 step()
             except Exception as error:
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
+            media = self.media.get(name.partition(" ")[2])
+            if media is not None and len(self.failures) > before and (own := self._beside_sdpa(media)) > TOLERANCE:
+                reason = (
+                    f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
+                )
+                self.failures[before:] = [reason]
+
+    def _beside_sdpa(self, documents: Documents) -> float:
+        """How far upstream's own class, under the attention that it takes unasked, is from itself, eager."""
+        other = copy.deepcopy(self.reference)
+        other.set_attn_implementation("sdpa")
+        rows = documents.reference()
+        return difference(*(self._row_of_logits(model, rows) for model in (other, self.reference))).relative
 
     def causality(self) -> None:
         """Tokens at the end of a row change no logits before them, unless they do so upstream."""

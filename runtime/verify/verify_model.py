@@ -161,7 +161,9 @@ def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> E
         media = media_cases(model).cases if takes_media(upstream_class) else ()
         texts = text_cases(config, upstream_class)
         for case in (*(without_media(model, texts)[0] if media else texts), *media):
-            train_step(model, case)
+            step = train_step(model, case)
+            if "labels" in case.batch and "loss" not in step.outputs:
+                return ValueError("it takes labels and returns no loss, so nothing trains it.")
     except REFUSALS as refusal:
         return refusal
     return None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from patchgen.runtime import ops, seams
 
@@ -25,6 +26,21 @@ def test_causal_lm_loss_is_head_then_loss(batch):
     )
     assert torch.equal(logits, head(hidden_BSH))
     assert torch.equal(loss, cross_entropy(head(hidden_BSH), labels_BS, 5, 2.0))
+
+
+def test_a_loss_of_transformers_whose_labels_are_not_shifted_is_known_in_chunks():
+    """Against transformers' own function: bit for bit eager, and within rounding where no logits are made."""
+    torch.manual_seed(0)
+    head, hidden, labels = nn.Linear(8, 11, bias=False), torch.randn(2, 9, 8), torch.randint(11, (2, 9))
+    labels[:, 4] = -100
+    expected = ForMaskedLMLoss(head(hidden), labels, 11)
+    found = {}
+    for implementation in ("eager", "chunked"):
+        with seams.using(causal_lm_loss=implementation):
+            options = {"loss_function": ForMaskedLMLoss, "vocab_size": 11}
+            found[implementation] = ops.causal_lm_loss(head, hidden, labels, **options)[1]
+    assert torch.equal(found["eager"], expected)
+    torch.testing.assert_close(found["chunked"], expected, rtol=1e-6, atol=0)
 
 
 def test_without_labels_there_are_logits_and_no_loss(batch):

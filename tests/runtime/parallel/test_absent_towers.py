@@ -140,6 +140,8 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "paddleocr_vl.PaddleOCRVL": {"image": (4, 3, 8, 8)},
     "video_llama_3.VideoLlama3": {"image": (1, 192), "video": (1, 192)},
     "minicpmv4_6.MiniCPMV4_6": {"image": (1, 3, 8, 128), "video": (1, 3, 8, 128)},
+    "ernie4_5_vl_moe.Ernie4_5_VLMoe": {"video": (8, 192)},  # whole pairs of frames
+    "inkling2.Inkling2": {"image": (1, 16, 16, 3)},
     "granite_docling.GraniteDocling": {"image": (1, 3, 32, 32)},
     "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},
 }

@@ -19,7 +19,7 @@ TENSORS = {name for name, rule in RULES.items() if not rule.listed}
 def value_of(name: str, size: int) -> torch.Tensor:
     """A value whose entries tell places apart, `size` long in the dimension that is packed."""
     rule = RULES[name]
-    if name == "inputs_embeds":
+    if rule.pack_dim == 1:
         return torch.arange(size * 3.0).view(1, size, 3) + 1
     if rule.pack_dim == -1:
         return torch.arange(size).view(1, size) + 1
@@ -46,6 +46,12 @@ def test_patches_that_stand_side_by_side_stay_in_one_image():
     images = [torch.ones(1, 3, 4, 8), torch.ones(1, 3, 4, 16)]
     assert pack("pixel_values", images, beside=("pixel_values", "target_sizes")).shape == (1, 3, 4, 24)
     assert pack("pixel_values", images[:1] * 2, beside=("pixel_values",)).shape == (2, 3, 4, 8)
+
+
+def test_a_mask_of_crops_is_of_images_and_one_of_tokens_is_not():
+    masks = [torch.ones(1, 3, 2), torch.ones(1, 3, 2)]
+    assert pack("image_attention_mask", masks, beside=("image_pixel_values",)).shape == (2, 3, 2)
+    assert pack("image_attention_mask", masks, beside=("pixel_values",)).shape == (1, 6, 2)
 
 
 def test_sounds_of_different_lengths_are_filled_up():

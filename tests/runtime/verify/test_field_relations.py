@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
+from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.field_relations import chunks_of_hops, layer_numbers, relate_parts
 from patchgen.runtime.verify.small_config import _SECTIONS_READ, _split, small_config
 
@@ -113,3 +114,29 @@ def test_a_mask_that_is_always_made_gets_its_window():
     """By default the class gives none, and its model refuses every batch."""
     assert small_config("step3p7").config.text_config.sliding_window == 8
     assert small_config("smollm3").config.sliding_window is None  # has a switch, which is off
+
+
+@pytest.mark.parametrize("model_type", ["chameleon", "emu3"])
+def test_a_vocabulary_has_an_id_of_its_own_for_each_code_of_an_image(model_type):
+    config = small_config(model_type).config
+    ids = list(config.vocabulary_map.values())
+    assert len(set(ids)) == len(ids) > sizes.NUM_IMAGE_CODES
+    assert config.image_token_id in ids
+    assert min(ids) >= sizes.VOCAB - sizes.NUM_RESERVED_IDS, "text that is drawn holds no image"
+
+
+def test_layers_of_the_text_that_a_composite_names_are_there():
+    config = small_config("granite4_vision").config
+    named = config.spatial_target_layers
+    assert len(set(named)) == 4
+    assert max(named) < config.text_config.num_hidden_layers
+
+
+def test_what_stands_for_an_image_stands_for_no_sound():
+    config = small_config("phi4_multimodal").config
+    assert config.vision_config.image_token_id != config.audio_config.audio_token_id
+
+
+def test_a_width_that_is_a_part_of_another_stays_that_part():
+    config = small_config("fun_asr_nano").config
+    assert config.adaptor_config.intermediate_size * 4 == config.text_config.hidden_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -13,10 +14,10 @@ from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO, samples_per_token
 from patchgen.runtime.parallel import fields
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
-from patchgen.runtime.verify.inputs import IGNORED
+from patchgen.runtime.verify.inputs import IGNORED, text_cases
 from patchgen.runtime.verify.media import MediaMaker
 from patchgen.runtime.verify.model_pair import build_model, build_pair
-from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, media_cases, takes_media
+from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.small_config import small_config
 
@@ -38,6 +39,9 @@ KINDS = {
     "Kimi_K25ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # a patch is an image; clips of one frame
     "MiniCPMV4_6ForConditionalGeneration": {"images", "video", "mixed"},  # patches side by side in one image
     "MuseSparkForConditionalGeneration": {"images", "video", "audio", "mixed", "handed in"},  # sounds as they were recorded
+    "Inkling2ForConditionalGeneration": {"images"},  # a patch is a whole token, and grids count tokens
+    "Kosmos2ForConditionalGeneration": {"images"},  # no method computes its features, and no id marks their places
+    "MllamaForConditionalGeneration": {"images"},  # beside the text, behind gates that begin at zero
     "VideoLlama3ForConditionalGeneration": {"images", "video", "mixed", "handed in"},  # each item says how it is merged
 }  # fmt: skip
 
@@ -125,6 +129,33 @@ def test_a_modality_that_no_case_holds_is_named(monkeypatch: pytest.MonkeyPatch)
     assert (
         verdict.of(proof).words == "generated: audio was not compared: ValueError: sounds of this kind are not known"
     )
+
+
+def test_text_alone_is_no_case_where_upstream_refuses_it() -> None:
+    """In its own words; a model that takes it keeps every case."""
+    for head, refusal in (("Kosmos2ForConditionalGeneration", "You have to specify either"), ("FuyuForCausalLM", "")):
+        model, _ = upstream(head)
+        texts = text_cases(model.config, type(model))
+        kept, told = without_media(model, texts)
+        assert refusal in told
+        assert tuple(kept) == (() if refusal else texts)
+
+
+def test_an_image_that_no_logit_tells_from_another_is_no_case() -> None:
+    """Rows are accepted, but nothing of the image reaches the logits: that would be a hollow proof."""
+    model = copy.deepcopy(upstream("Kosmos2ForConditionalGeneration")[0])
+    projection = model.image_to_text_projection.forward
+    model.image_to_text_projection.forward = lambda features: projection(torch.ones_like(features))
+    media = media_cases(model)
+    assert media.cases == ()
+    assert "whatever the image is" in media.missing[IMAGE]
+
+
+def test_an_image_beside_the_text_stands_in_each_row() -> None:
+    _, media = upstream("MllamaForConditionalGeneration")
+    batch = media.cases[0].batch
+    assert len(batch["pixel_values"]) == len(batch["input_ids"])
+    assert batch["cross_attention_mask"].shape[:2] == batch["input_ids"].shape
 
 
 def test_an_argument_of_which_no_input_is_made_is_a_modality_too() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 import torch
 from stand_in import write_stand_in
+from transformers import Kosmos2ForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
@@ -128,6 +130,23 @@ def test_a_limit_makes_the_losses_cross_bounds_of_chunks():
     assert sizes == [18, 7, 7, 4]
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)
     assert limited(100) == 100, "the limit holds in the block only"
+
+
+def test_a_run_that_sees_no_image_is_not_proven_where_upstream_takes_no_text_alone():
+    """Rows with images are all that is compared there, and they tell."""
+
+    class Blind(Kosmos2ForConditionalGeneration):
+        @functools.wraps(Kosmos2ForConditionalGeneration.forward)
+        def forward(self, *args, pixel_values=None, **kwargs):
+            seen = pixel_values if self.config._attn_implementation == "eager" else torch.zeros_like(pixel_values)
+            return super().forward(*args, pixel_values=seen, **kwargs)
+
+    config = small_config(Kosmos2ForConditionalGeneration.config_class).config
+    honest = prove_training_path(Kosmos2ForConditionalGeneration, Kosmos2ForConditionalGeneration, config)
+    assert [check.name for check in honest.checks] == ["plain", "packed", "chunks", "accumulation", "packed images"]
+    assert not honest.failures
+    blind = prove_training_path(Kosmos2ForConditionalGeneration, Blind, config)
+    assert any(failure.startswith("packed images: logits differ") for failure in blind.failures)
 
 
 def test_features_decide_the_attention(tmp_path):
