@@ -1,8 +1,8 @@
 """The smallest image, video or sound that a model takes: candidate forms, and which of them its tower accepts.
 
 Configs do not say whether images come whole, in crops or as patches, or whether a sound may be short. So candidates are
-tried, in the order of their size, on a copy of the tower's modules whose weights are one number: it holds no memory,
-has no hooks, and so makes no collective. The answer depends on the config alone and is the same on all ranks.
+tried, in the order of their size, on a copy of the tower's modules whose weights are one number: it holds next to no
+memory, has no hooks, and so makes no collective. The answer depends on the config alone and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -269,9 +269,8 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
         for name, value in vars(module).items():
             if name.endswith("_hooks") or "_hooks_" in name:
                 vars(copy)[name] = type(value)() if value is not None else None
-        weight = torch.full((), WEIGHT, device=like.device, dtype=like.dtype)
         vars(copy)["_parameters"] = {
-            name: one if one is None else nn.Parameter(weight.expand(one.shape), requires_grad=False)
+            name: one if one is None else nn.Parameter(_of_one_number(one.shape, like), requires_grad=False)
             for name, one in module._parameters.items()
         }
         vars(copy)["_buffers"] = {
@@ -282,6 +281,12 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
         return copy
 
     return copied(model)
+
+
+def _of_one_number(shape: torch.Size, like: Tensor) -> Tensor:
+    """A weight without memory of its own; of stacked experts one has, which grouped products need to have strides."""
+    own = shape[-2:] if len(shape) == 3 else ()
+    return torch.full(own, WEIGHT, device=like.device, dtype=like.dtype).expand(shape)
 
 
 def feature_tensors(output: Any) -> list[Tensor]:

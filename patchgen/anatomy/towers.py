@@ -347,3 +347,21 @@ def _read_first(name: str, loop: ast.For) -> bool:
         (s for s in loop.body if name in loaded(s) or (name in stored(s) and not isinstance(s, ast.If))), None
     )
     return first is not None and name in loaded(first)
+
+
+def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
+    """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
+    passes for towers have divided."""
+    held = []
+    for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
+        if build.attribute is None or build.attribute in language:
+            continue
+        target = anatomy.target_of(build)
+        known = anatomy.classes.get(target or "")
+        if known is not None:
+            below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
+            attends = any(Role.ATTENTION in one.roles or anatomy.auto_builds(one.name) for one in below)
+            if not attends or any(is_divided(anatomy, one) for one in below):
+                continue
+        held.append(build.attribute)
+    return list(dict.fromkeys(held))

@@ -13,7 +13,7 @@ from patchgen.anatomy import Anatomy, Role
 from patchgen.anatomy.classes import ClassInfo, FunctionNode, base_name, calls, dotted
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import own_methods
-from patchgen.anatomy.towers import is_divided
+from patchgen.anatomy.towers import towers_held_whole
 from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, statements, transform
 from patchgen.source import Block
@@ -136,24 +136,6 @@ def _scattered(method: FunctionNode, names: set[str]) -> set[str]:
         if isinstance(node, ast.Assign) and dotted(node.targets[0]) in names and dotted(node.value).endswith(SCATTER):
             names.add(base_name(node.value))
     return names - {"", "self"}
-
-
-def towers_held_whole(anatomy: Anatomy, info: ClassInfo, language: set[str]) -> list[str]:
-    """The attributes of a fusion model that see whole inputs: all that attend, but the language model and what the
-    passes for towers have divided."""
-    held = []
-    for build in (*anatomy.builds(info.name), *anatomy.auto_builds(info.name)):
-        if build.attribute is None or build.attribute in language:
-            continue
-        target = anatomy.target_of(build)
-        known = anatomy.classes.get(target or "")
-        if known is not None:
-            below = [anatomy.classes[name] for name in anatomy.reached_from([known.name]) if name in anatomy.classes]
-            attends = any(Role.ATTENTION in one.roles or anatomy.auto_builds(one.name) for one in below)
-            if not attends or any(is_divided(anatomy, one) for one in below):
-                continue
-        held.append(build.attribute)
-    return list(dict.fromkeys(held))
 
 
 class _FillBack(MarkStatements):

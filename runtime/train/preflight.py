@@ -42,7 +42,7 @@ from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
-from patchgen.runtime.verify.slices import refusal_on_slices
+from patchgen.runtime.verify.slices import refusal_on_ranks
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_path import asked_of_attention, on_cpu, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
@@ -94,8 +94,10 @@ def require_trainable(recipe: Recipe) -> Recipe:
             "own, for nothing tells it where documents end, and a slice of a packed row cannot be taken apart. Train it "
             "with sp: 1."
         )
-    if recipe.parallel.sp > 1 and (refusal := _refusal_on_slices(recipe, found.attention)):
-        raise RecipeError(f"parallel.sp = {recipe.parallel.sp}: '{recipe.model.source}': {refusal}")
+    layout = recipe.parallel
+    if (layout.sp > 1 or layout.ep > 1) and (refusal := _refusal_on_ranks(recipe, found.attention)):
+        told = f"parallel.sp = {layout.sp}" if layout.sp > 1 else f"parallel.ep = {layout.ep}"
+        raise RecipeError(f"{told}: '{recipe.model.source}': {refusal}")
     if found.separates_documents and recipe.model.separate_documents is False:
         raise RecipeError(
             f"model.separate_documents = false: in packed rows '{recipe.model.source}' would see other documents. Leave it "
@@ -105,13 +107,14 @@ def require_trainable(recipe: Recipe) -> Recipe:
     return replace(recipe, model=replace(recipe.model, attention=found.attention, separate_documents=apart))
 
 
-def _refusal_on_slices(recipe: Recipe, name: Names) -> str:
-    """What a small form of the model says to a slice of a sequence under the attention of the run."""
+def _refusal_on_ranks(recipe: Recipe, name: Names) -> str:
+    """What a small form of the model says to several ranks, or to a slice of a sequence, under the attention of the run."""
     head, config = _head(recipe)
     name = on_cpu(name, asked_of_attention(head, config), config)
     attention.register()
     small = _small(head, config)
-    return refusal_on_slices(head._from_config(small, attn_implementation=name, dtype=torch.float32))
+    model = head._from_config(small, attn_implementation=name, dtype=torch.float32)
+    return refusal_on_ranks(model, shares_sequence=recipe.parallel.sp > 1)
 
 
 def examine(recipe: Recipe) -> Preflight:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -233,7 +234,8 @@ def _line(row: Row) -> str:
     if not row.applies:
         return f"nothing {row.model_type}: it has no experts to share"
     numbers = asdict(row)
-    figures = " ".join(
-        f"{name} {numbers[name]:.1e}" for name in ("loss", "gradients", "packed_loss", "packed_gradients")
-    )
+    measured = [
+        name for name in ("loss", "gradients", "packed_loss", "packed_gradients") if not math.isnan(numbers[name])
+    ]
+    figures = " ".join(f"{name} {numbers[name]:.1e}" for name in measured)
     return f"ok      {row.model_type}: {figures}"

@@ -17,7 +17,6 @@ def test_positions_are_those_of_each_document_alone(kind, head, two_ranks):
     ("kind", "head", "module"),
     [
         ("bloom", "BloomForCausalLM", "BloomAttention"),
-        ("falcon", "FalconForCausalLM", "FalconAttention"),
         ("deepseek_v32", "DeepseekV32ForCausalLM", "DeepseekV32Attention"),
     ],
 )

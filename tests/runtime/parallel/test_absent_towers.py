@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rounding import require_rounding
+from torch import nn
 
 from patchgen.runtime import media_forms, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, towers
@@ -144,6 +146,7 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "inkling2.Inkling2": {"image": (1, 16, 16, 3)},
     "granite_docling.GraniteDocling": {"image": (1, 3, 32, 32)},
     "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},
+    "ernie4_5_vl_moe.Ernie4_5_VLMoe": {"video": (8, 192)},  # two steps in time are merged
 }
 
 
@@ -160,6 +163,15 @@ def test_the_smallest_input_of_towers_of_many_forms(name: str) -> None:
         assert minimal is not None, media_forms.refusal(features, sp=1, like=torch.zeros(1))
         assert tuple(next(iter(minimal.values())).shape) == shape
         assert all(one.numel() and one.isfinite().all() for one in media_forms.feature_tensors(features(**minimal)))
+
+
+def test_the_copy_of_stacked_experts_is_taken_by_grouped_products() -> None:
+    """They refuse weights without strides."""
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.zeros(2, 8, 16))
+    copy = media_forms.bare_copy(experts, torch.zeros(1))
+    out = F.grouped_mm(torch.ones(6, 8), copy.weight, offs=torch.tensor([2, 6], dtype=torch.int32))
+    assert torch.allclose(out, torch.full((6, 16), 8 * media_forms.WEIGHT))
 
 
 def test_a_tower_of_sounds_of_one_length() -> None:

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from patchgen import pipeline, provenance, upstream
 from patchgen.commands import training
 from patchgen.errors import ConfigError
-from patchgen.runtime import launch, registry
+from patchgen.runtime import launch, ops, registry
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train import preflight
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError, from_dict
@@ -126,6 +126,24 @@ def test_attention_that_cannot_be_sliced_is_refused_before_any_rank(home, tmp_pa
     preflight.require_trainable(from_dict(recipe))
     with pytest.raises(RecipeError, match=r"parallel\.sp = 2: 'bloom': BloomAttention reads its mask as a tensor"):
         preflight.require_trainable(from_dict(recipe | {"parallel": {"sp": 2}}))
+
+
+def test_modules_that_not_every_rank_runs_are_refused_before_any_rank(home, tmp_path, monkeypatch):
+    head = registry.find_model("llama").load().LlamaForCausalLM
+    own = head.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        ops.refuse_uneven_ranks("Block", "types.any()")
+        return own(*args, **kwargs)
+
+    monkeypatch.setattr(head, "forward", forward)
+    decided = preflight.Preflight(verdict.PROVEN, "", "patchgen_sdpa")
+    monkeypatch.setattr(preflight, "_decide", lambda *arguments, **options: (decided, ()))
+    recipe = recipe_of("llama", tmp_path / "run")
+    preflight.require_trainable(from_dict(recipe))
+    with pytest.raises(RecipeError, match=r"parallel\.ep = 2: 'llama': Block runs some of its modules only where"):
+        preflight.require_trainable(from_dict(recipe | {"parallel": {"ep": 2}}))
 
 
 def test_a_type_that_nobody_generated_is_refused_in_one_sentence(home, tmp_path):
