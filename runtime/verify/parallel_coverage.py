@@ -85,7 +85,7 @@ def compare(model_type: str, head: str, file: str, sp: int, ep: int, separates: 
     row = {"model_type": model_type}
     if ep > 1 and not sharding.own_plan(build_model(generated, config)):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
-    name, kernels = choices(upstream_class, generated, config)
+    name, kernels, _ = choices(upstream_class, generated, config)
     functions = router_functions(Path(file).parent)
     yardstick = build_model(upstream_class, config)
     perturb(yardstick)
