@@ -55,9 +55,9 @@ def kept_apart(
     attention.register()
     comparison = Comparison(upstream_class, generated_class, config, media=False)
     builder = SampleBuilder(comparison.reference)
-    comparison.ran_with = on_cpu(attention_name, comparison.choices(comparison.config, {}), comparison.config)
     if separates_documents:
         comparison = comparison.with_documents_apart(separates_documents)
+    comparison.ran_with = on_cpu(attention_name, comparison.choices(comparison.config, {}), comparison.config)
     with one_rank() as state:
         comparison.state = state
         return tuple(sorted(pair for pair in pairs if not _is_told_apart(pair, builder, comparison)))

@@ -178,7 +178,7 @@ class Judge:
         with importable(self.origin.module, self.origin.text, {}) as module:
             provenance.write(baseline, module.folder / "generated", force=True)
             ours = getattr(registry.read_model(module.folder / "generated").load(), self.head)
-            attention, kernels = choices(upstream_class, ours, self._small)
+            attention, kernels, _ = choices(upstream_class, ours, self._small)
             upstream = build_model(upstream_class, self._small)
             perturb(upstream)
             pair = paired(upstream, ours, self._small)

@@ -92,7 +92,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     if takes_media:
         found = media_ranks.compare_all(Path(file).parent, head, sp=sp, ep=ep, separates=separates)
         return row | found | {"seconds": time.perf_counter() - started}
-    name, kernels = choices(upstream_class, generated, config)
+    name, kernels, _ = choices(upstream_class, generated, config)
     functions = router_functions(Path(file).parent)
     yardstick = build_model(upstream_class, config)
     perturb(yardstick)

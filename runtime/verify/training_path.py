@@ -117,7 +117,7 @@ def prove_training_path(
     path.only = head_kinds.OF_ROWS if of_rows else ()
     path.items = functools.partial(head_kinds.num_items, kind)
     try:
-        path, asked = _choices(path, asked_config or config, named_seams or {})
+        path, asked = choices_of(path, asked_config or config, named_seams or {})
     except Exception as error:
         own = path.upstream_refusal()
         whose = (
@@ -153,7 +153,7 @@ def prove_training_path(
     )
 
 
-def _choices(
+def choices_of(
     path: Comparison, config: PreTrainedConfig, named_seams: Mapping[str, str | None]
 ) -> tuple[Comparison, tuple[Kind, ...]]:
     """What each kind of layer asks for, and the comparison: with documents apart where upstream's model mixes them and ours
@@ -177,7 +177,7 @@ def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Ki
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # a run that asks while it starts has its own
         path = Comparison(generated_class, generated_class, _without_router_loss(small), media=True)
-        return _choices(path, with_dropout(path.config, config), {})[1]
+        return choices_of(path, with_dropout(path.config, config), {})[1]
 
 
 def asked_of_attention(generated_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[Kind, ...]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from patchgen.runtime import attention, attention_kinds, model_calls, registry
 from patchgen.runtime.attention_kinds import Names
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
@@ -24,7 +25,7 @@ from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
-from patchgen.runtime.verify.training_path import on_cpu
+from patchgen.runtime.verify.training_path import choices_of, on_cpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -56,12 +57,13 @@ def head_with_media(directory: Path) -> str | None:
 
 def choices(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
-) -> tuple[Names, dict[str, str]]:
-    """The attention and the implementations of seams that a run takes, as far as a CPU can run them."""
+) -> tuple[Names, dict[str, str], Separated]:
+    """The attention and the implementations of seams that a run takes, as far as a CPU can run them, and whether its model
+    takes packed documents in no other way than in rows of their own."""
     attention.register()
     path = Comparison(upstream_class, generated_class, config, media=takes_media(upstream_class))
-    asked = path.choices(config, {})
-    return on_cpu(attention_kinds.choose(asked, config), asked, config), path.ran_seams
+    path, asked = choices_of(path, config, {})
+    return on_cpu(attention_kinds.choose(asked, config), asked, config), path.ran_seams, path.separates_documents
 
 
 _STATES: dict[tuple[int, int], ParallelState] = {}
@@ -115,7 +117,7 @@ class Yardstick:
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
-        self.attention, self.seams = choices(self.upstream_class, self.generated_class, self.config)
+        self.attention, self.seams, self.separates = choices(self.upstream_class, self.generated_class, self.config)
         self.model = build_model(self.upstream_class, self.config)
         perturb(self.model)
         switch_dropout_off(self.model)
@@ -201,7 +203,7 @@ class Yardstick:
         model.load_state_dict(self.correspondence.apply(self.model.state_dict()))
         switch_dropout_off(model)
         if self.separates:
-            model_calls.separate_documents(model)
+            model_calls.separate_documents(model, self.separates)
         return model
 
 
