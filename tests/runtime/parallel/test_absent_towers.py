@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import chosen_models
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,12 +20,18 @@ from patchgen.runtime.verify.model_pair import build_model, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases
 from patchgen.runtime.verify.small_config import small_config
 
-MODELS = (
-    "gemma3", "glm4v_moe", "qwen2_5_omni", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe",
-    "qwen3_vl", "qwen3_vl_moe",
-)  # fmt: skip
-JOINT = tuple(model for model in MODELS if model not in ("gemma3", "glm4v_moe"))
-TOWERS = ("visual", "audio_tower", "vision_tower", "multi_modal_projector")
+MODELS = chosen_models.with_hits("dummy_forward")
+JOINT = [model for model in MODELS if "ops.joint_vision(" in registry.find_model(model).file.read_text()]
+TOWERS = (
+    "visual",
+    "audio_tower",
+    "vision_tower",
+    "vision_model",
+    "multi_modal_projector",
+    "embed_vision",
+    "embed_audio",
+)
+TOWERS += ("image_newline",)
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ def model_and_cases(name: str):
     cases = media_cases(build_model(upstream_class, config)).cases
     model = build_model(getattr(generated.load(), head), config)
     perturb(model)
-    return model.model, {case.name: without(case, "labels") for case in cases}
+    return getattr(model, "model", model), {case.name: without(case, "labels") for case in cases}
 
 
 def without(case: Case, *names: str) -> Case:
@@ -63,7 +70,7 @@ def text_of(case: Case) -> Case:
     return Case("text", {name: case.batch[name] for name in ("input_ids", "attention_mask")})
 
 
-@pytest.mark.parametrize("model_name", MODELS)
+@pytest.mark.parametrize("model_name", chosen_models.models(MODELS))
 def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_name: str) -> None:
     """The parameters that get one are those that real inputs give one: FSDP reduces the same on all ranks."""
     model, cases = model_and_cases(model_name)
@@ -75,7 +82,8 @@ def test_text_alone_gives_every_parameter_of_every_tower_a_zero_gradient(model_n
     assert not of_towers(plain)
     assert set(of_towers(dummy)) == set(of_towers(real))
     assert all(not gradient.any() for gradient in of_towers(dummy).values())
-    assert torch.equal(dummy.outputs["last_hidden_state"], plain.outputs["last_hidden_state"])
+    assert plain.outputs.keys() == dummy.outputs.keys() and plain.outputs
+    assert all(torch.equal(dummy.outputs[name], output) for name, output in plain.outputs.items())
 
 
 LAYOUTS = {"batches of their own": {}, "one sequence": {"sp": 2}}
@@ -83,7 +91,7 @@ LAYOUTS = {"batches of their own": {}, "one sequence": {"sp": 2}}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model_name", JOINT)
+@pytest.mark.parametrize("model_name", chosen_models.models(JOINT))
 def test_images_and_videos_in_one_pass(model_name: str, layout: str) -> None:
     """One call of the tower in place of two, and the same numbers but for the order of sums."""
     model, cases = model_and_cases(model_name)
