@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.loader import PADDING, Loader
 from patchgen.runtime.data.pieces import Decoder, Piece
@@ -26,7 +27,6 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import Inputs, Mapper, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
-HALVES = {"preference": ("chosen", "rejected")}
 NOT_OF_TOKENS = ("input_ids", "labels", "position_ids", "real_tokens", "cu_seq_lens_q", "cu_seq_lens_k")
 RoleFinder = Callable[[int, Record, str], "tuple[np.ndarray, list[str]] | None"]
 

@@ -19,7 +19,7 @@ from torch import nn
 from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.objectives import choose
+from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import Learned, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -192,11 +192,14 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         head, config = find_head_and_config(config, architecture.register(recipe.model))
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
+    objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
+    translates = kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+    if translates:
+        head = encoder_decoder.on_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
-    objective = choose.objective_of(recipe.objective)
     if objective.head is not None:
         head = _head_over(objective, head, config, recipe.objective.name)
-    elif (kind := head_kinds.kind_of(head.__name__)) is not None:
+    elif kind is not None and not translates:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
             f"{sys.modules[head.__module__].__file__} was made, is none. Sequence classification and reward models train with "
@@ -206,7 +209,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
-    if recipe.model.separate_documents:
+    if recipe.model.separate_documents or translates:
         model_calls.separate_documents(model)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
