@@ -69,7 +69,9 @@ class AnswerEncoder(MarkedEncoder):
         context, answers = fields["context"], fields["answers"]
         texts, starts = (list(answers.get(name) or ()) for name in ("text", "answer_start"))
         if not texts or not starts:
-            raise BadSample(where, "answers without a text and an answer_start: nothing is learned of what has no answer")
+            raise BadSample(
+                where, "answers without a text and an answer_start: nothing is learned of what has no answer"
+            )
         end = starts[0] + len(texts[0])
         if not texts[0] or context[starts[0] : end] != texts[0]:
             raise BadSample(where, f"the answer {texts[0]!r:.60} does not stand in the context at {starts[0]}")

@@ -250,7 +250,7 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
 
     def find(source: int, record: Record, half: str) -> tuple[np.ndarray, list[str]] | None:
         fields = mappers[source](record.where, record.fields())
-        if isinstance(fields, Inputs) or (messages := fields.get(half or "messages")) is None:
+        if isinstance(fields, Inputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
         if prepare is not None:
             return prepare.roles(source, record.where, fields)

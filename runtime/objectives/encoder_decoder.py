@@ -62,7 +62,9 @@ def prompts_and_answers(ids: Tensor, targets: Tensor, real: Tensor | None) -> di
     reads = places <= first if real is None else (places <= first) & real
     answer = targets.gather(1, (first + places).clamp(max=ids.shape[1] - 1))
     answer = answer.masked_fill(first + places >= ids.shape[1], IGNORED)
-    longest, answers = (int(one) for one in torch.stack([reads.sum(1).max(), (answer != IGNORED).sum(1).max()]).tolist())
+    longest, answers = (
+        int(one) for one in torch.stack([reads.sum(1).max(), (answer != IGNORED).sum(1).max()]).tolist()
+    )
     return {
         "input_ids": ids[:, :longest],
         "attention_mask": reads[:, :longest].long(),

@@ -203,8 +203,9 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
             f"{sys.modules[head.__module__].__file__} was made, is none. Sequence classification and reward models train with "
-            "objective.name = classification or reward; for the others there is no objective whose mean is one of all ranks: "
-            "train them in another trainer (docs/tasks), or generate the model with its causal head (--head)."
+            "objective.name = classification or reward, heads of tokens, answers and base models with token_classification, "
+            "question_answering and embedding, which make them of the causal head (--head). An encoder-decoder trains "
+            "if its loss is the seam causal_lm_loss; train others in another trainer (docs/tasks)."
         )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
@@ -222,9 +223,11 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
 def _head_over(
     objective: choose.Objective, head: type[PreTrainedModel], config: PreTrainedConfig, name: str
 ) -> type[PreTrainedModel]:
-    """The head of an objective over a head's base model; tells its config how many classes there are."""
+    """The head of an objective over a head's base model; tells its config how many classes there are, and of its dropout."""
     if objective.scores is not None and config.num_labels != objective.scores:
         config.num_labels = objective.scores
+    if objective.dropout is not None:
+        config.classifier_dropout = objective.dropout
     assert objective.head is not None, "asked for an objective that has one"
     try:
         return head_over(objective.head, head, config)
