@@ -45,7 +45,8 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, builtin:answers, builtin:similar, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+            "builtin:chat, builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, "
+            "builtin:answers, builtin:similar, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(

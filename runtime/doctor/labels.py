@@ -56,8 +56,8 @@ class Data(Check):
 
 
 class Labels(Check):
-    """Labels are the ids themselves (the model shifts them) or classes, and cover each answer from its first token to its last; pairs
-    share what they answer, classes exist."""
+    """Labels are the ids themselves (the model shifts them) or classes, and cover each answer from its first token to its last;
+    pairs share what they answer, classes exist."""
 
     name = "labels"
 

@@ -10,8 +10,8 @@ from typing import Any, get_args
 
 from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.config import Modality
-from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.data.loader import documents_of
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
