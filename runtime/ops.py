@@ -269,7 +269,8 @@ def causal_lm_loss(
         require_shares(local_terms, state)
         if (objective := current_step().objective) is not None:
             return None, objective(head, hidden_states)
-        if kwargs.get("shift_labels") is labels and current_step().num_items is not None:
+        step = current_step()
+        if kwargs.get("shift_labels") is labels and step.num_items is not None and not step.counts_targets:
             raise ValueError(
                 "The labels of this model are the targets of its decoder, and a step counts labels of the next token: "
                 "its loss has no share of a step. Compute it outside of `parallel.loss.step`."

@@ -2,8 +2,12 @@
 
 stdlib   the sources of Python's standard library, a file a document       kind text
 chat     its documented functions: the signature asks, the docs answer     kind chat
+prompts  the same as plain texts, of which the docs are learned            kind text
 pairs    the same; docs are chosen before the same in capitals             kind preference
 labels   docs: 1 in capitals, 0 as they are                                kind classification
+tags     the words of docs: 1 those that begin with a capital, 0 the rest  kind token_classes
+answers  the first sentence of docs answers                                kind answers
+similar  a signature and its docs                                          kind similar
 vision, audio, video, omni   generated images, tones, clips, all of them   kind multimodal
 """
 
@@ -24,7 +28,7 @@ from patchgen.runtime.data.text import digest
 
 VALIDATION_EVERY = 20
 QUESTIONS = 1000
-NAMES = ("stdlib", "chat", "pairs", "labels", *MEDIA)
+NAMES = ("stdlib", "chat", "prompts", "pairs", "labels", "tags", "answers", "similar", *MEDIA)
 LEFT_OUT = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3", "turtledemo",
 }  # fmt: skip
@@ -87,6 +91,11 @@ def _question(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
     return {"messages": [ask, {"role": "assistant", "content": docs}]}
 
 
+def _prompt(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    signature, docs = questions[number]
+    return {"prompt": f"What does {signature} do?", "completion": docs}
+
+
 def _pair(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
     signature, docs = questions[number]
     return {"prompt": f"What does {signature} do?", "chosen": docs, "rejected": docs.upper()}
@@ -97,4 +106,27 @@ def _label(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
     return {"text": docs.upper() if number % 2 else docs, "label": number % 2}
 
 
-OF_FUNCTIONS = {"chat": _question, "pairs": _pair, "labels": _label}
+def _tags(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    words = questions[number][1].split()
+    return {"tokens": words, "tags": [int(word[0].isupper()) for word in words]}
+
+
+def _answer(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    signature, docs = questions[number]
+    answers = {"text": [docs.partition(".")[0] or docs], "answer_start": [0]}
+    return {"question": f"What does {signature} do?", "context": docs, "answers": answers}
+
+
+def _similar(questions: list[tuple[str, str]], number: int) -> dict[str, Any]:
+    return dict(zip(("anchor", "positive"), questions[number], strict=True))
+
+
+OF_FUNCTIONS = {
+    "chat": _question,
+    "prompts": _prompt,
+    "pairs": _pair,
+    "labels": _label,
+    "tags": _tags,
+    "answers": _answer,
+    "similar": _similar,
+}

@@ -1,7 +1,7 @@
 """Tokens of a source, made once and read memory-mapped by all ranks.
 
     <cache_dir>/<key>/tokens.npy     uint16 or uint32 (T,)    all documents one after the other
-                      targets.npy    bool (T,)                the tokens that are learned; absent: all are
+                      targets.npy    bool or int32 (T,)       the tokens that are learned, or their classes; absent: all are
                       bounds.npy     int64 (documents + 1,)   where each document, or pair of them, starts
                       splits.npy     int64 (documents,)       the tokens of the first half of each pair; absent: no pairs
                       labels.npy     float64 (documents,)     the number of each; absent: they have none
@@ -61,7 +61,7 @@ class Places:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool or None, `bounds` `(documents + 1,)` int64, `splits`
+    """The tokens of one source. `tokens` `(T,)`, `targets` `(T,)` bool, int32 or None, `bounds` `(documents + 1,)` int64, `splits`
     `(documents,)` int64 or None, `labels` `(documents,)` float64 or None."""
 
     contents: str
@@ -132,7 +132,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
     lengths = []
     beside: dict[str, list[float]] = {"splits": [], "labels": []}
     highest = 0
-    any_targets = False
+    any_targets, type_of_targets = False, np.dtype(bool)
     contents = hashlib.sha256()
     with (
         (folder / "tokens.raw").open("wb") as tokens,
@@ -151,6 +151,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             any_targets |= found.targets is not None
             mask = np.ones(len(found.ids), dtype=bool) if found.targets is None else found.targets
             mask.tofile(targets)
+            type_of_targets = mask.dtype  # of all samples of an encoder the same
             for part in (np.int64(len(ids)), ids, mask):
                 contents.update(part.tobytes())
             for values, value in ((beside["splits"], found.split), (beside["labels"], found.label)):
@@ -171,7 +172,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, *, skip_bad: bool) ->
             np.save(folder / f"{name}.npy", np.array(beside[name], dtype=type_))
     _to_npy(folder / "tokens", np.uint32, np.uint16 if highest < 2**16 else np.uint32, int(bounds[-1]))
     if any_targets:
-        _to_npy(folder / "targets", np.bool_, np.bool_, int(bounds[-1]))
+        _to_npy(folder / "targets", type_of_targets, type_of_targets, int(bounds[-1]))
     else:
         (folder / "targets.raw").unlink()
     (folder / "contents.txt").write_text(contents.hexdigest()[:32])

@@ -13,8 +13,11 @@ from patchgen.runtime.parallel.fields import pack, rule_of
 
 
 def text_sample(ids: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-    """A sample `input_ids` `(n,)`, `labels` `(n,)`, `position_ids` `(n,)` from its ids and the mask of what is learned."""
-    labels = ids if targets is None else ids.masked_fill(~targets, IGNORED)
+    """A sample `input_ids` `(n,)`, `labels` `(n,)`, `position_ids` `(n,)` from its ids and what is learned (`text.Tokens`)."""
+    if targets is None or targets.dtype == torch.bool:
+        labels = ids if targets is None else ids.masked_fill(~targets, IGNORED)
+    else:
+        labels = (targets.long() - 1).masked_fill(targets == 0, IGNORED)
     return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))}
 
 

@@ -6,11 +6,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from patchgen.runtime.data.formats import COLUMNS, OF_KIND
+from patchgen.runtime.data.formats import COLUMNS, HALVES, OF_KIND
 
 Format = Literal["auto", "jsonl", "parquet", "datasets", "text"]
-Kind = Literal["text", "chat", "multimodal", "preference", "classification"]
-RowFormat = Literal["auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "preference"]
+Kind = Literal["text", "chat", "multimodal", "preference", "classification", "token_classes", "answers", "similar"]
+RowFormat = Literal[
+    "auto",
+    "text",
+    "prompt_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "preference",
+    "tags",
+    "question",
+    "similar",
+]
+
 Learn = Literal["all", "last"]
 OnLong = Literal["skip", "truncate", "split", "error"]
 OnBad = Literal["skip", "error"]
@@ -33,7 +45,8 @@ class SourceConfig:
     path: str = field(
         metadata={
             "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:pairs, builtin:labels, builtin:vision, builtin:audio, builtin:video, builtin:omni"
+            "builtin:chat, builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, "
+            "builtin:answers, builtin:similar, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
     )
     format: Format = field(
@@ -105,7 +118,8 @@ class DataConfig:
         default="text",
         metadata={
             "help": "plain text, conversations with labels on assistant turns, multimodal conversations, pairs of a chosen and "
-            "a rejected one, or texts and conversations with a number each"
+            "a rejected one, texts and conversations with a number each, words with a class each, questions whose answers "
+            "stand in a text, or pairs of texts whose meaning is near"
         },
     )
     learn: Learn = field(
@@ -242,7 +256,7 @@ class DataConfig:
     @property
     def halves(self) -> int:
         """Documents of a sample that stay together."""
-        return 2 if self.kind == "preference" else 1
+        return len(HALVES.get(self.kind, ("",)))
 
     @property
     def pool_tokens(self) -> int:

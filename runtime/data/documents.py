@@ -93,6 +93,7 @@ class Documents:
         targets = self.cache.targets
         if targets is None:
             return int(self.parts.sum(dtype=np.int64)) - self.parts.size
+        targets = targets if targets.dtype == bool else targets != 0
         many = self.parts.ravel() > 1
         starts = self.starts.ravel()[many] + 1
         bounds = np.stack([starts, starts + self.parts.ravel()[many] - 1], axis=1).ravel()

@@ -7,6 +7,7 @@ from typing import Any
 from patchgen.runtime.data.chat import ChatEncoder
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.feedback import LabelledEncoder, PairEncoder
+from patchgen.runtime.data.marked import OF_TEXTS
 from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.data.text import Encoder, TextEncoder
 from patchgen.runtime.data.transform import MappedEncoder, Mapper
@@ -26,6 +27,8 @@ def _of_kind(config: DataConfig, tokenizer: Any) -> Encoder:
     text = TextEncoder(tokenizer, append_eos=config.append_eos, special_tokens=config.special_tokens)
     if config.kind == "text":
         return text
+    if config.kind in OF_TEXTS:
+        return OF_TEXTS[config.kind](text)
     if config.kind == "classification" and tokenizer.chat_template is None:
         return LabelledEncoder(text, None)
     chat = ChatEncoder(tokenizer, kind=config.kind, learn=config.learn, special_tokens=config.special_tokens)

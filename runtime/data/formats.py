@@ -6,6 +6,9 @@
     sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     alpaca              {"instruction": "Add.", "input": "2 2", "output": "4"}               and system, history
     preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}           texts, messages, one turn each
+    tags                {"tokens": ["Ada", "wrote"], "tags": [1, 0]}                         a class of each word
+    question            {"question": "Who?", "context": "Ada wrote.", "answers": {"text": ["Ada"], "answer_start": [0]}}
+    similar             {"anchor": "Who wrote?", "positive": "Ada wrote."}                   texts whose meaning is near
 
 Which one a row has is seen by its columns and their types alone (`detect`). Of multimodal rows `<image>`, `<video>` and
 `<audio>` in a text are the places of the row's `image` or `images`, and so on, in their order; parts of OpenAI's interface
@@ -63,6 +66,9 @@ FORMATS = {
         {"chosen": (TEXT, MESSAGES, TURNS, TURN), "rejected": (TEXT, MESSAGES, TURNS, TURN)},
         ("prompt", "conversations", "instruction", "input", "system", "tools"),
     ),
+    "tags": RowFormat({"tokens": (f"list of {TEXT}",), "tags": ("list of int",)}),
+    "question": RowFormat({"question": (TEXT,), "context": (TEXT,), "answers": ("mapping",)}),
+    "similar": RowFormat({"anchor": (TEXT,), "positive": (TEXT,)}),
 }
 CONVERSATIONS = ("messages", "sharegpt", "alpaca", "prompt_completion")
 OF_KIND = {
@@ -71,7 +77,12 @@ OF_KIND = {
     "multimodal": CONVERSATIONS,
     "preference": ("preference",),
     "classification": ("text", "messages", "sharegpt"),
+    "token_classes": ("tags",),
+    "answers": ("question",),
+    "similar": ("similar",),
 }
+HALVES = {"preference": ("chosen", "rejected"), "similar": ("anchor", "positive")}
+"""The two documents of a sample, by the kinds of data whose samples are pairs."""
 COLUMNS = {
     *(name for form in FORMATS.values() for name in (*form.required, *form.optional)),
     *ITEMS.values(),
@@ -207,7 +218,8 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
 
     Returns:
         of kind text: `text`, or `prompt` and `completion`; chat, multimodal: `messages`, `tools`, lists of media;
-        preference: `chosen` and `rejected` (whole conversations), `tools`; classification: `text` or `messages`, `label`.
+        preference: `chosen` and `rejected` (whole conversations), `tools`; classification: `text` or `messages`, `label`;
+        of the other kinds the columns of their format.
 
     Raises:
         BadSample: a column holds what its format does not have.
@@ -216,6 +228,8 @@ def fields_of(where: str, row: Row, name: str, kind: str) -> dict[str, Any]:
         fields = {column: row[column] for column in (*FORMATS[name].required, LABEL) if column in row}
         if any(not isinstance(fields[column], str) for column in FORMATS[name].required):
             raise BadSample(where, f"prompt and completion are {MESSAGES}: set data.kind to chat")
+    elif name not in _TO_MESSAGES:
+        fields = {column: row[column] for column in FORMATS[name].required}
     else:
         fields = _TO_MESSAGES[name](where, row)
         if "tools" in row:

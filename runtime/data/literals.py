@@ -146,16 +146,23 @@ class Literals:
         self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """The ids `(n,)` int64 of a rendered text, and which of them lie in `spans` `(n,)` bool."""
+        ids, number = self.encode_numbered(where, text, spans, add_special_tokens=add_special_tokens)
+        return ids, number > 0
+
+    def encode_numbered(
+        self, where: str, text: str, spans: Sequence[Span] = (), *, add_special_tokens: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The same with the number of the first span that each overlaps, from 1, `(n,)` int64; 0: none."""
         plain = self.unmarked(where, text, spans)
         found = self.tokenizer(
             plain.text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, verbose=False
         )
         ids, offsets = np.array(found["input_ids"], dtype=np.int64), found["offset_mapping"]
-        mask = mask_of_spans(offsets, plain.spans)
+        number = numbers_of_spans(offsets, plain.spans)
         if not plain.literals:
-            return ids, mask
+            return ids, number
         ids, repeats = self.put_back(where, ids, offsets, plain.literals)
-        return ids, np.repeat(mask, repeats)
+        return ids, np.repeat(number, repeats)
 
     def put_back(
         self, where: str, ids: np.ndarray, offsets: Offsets, literals: Sequence[tuple[Span, str]]
@@ -175,8 +182,13 @@ class Literals:
 
 def mask_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
     """`(n,)` bool: the tokens, given by their characters `offsets`, that overlap a span."""
+    return numbers_of_spans(offsets, spans) > 0
+
+
+def numbers_of_spans(offsets: Offsets, spans: Sequence[Span]) -> np.ndarray:
+    """`(n,)` int64: the first span, from 1, that each token overlaps, given by its characters `offsets`; 0: none."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
-    mask = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        mask |= (ends > start) & (starts < end)
-    return mask
+    numbers = np.zeros(len(starts), dtype=np.int64)
+    for number, (start, end) in enumerate(spans, 1):
+        numbers[(numbers == 0) & (ends > start) & (starts < end)] = number
+    return numbers

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from patchgen.runtime.data.config import DataConfig
+from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.data.literals import Literals
 from patchgen.runtime.data.loader import PADDING, Loader
 from patchgen.runtime.data.pieces import Decoder, Piece
@@ -26,7 +27,6 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.data.transform import Inputs, Mapper, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
-HALVES = {"preference": ("chosen", "rejected")}
 NOT_OF_TOKENS = ("input_ids", "labels", "position_ids", "real_tokens", "cu_seq_lens_q", "cu_seq_lens_k")
 RoleFinder = Callable[[int, Record, str], "tuple[np.ndarray, list[str]] | None"]
 
@@ -250,7 +250,7 @@ def _role_finder(config: DataConfig, tokenizer: Any, prepare: Any) -> RoleFinder
 
     def find(source: int, record: Record, half: str) -> tuple[np.ndarray, list[str]] | None:
         fields = mappers[source](record.where, record.fields())
-        if isinstance(fields, Inputs) or (messages := fields.get(half or "messages")) is None:
+        if isinstance(fields, Inputs) or not isinstance(messages := fields.get(half or "messages"), list):
             return None
         if prepare is not None:
             return prepare.roles(source, record.where, fields)

@@ -18,6 +18,9 @@ from patchgen.runtime.data.problems import BadSample
 class Tokens:
     """One sample: `ids` `(n,)` integers; `targets` `(n,)` bool, the tokens that are learned, None: all.
 
+    Targets may be int32 instead: 0, or one more than the class that is learned in the place of the token. What is said of a
+    token stands one further, where what it predicts stands.
+
     Attributes:
         split: of a pair, the tokens of its first half; None: it is one document.
         label: the number that belongs to it, where there is one.
@@ -69,9 +72,13 @@ class TextEncoder:
             return error
         if not learned.any():
             return BadSample(where, "no tokens in the completion")
-        if self.eos and ids[-1] != self.eos[0]:
-            ids, learned = np.append(ids, self.eos), np.append(learned, True)
-        return Tokens(ids, learned)
+        return Tokens(*self.ended(ids, learned, True))
+
+    def ended(self, ids: np.ndarray, targets: np.ndarray, target: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of a document with the one that ends it, whose target is this."""
+        if not self.eos or ids[-1] == self.eos[0]:
+            return ids, targets
+        return np.append(ids, self.eos), np.append(targets, np.array([target], dtype=targets.dtype))
 
     def _encode_texts(self, samples: Sequence[tuple[str, dict[str, Any]]]) -> list[Tokens | BadSample]:
         texts = [required(where, fields, "text", str) for where, fields in samples]

@@ -85,9 +85,11 @@ def _texts(config: DataConfig, sources: list[Any]) -> Iterator[str]:
 
 def _texts_of(fields: dict[str, Any]) -> Iterator[str]:
     """The texts of a sample, those of its messages included."""
-    for name in ("text", "prompt", "completion"):
+    for name in ("text", "prompt", "completion", "question", "context", "anchor", "positive"):
         if isinstance(fields.get(name), str):
             yield fields[name]
+    if isinstance(words := fields.get("tokens"), list):
+        yield " ".join(words)
     for name in ("messages", "chosen", "rejected"):
         messages = fields.get(name)
         for message in messages if isinstance(messages, list) else ():

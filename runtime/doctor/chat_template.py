@@ -13,13 +13,14 @@ from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from patchgen.runtime.data.chat import rendered
+from patchgen.runtime.data.marked import OF_TEXTS
 from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.doctor.finding import Check, Finding, failed, not_checked, passed
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
 
-WITHOUT = ("text", "classification")
+WITHOUT = ("text", "classification", *OF_TEXTS)
 """Kinds of data that a tokenizer without a chat template can encode."""
 QUESTION, ANSWER = "Where is the river?", "Behind the hill."
 REFUSALS = (TemplateError, TypeError, ValueError)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.data import DataError
-from patchgen.runtime.doctor.chat_template import Turn, find_turn, special_ids
+from patchgen.runtime.doctor.chat_template import WITHOUT, Turn, find_turn, special_ids
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.judged import of_classes, of_pairs
 from patchgen.runtime.doctor.samples import Sample, own_samples
@@ -56,15 +56,15 @@ class Data(Check):
 
 
 class Labels(Check):
-    """Labels are the ids themselves (the model shifts them), and cover each answer from its first token to its last; pairs
-    share what they answer, classes exist."""
+    """Labels are the ids themselves (the model shifts them) or classes, and cover each answer from its first token to its last;
+    pairs share what they answer, classes exist."""
 
     name = "labels"
 
     def run(self, patient: Patient) -> Finding:
         samples = patient.samples
         shown = "\n".join(show(one, patient.tokenizer) for one in samples[:SHOWN])
-        for sample in samples:
+        for sample in samples if patient.recipe.data.kind != "token_classes" else ():
             wrong = shift_of(sample)
             if wrong is not None:
                 return failed(f"{sample.place}: {wrong}", OWN_LABELS, shown)
@@ -88,7 +88,7 @@ def _told(patient: Patient, samples: Sequence[Sample]) -> str:
 
 
 def _masks(patient: Patient, samples: Sequence[Sample]) -> Iterator[tuple[str, str]]:
-    if patient.recipe.data.kind in ("text", "classification"):
+    if patient.recipe.data.kind in WITHOUT:
         return
     turn = find_turn(patient)
     for sample in samples:

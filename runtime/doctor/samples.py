@@ -11,6 +11,7 @@ from typing import Any, get_args
 from patchgen.runtime.data import DataConfig, DataError
 from patchgen.runtime.data.config import Modality
 from patchgen.runtime.data.encoders import make_encoder
+from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.data.loader import documents_of
 from patchgen.runtime.data.multimodal import PrepareMultimodal
 from patchgen.runtime.data.prepare import Prepare, Prepared, PrepareText
@@ -37,7 +38,7 @@ class Sample:
         where: the place that it was read from.
         is_cut: its end was cut off here.
         modalities: which of image, video and audio it holds.
-        half: of a pair, "chosen" or "rejected", one behind the other; else empty.
+        half: of a pair, its name (`formats.HALVES`), one behind the other; else empty.
         label: what people say of it; None: nothing.
         is_cut_in_run: a run cuts its end off as well.
     """
@@ -89,9 +90,7 @@ def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) 
         for fields in prepared.samples:
             if found and used + len(fields["input_ids"]) > min(TOKENS, config.tokens_per_batch):
                 return found
-            samples = _samples(
-                record.where, fields, prepared, min(config.longest, LONGEST), is_cut_in_run=is_cut_in_run
-            )
+            samples = _samples(record.where, fields, prepared, config, is_cut_in_run=is_cut_in_run)
             if all(fits_beside(sample, found, apart) for sample in samples):
                 found += samples
                 used += len(fields["input_ids"])
@@ -101,14 +100,14 @@ def first_samples(config: DataConfig, parts: DataParts, apart: Pairs = ANY_TWO) 
 
 
 def _samples(
-    where: str, fields: dict[str, Any], prepared: Prepared, limit: int, *, is_cut_in_run: bool
+    where: str, fields: dict[str, Any], prepared: Prepared, config: DataConfig, *, is_cut_in_run: bool
 ) -> list[Sample]:
     """The document of a sample, or the two of a pair: of one that was cut, those that have the most tokens are."""
     halves = documents_of(fields)
     was_cut = prepared.problem is not None and prepared.problem[0] == "truncated"
     samples = []
-    for half, name in zip(halves, ("chosen", "rejected") if len(halves) == 2 else ("",), strict=True):
-        is_cut = was_cut and half["input_ids"].shape[-1] == limit
+    for half, name in zip(halves, HALVES.get(config.kind, ("",)), strict=True):
+        is_cut = was_cut and half["input_ids"].shape[-1] == min(config.longest, LONGEST)
         beside = {"half": name, "label": fields.get("label"), "is_cut_in_run": is_cut and is_cut_in_run}
         samples.append(Sample(where, half, is_cut, prepared.modalities, **beside))
     return samples

@@ -38,6 +38,7 @@ class Objective:
             slice. "document" or "pair" (chosen, rejected): `loss` returns the sum over the documents of the whole row, the
             same number on each rank that shares the row.
         head: what the model gets in the place of its language-model head; None: that stays.
+        dropout: of the head, where it has one.
         needs_reference: whether it asks for `batch.reference`: the log-probabilities of the documents before training.
         needs_teacher: whether it asks for `batch.teacher`, what its `of_teacher` made of the model in section `teacher`.
     """
@@ -45,6 +46,7 @@ class Objective:
     kinds: ClassVar[tuple[str, ...]] = ()
     per: ClassVar[Items] = "label"
     head: ClassVar[str | None] = None
+    dropout: ClassVar[float | None] = None
     needs_reference: ClassVar[bool] = False
     needs_teacher: ClassVar[bool] = False
 

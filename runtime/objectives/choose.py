@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import TypeAdapter, ValidationError
 
+from patchgen.runtime.data.formats import HALVES
 from patchgen.runtime.objectives.base import NextToken, Objective
 from patchgen.runtime.train.recipe import ObjectiveConfig, OptimConfig, Recipe, RecipeError
 
@@ -25,6 +26,9 @@ SHIPPED = {
     "dpo": "patchgen.runtime.objectives.dpo:DPO",
     "reward": "patchgen.runtime.objectives.reward:Reward",
     "classification": "patchgen.runtime.objectives.classification:Classification",
+    "token_classification": "patchgen.runtime.objectives.tokens:TokenClassification",
+    "question_answering": "patchgen.runtime.objectives.tokens:QuestionAnswering",
+    "embedding": "patchgen.runtime.objectives.embedding:Embedding",
     "distillation": "patchgen.runtime.objectives.distillation:Distillation",
 }
 
@@ -101,10 +105,10 @@ def require_valid(recipe: Recipe) -> None:
                 f"objective.name = {recipe.objective.name} learns from {section}.kind = {' or '.join(objective.kinds)}, not "
                 f"'{data.kind}'."
             )
-        if data is not None and objective.per == "pair" and data.kind != "preference":
+        if data is not None and objective.per == "pair" and data.kind not in HALVES:
             raise RecipeError(
-                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which {section}.kind = preference "
-                f"alone has, not '{data.kind}'."
+                f"objective.name = {recipe.objective.name} is a mean over pairs (per), which {section}.kind = "
+                f"{' or '.join(HALVES)} has, not '{data.kind}'."
             )
     if objective.needs_teacher is not (recipe.teacher is not None):
         raise RecipeError(

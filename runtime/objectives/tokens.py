@@ -30,9 +30,11 @@ class TokenClassification(Objective):
 
     Attributes:
         num_labels: classes.
+        dropout: of the hidden states before their scores; upstream's is 0.1.
     """
 
     num_labels: int = 2
+    dropout: float = 0.1
 
     kinds: ClassVar[tuple[str, ...]] = ("token_classes",)
     head: ClassVar = TOKEN

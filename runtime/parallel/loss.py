@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Step:
         objective: what computes this rank's share of another loss than the next token's, of the head and the hidden
             states `(B, s, H)`; None: the next token's.
         read_losses: is handed the loss of each token of this rank `(B * s,)`, not divided, by the next token's loss.
+        counts_targets: the labels that a decoder is handed now are those that were counted (`objectives/encoder_decoder.py`).
     """
 
     num_items: Tensor | int | None = None
@@ -52,6 +53,7 @@ class Step:
     router_loss: bool = True
     objective: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
     read_losses: Callable[[Tensor], None] | None = None
+    counts_targets: bool = False
 
 
 _ALONE = Step()
@@ -81,6 +83,18 @@ def step(
     """
     global _STEP
     before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)
+    try:
+        yield
+    finally:
+        _STEP = before
+
+
+@contextlib.contextmanager
+def counted_targets() -> Iterator[None]:
+    """Within the block, a decoder is handed the labels that the step counted."""
+    global _STEP
+    before = _STEP
+    _STEP = replace(before, counts_targets=True) if in_step() else before
     try:
         yield
     finally:

@@ -101,7 +101,7 @@ def seam_users(model: nn.Module) -> dict[str, Counter]:
     """
     found: dict[str, Counter] = {name: Counter() for name in seams.names()}
     for module in model.modules():
-        called = _called_seams(type(module).forward)
+        called = called_seams(type(module).forward)
         if SEAM in called and named_instead_of_seam(module) is not None:
             called = called - {SEAM}
         for name in called:
@@ -225,7 +225,7 @@ def _codes(function: Callable) -> Iterator:
             waiting += [constant for constant in code.co_consts if hasattr(constant, "co_names")]
 
 
-def _called_seams(function: Callable) -> set[str]:
+def called_seams(function: Callable) -> set[str]:
     function = inspect.unwrap(function)
     if not isinstance(function, FunctionType):
         return set()

@@ -19,7 +19,7 @@ from torch import nn
 from patchgen.runtime import attention, model_calls, parallel, registry, seams
 from patchgen.runtime.checkpoint import load_pretrained
 from patchgen.runtime.checkpoint.initialise import initialise
-from patchgen.runtime.objectives import choose
+from patchgen.runtime.objectives import choose, encoder_decoder
 from patchgen.runtime.objectives.heads import Learned, UnknownHeadError, head_over
 from patchgen.runtime.parallel import ParallelConfig, checkpointing, report, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -192,22 +192,26 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
         head, config = find_head_and_config(config, architecture.register(recipe.model))
     except registry.UnknownModelError as error:
         raise RecipeError(f"model.source = '{recipe.model.source}': {error}") from error
+    objective, kind = choose.objective_of(recipe.objective), head_kinds.kind_of(head.__name__)
+    translates = kind == head_kinds.CONDITIONAL and objective.is_models_own and encoder_decoder.is_served(head)
+    if translates:
+        head = encoder_decoder.on_rows(head)
     chosen = attention_choice.choose(recipe.model.attention, head, config, dtype=compute_dtype(recipe))
-    objective = choose.objective_of(recipe.objective)
     if objective.head is not None:
         head = _head_over(objective, head, config, recipe.objective.name)
-    elif (kind := head_kinds.kind_of(head.__name__)) is not None:
+    elif kind is not None and not translates:
         raise RecipeError(
             f"objective.name = {recipe.objective.name} is of a language model, and {head.__name__} ({kind}), for which the file "
             f"{sys.modules[head.__module__].__file__} was made, is none. Sequence classification and reward models train with "
-            "objective.name = classification or reward; for the others there is no objective whose mean is one of all ranks: "
-            "train them in another trainer (docs/tasks), or generate the model with its causal head (--head)."
+            "objective.name = classification or reward, heads of tokens, answers and base models with token_classification, "
+            "question_answering and embedding, which make them of the causal head (--head). An encoder-decoder trains "
+            "if its loss is the seam causal_lm_loss; train others in another trainer (docs/tasks)."
         )
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
-    if recipe.model.separate_documents:
-        model_calls.separate_documents(model, recipe.model.separate_documents)
+    if (how := recipe.model.separate_documents or translates):
+        model_calls.separate_documents(model, how)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
         optimizers.require_matches(model, recipe.optim.groups)
@@ -219,9 +223,11 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
 def _head_over(
     objective: choose.Objective, head: type[PreTrainedModel], config: PreTrainedConfig, name: str
 ) -> type[PreTrainedModel]:
-    """The head of an objective over a head's base model; tells its config how many classes there are."""
+    """The head of an objective over a head's base model; tells its config how many classes there are, and of its dropout."""
     if objective.scores is not None and config.num_labels != objective.scores:
         config.num_labels = objective.scores
+    if objective.dropout is not None:
+        config.classifier_dropout = objective.dropout
     assert objective.head is not None, "asked for an objective that has one"
     try:
         return head_over(objective.head, head, config)

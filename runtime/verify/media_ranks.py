@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.runtime import parallel, seams
+from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
@@ -95,7 +96,7 @@ def _moved(known: Yardstick, one_rank: Callable[[], tuple], expected: Mapping[st
     return lambda least: moved_gradients(known.model, lambda _model: one_rank(), expected, least)
 
 
-def compare_all(model: Subject, head: str, *, sp: int, ep: int, separates: bool) -> dict[str, Any]:
+def compare_all(model: Subject, head: str, *, sp: int, ep: int, separates: Separated) -> dict[str, Any]:
     """Every batch of a model, until one differs: the worst of all; runs on every rank.
 
     Where ranks hold batches of their own, a step for each modality, and one for text, on every rank in turn, follows.

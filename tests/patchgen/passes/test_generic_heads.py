@@ -114,6 +114,28 @@ def test_a_fault_in_a_head_is_found(folder, tmp_path):
     assert "output 'loss' differs" in " ".join(proof.failures)
 
 
+@pytest.mark.parametrize(
+    ("head", "right"),
+    [
+        ("LlamaForSequenceClassification", "labels=labels, pooled_logits=pooled_logits, config=self.config)"),
+        ("LlamaForTokenClassification", "loss = self.loss_function(logits, labels, self.config)"),
+        ("LlamaForQuestionAnswering", "start_logits, end_logits, start_positions, end_positions, **kwargs)"),
+    ],
+)
+def test_a_loss_that_is_wrong_with_the_attention_of_a_run_is_found(folder, tmp_path, head, right):
+    """With eager attention it is upstream's: the comparison as a run computes must be of the head's own loss."""
+    other = tmp_path / "llama"
+    other.mkdir()
+    text = (folder / "modeling_llama.py").read_text()
+    assert text.count(right) == 1
+    wrong = text.replace(right, f"{right} * (1.0 if self.config._attn_implementation == 'eager' else 1.01)")
+    (other / "modeling_llama.py").write_text(wrong)
+    (other / "provenance.json").write_text((folder / "provenance.json").read_text())
+    proof = verify_model(other, head=head, implementations=())
+    assert proof.is_equal and not proof.is_proven
+    assert "loss differs" in proof.training.reason
+
+
 def test_a_committed_file_is_made_again_with_its_heads(folder, monkeypatch, capsys):
     monkeypatch.setattr(provenance, "generated_root", lambda: folder.parent)
     assert generation._state("llama") == generation.CURRENT

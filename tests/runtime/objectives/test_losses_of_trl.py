@@ -10,7 +10,13 @@ import torch
 from datasets import Dataset
 from objective_models import generated, of_upstream
 from rounding import require_rounding
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModel,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
+)
 
 from patchgen.runtime import parallel, registry
 from patchgen.runtime.data.collate import collate, text_sample
@@ -18,8 +24,10 @@ from patchgen.runtime.objectives import base, learning
 from patchgen.runtime.objectives.classification import Classification
 from patchgen.runtime.objectives.distillation import Distillation
 from patchgen.runtime.objectives.dpo import DPO
+from patchgen.runtime.objectives.embedding import Embedding
 from patchgen.runtime.objectives.heads import head_over
 from patchgen.runtime.objectives.reward import Reward
+from patchgen.runtime.objectives.tokens import QuestionAnswering, TokenClassification
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 
@@ -159,6 +167,63 @@ def test_classification_is_transformers(labels, config, state):
     actual = ours(Classification(num_labels=labels), model, packed, state)
     assert abs(float(actual) - float(expected.detach())) < 1e-6
     require_same_gradients(model, upstream)
+
+
+def test_classes_of_tokens_are_transformers(config, state):
+    config.num_labels = 3
+    torch.manual_seed(6)
+    upstream = AutoModelForTokenClassification.from_config(config, dtype=torch.float32)
+    model = generated(upstream, head_over("token", registry.find_head(config), config))
+    for one in (upstream, model):
+        one.dropout.p = 0.0
+    documents, packed = marked_documents()
+    packed["labels"] = torch.where(packed["labels"] == IGNORED, IGNORED, packed["labels"] % 3)
+    shifted = slice_batch(packed, sp=1, sp_rank=0)["shift_labels"][0]
+    total = 0.0
+    for (ids, _), classes in zip(documents, shifted.split([len(ids) for ids, _ in documents] + [7]), strict=False):
+        loss_of = upstream.train()(input_ids=torch.tensor([ids]), labels=classes[None]).loss
+        total = total + loss_of * (classes != IGNORED).sum() / (shifted != IGNORED).sum()
+    total.backward()
+    actual = ours(TokenClassification(num_labels=3), model, packed, state)
+    assert abs(float(actual) - float(total.detach())) < 1e-6
+    require_same_gradients(model, upstream)
+
+
+def test_answers_are_transformers(config, state):
+    torch.manual_seed(7)
+    upstream = AutoModelForQuestionAnswering.from_config(config, dtype=torch.float32)
+    model = generated(upstream, head_over("answers", registry.find_head(config), config))
+    documents, packed = marked_documents()
+    total = 0.0
+    for ids, prompt in documents:
+        ends = {"start_positions": torch.tensor([prompt]), "end_positions": torch.tensor([len(ids) - 1])}
+        total = total + upstream.train()(input_ids=torch.tensor([ids]), **ends).loss / len(documents)
+    total.backward()
+    actual = ours(QuestionAnswering(), model, packed, state)
+    assert abs(float(actual) - float(total.detach())) < 1e-6
+    assert upstream.qa_outputs.bias.grad.norm() < 1e-6, "the same for all tokens: it changes no probability"
+    upstream.qa_outputs.bias.grad = None
+    require_same_gradients(model, upstream)
+
+
+def test_embeddings_tell_a_pair_from_the_others_of_its_row(config, state):
+    torch.manual_seed(8)
+    upstream = AutoModel.from_config(config, dtype=torch.float32)
+    model = generated(upstream, head_over("base", registry.find_head(config), config))
+    documents, packed = marked_documents(6)
+    last = [upstream.train()(input_ids=torch.tensor([ids])).last_hidden_state[0, -1] for ids, _ in documents]
+    units = torch.nn.functional.normalize(torch.stack(last), dim=-1)
+    expected = torch.nn.functional.cross_entropy(units[0::2] @ units[1::2].T / 0.1, torch.arange(3))
+    expected.backward()
+    actual = ours(Embedding(temperature=0.1), model, packed, state)
+    assert abs(float(actual) - float(expected.detach())) < 1e-6
+    require_same_gradients(model, upstream)
+
+
+def marked_documents(count: int = 5) -> tuple[list[tuple[list[int], int]], dict]:
+    """Documents with the place from which on they are learned, and their packed row."""
+    documents = [(one["prompt_ids"] + one["chosen_ids"], len(one["prompt_ids"])) for one in pairs(count)]
+    return documents, row(documents)
 
 
 @pytest.mark.parametrize("top_k", [1, 8, 300])
