@@ -210,7 +210,7 @@ def build_on_meta(recipe: Recipe) -> PreTrainedModel:
     dtype = getattr(torch, recipe.model.dtype)
     with torch.device("meta"):
         model = head._from_config(config, attn_implementation=chosen, dtype=dtype)
-    if (how := recipe.model.separate_documents or translates):
+    if how := recipe.model.separate_documents or translates:
         model_calls.separate_documents(model, how)
     optimizers.freeze(model, recipe.model.freeze)
     if recipe.lora is None:
