@@ -153,7 +153,7 @@ FORMS = {  # upstream's head -> the shape of its smallest image, sound or video
     "ernie4_5_vl_moe.Ernie4_5_VLMoe": {"video": (8, 192)},  # whole pairs of frames
     "inkling2.Inkling2": {"image": (1, 16, 16, 3)},
     "granite_docling.GraniteDocling": {"image": (1, 3, 32, 32)},
-    "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},  # two steps in time are merged
+    "unlimited_ocr.UnlimitedOcr": {"image": (1, 3, 32, 32)},
 }
 
 
