@@ -73,7 +73,7 @@ def make(directory: Path, layers: int) -> None:
     import torch
 
     from patchgen.runtime.checkpoint.layout import disassemble
-    from patchgen.runtime.checkpoint.moves import leaf
+    from patchgen.runtime.checkpoint.tensor_sources import leaf
     from patchgen.runtime.checkpoint.writing import FolderWriter, Output, plan
 
     model = empty_model(layers)

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from patchgen.runtime.data.cache import open_cache
+from patchgen.runtime.data.cached_loader import PlannedLoader
 from patchgen.runtime.data.config import DataConfig, SourceConfig
 from patchgen.runtime.data.documents import Documents
-from patchgen.runtime.data.planned import PlannedLoader
 from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.text import Tokens
 

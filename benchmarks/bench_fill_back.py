@@ -52,7 +52,7 @@ def gather(embeddings, features, mask, state):
 def own(embeddings, features, mask, state):
     """Only features move."""
     rows = collectives.gather_rows(features, state.sp_group, operation="features")
-    return embeddings.masked_scatter(mask[..., None], media.own_features(rows, mask, state))
+    return embeddings.masked_scatter(mask[..., None], media.local_features(rows, mask, state))
 
 
 WAYS = {"exchange": exchange, "gather": gather, "own": own}

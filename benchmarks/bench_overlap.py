@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from patchgen.generated_models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 from patchgen.runtime import attention, parallel, seams
 from patchgen.runtime.attention_backends import BACKENDS
-from patchgen.runtime.parallel import ParallelConfig, beside
+from patchgen.runtime.parallel import ParallelConfig, overlap
 from patchgen.runtime.parallel.state import ParallelState
 
 RESULTS = Path(__file__).with_name("results_overlap.csv")
@@ -125,7 +125,7 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
         setattr(block.experts, name, nn.Parameter(whole.detach()[rank * own : (rank + 1) * own].clone()))
     block.to(arguments.device, dtype)
     state = ParallelState.create(ParallelConfig.for_world(world, ep=world), arguments.device)
-    later = mock.patch.object(beside, "announce", lambda function, *args: lambda: function(*args))
+    later = mock.patch.object(overlap, "announce", lambda function, *args: lambda: function(*args))
     rows = []
     for tokens in arguments.tokens:
         hidden = torch.randn(1, tokens, config.hidden_size, device=arguments.device, dtype=dtype)

@@ -46,8 +46,8 @@ from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, B
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
 from patchgen.runtime.parallel import sequence
-from patchgen.runtime.parallel.media import holds_whole
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.parallel.media import is_replicated
+from patchgen.runtime.tensor_cache import TensorCache
 
 __all__ = [
     "BY_LAYER",
@@ -237,7 +237,7 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
         state = parallel.current()
-        size = state.sp if state is not None and not holds_whole(module) else 1
+        size = state.sp if state is not None and not is_replicated(module) else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         request = Attention(
             causal=_is_causal(attention_mask, is_causal, module),
@@ -295,9 +295,11 @@ def _for_call(asked: tuple[str, ...], device_type: str, head_size: int) -> str:
 
 
 # One host sync per batch, not per layer, where lengths did not come as numbers.
-_longest = PerTensor(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
-_total = PerTensor(lambda cu_seq_lens: int(cu_seq_lens[-1]))
-_asserted: PerTensor[set[int]] = PerTensor(lambda _cu_seq_lens: set())  # the totals that the device was told to check
+_longest = TensorCache(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
+_total = TensorCache(lambda cu_seq_lens: int(cu_seq_lens[-1]))
+_asserted: TensorCache[set[int]] = TensorCache(
+    lambda _cu_seq_lens: set()
+)  # the totals that the device was told to check
 
 
 def _sinks(logits: Tensor | None, *, heads: int) -> Tensor | None:
@@ -380,7 +382,7 @@ def _number(length: int | Tensor) -> int:
     return length if isinstance(length, int) else _item(length)
 
 
-_item = PerTensor(int)
+_item = TensorCache(int)
 
 
 def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, where: str) -> None:

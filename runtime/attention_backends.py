@@ -19,7 +19,7 @@ from torch import Tensor
 
 from patchgen.kernels.packages import lacks_package
 from patchgen.runtime.mask_functions import document_of
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.tensor_cache import TensorCache
 
 _OF_CALLS = (
     "sliding window",
@@ -130,7 +130,7 @@ class Backend:
 # ------------------------------------------------------------------------------------------------ masks
 
 # bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
-_masks: PerTensor[dict] = PerTensor(lambda _bounds: {})
+_masks: TensorCache[dict] = TensorCache(lambda _bounds: {})
 
 
 def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:

@@ -25,7 +25,7 @@ from patchgen.runtime import mask_functions, model_calls, parallel
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.media import inside_whole
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.tensor_cache import TensorCache
 
 _ALL = {"bidirectional_mask_function"}
 _PLAIN = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
@@ -240,7 +240,7 @@ for _name in ("add", "sub", "mul", "truediv", "and", "or", "xor"):
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "invert"):
     setattr(MaskStructure, f"__{_name}__", _operation(getattr(operator, f"__{_name}__")))
 
-_bounds_of = PerTensor(mask_functions.bounds_of)  # one host sync per batch, not per layer
+_bounds_of = TensorCache(mask_functions.bounds_of)  # one host sync per batch, not per layer
 
 
 def _takes_all(index: Any, shape: torch.Size) -> bool:

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from patchgen.runtime.parallel import fields
-from patchgen.runtime.parallel.fields import COUNTING
+from patchgen.runtime.parallel import batch_fields
+from patchgen.runtime.parallel.batch_fields import COUNTING
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 BY_TOKEN = ("logits", "last_hidden_state")
@@ -66,7 +66,7 @@ class DocumentRows:
         return done
 
     def _take(self, name: str, value: Any) -> Any:
-        rule = fields.RULES.get(name)
+        rule = batch_fields.RULES.get(name)
         if rule is None or rule.pad_scale != 1 or not isinstance(value, Tensor):
             return value
         dim = rule.pack_dim % value.ndim

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, collectives
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
 OWN_POSITIONS = "create_position_ids_from_input_ids"
@@ -239,7 +239,7 @@ def _lengths(given: dict[str, Any]) -> dict[str, Any]:
     return found | {MASK: None} if found and mask is not None else found
 
 
-_is_all_ones = PerTensor(lambda mask: bool((mask == 1).all()))
+_is_all_ones = TensorCache(lambda mask: bool((mask == 1).all()))
 
 
 def _require_one_document(positions_BS: Tensor, is_token_BS: Tensor) -> None:
@@ -298,7 +298,7 @@ def _own_positions(module: nn.Module, given: dict[str, Any]) -> Tensor | None:
     return torch.where((positions == counted).all(), own, positions)
 
 
-_ends = PerTensor(lambda bounds: bounds.tolist())
+_ends = TensorCache(lambda bounds: bounds.tolist())
 
 
 _NUMBERING: WeakKeyDictionary[nn.Module, Callable[[Tensor], Tensor] | None] = WeakKeyDictionary()

@@ -27,16 +27,16 @@ from patchgen.runtime.checkpoint_mapping import (
 )
 from patchgen.runtime.compatibility import require_transformers
 from patchgen.runtime.experts_interface import divided_over_ranks, experts_interface, experts_kernel, needs_seam
-from patchgen.runtime.media_ops import (
+from patchgen.runtime.multimodal_ops import (
     absent_tower,
     attends_by_lengths,
     chunk_rows,
-    hold_whole,
+    encode_vision,
     is_sliced,
-    joint_vision,
+    local_features,
+    local_levels,
+    mark_replicated,
     max_seqlen,
-    own_features,
-    own_levels,
     require_whole_sequence,
     tower_kwargs,
     tower_rows,
@@ -62,18 +62,18 @@ __all__ = [
     "chunk_rows",
     "delta_rule",
     "drawn_mask",
+    "encode_vision",
     "experts_interface",
     "fused_moe",
     "fused_scan",
     "given_logits",
-    "hold_whole",
     "initialize_as_upstream",
     "is_sliced",
-    "joint_vision",
+    "local_features",
+    "local_levels",
+    "mark_replicated",
     "max_seqlen",
     "mrope_position_ids",
-    "own_features",
-    "own_levels",
     "parallel_plan",
     "refuse_slices",
     "refuse_uneven_ranks",
@@ -203,9 +203,9 @@ def beside_experts(
         A function to be called once, for the result.
     """
     if divided_over_ranks():
-        from patchgen.runtime.parallel import beside
+        from patchgen.runtime.parallel import overlap
 
-        return beside.announce(shared_experts, *args)
+        return overlap.announce(shared_experts, *args)
     if at_once:
         result = shared_experts(*args)
         return lambda: result

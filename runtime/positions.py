@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime import registry
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -130,13 +130,13 @@ class GeneratedModel:
 
 def _declare_inputs(head: type) -> None:
     """The rules of `input_rules`, whose examples are for proofs alone, and of what its features are computed from."""
-    from patchgen.runtime.parallel import fields
+    from patchgen.runtime.parallel import batch_fields
 
     given = getattr(head, "input_rules", {})
     if given:
         rules = {name: {key: one for key, one in rule.items() if key != "example"} for name, rule in given.items()}
-        fields.declare(rules, f"{head.__name__}.input_rules")
-    fields.of_items(head)
+        batch_fields.declare(rules, f"{head.__name__}.input_rules")
+    batch_fields.of_items(head)
 
 
 LOCAL_PACKAGE = "patchgen_generated_"

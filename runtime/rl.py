@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from patchgen.kernels.token_log_probs import token_log_probs
 from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.checkpoint.export import device_of
-from patchgen.runtime.checkpoint.stream import stream_weights
+from patchgen.runtime.checkpoint.weight_stream import stream_weights
 from patchgen.runtime.parallel import gradients, loss, sharding
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.parallel.collectives import all_gather, all_reduce

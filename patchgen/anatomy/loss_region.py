@@ -122,7 +122,7 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
     below, (whole,) = as_ast(*body[end + 1 :]), as_ast(forward).body
     terms = LossTerms(whole, below.body, loss, labels, owner, anatomy)
     for node in body[end + 1 :]:
-        if not _hands_on(as_ast(node), logits, below, terms.is_result):
+        if not _only_forwards_logits(as_ast(node), logits, below, terms.is_result):
             raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
     if terms.lost is not None:
         raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
@@ -349,7 +349,7 @@ def _projection(value: cst.BaseExpression) -> tuple[cst.BaseExpression, cst.Base
     return (found[-1].func, found[-1].args[0].value) if found else None
 
 
-def _hands_on(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
+def _only_forwards_logits(node: ast.AST, logits: str, below: ast.Module, is_result: Callable[[ast.AST], bool]) -> bool:
     """Whether all that a statement below the loss does with the logits is to hand them on in the result.
 
     That is an argument of the output class, or an element of a tuple, which is returned: at once, or by a name that

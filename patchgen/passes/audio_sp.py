@@ -50,21 +50,21 @@ class AudioSP(TowerSlices):
                 cu_seqlens, max_seqlen, pairs = get_audio_lengths(feature_lens)
       +         # patchgen: audio_sp
       +         chunks = ops.chunk_rows(padded_feature)
-      +         padded_feature = chunks.own(padded_feature)
+      +         padded_feature = chunks.shard(padded_feature)
                 padded_embed = self.conv1(padded_feature).transpose(1, 2)
       +         # patchgen: audio_sp
-      +         padded_embed = chunks.all(padded_embed)
+      +         padded_embed = chunks.gather(padded_embed)
                 hidden_states = torch.index_select(padded_embed.flatten(0, 1), 0, valid_indices)
       +         # patchgen: audio_sp
       +         rows = ops.tower_rows(self.layers, hidden_states)
       +         cu_seqlens = rows.lengths(cu_seqlens)
       +         max_seqlen = rows.longest(max_seqlen)
-      +         hidden_states = rows.own(hidden_states)
+      +         hidden_states = rows.shard(hidden_states)
                 for layer in self.layers:
                     hidden_states = layer(hidden_states, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
                 hidden_states = self.ln_post(hidden_states)
       +         # patchgen: audio_sp
-      +         hidden_states = rows.all(hidden_states)
+      +         hidden_states = rows.gather(hidden_states)
                 hidden_states = (hidden_states[pairs] + hidden_states[pairs + 1]) / 2
                 return BaseModelOutput(last_hidden_state=hidden_states)
         """),

@@ -33,7 +33,7 @@ class DeepstackSP(SitePass):
                     mask = self.get_placeholder_mask(input_ids)
                     inputs_embeds = inputs_embeds.masked_scatter(mask, image.pooler_output)
       +             # patchgen: deepstack_sp
-      +             levels = ops.own_levels(levels, mask)
+      +             levels = ops.local_levels(levels, mask)
                 return self.language_model(inputs_embeds=inputs_embeds, levels=levels)
         """),
     )
@@ -65,7 +65,7 @@ class DeepstackSP(SitePass):
             if scatters and names:
                 mask = code_of(scatters[0].args[0].value)
                 for name in names:
-                    body += statements(f"{name} = ops.own_levels({name}, {mask})", depth=3, comment=self.mark)
+                    body += statements(f"{name} = ops.local_levels({name}, {mask})", depth=3, comment=self.mark)
                 served += names
                 names = []
         return block.with_changes(body=body)

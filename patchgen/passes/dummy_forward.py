@@ -73,7 +73,7 @@ class DummyForward(SitePass):
                 code = f"{embeddings} = ops.absent_tower({embeddings}, {call.media}, self.{call.method})"
                 if call is image:
                     code = (
-                        f"{ENCODED}, {embeddings} = ops.joint_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
+                        f"{ENCODED}, {embeddings} = ops.encode_vision(self.{image.method}, {ENCODED}, {embeddings}, images="
                         f"({image.media}, {image.grid}), videos=({video.media}, {video.grid}), {image.kwargs})"
                     )
                 else:

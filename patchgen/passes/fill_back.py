@@ -18,7 +18,7 @@ from patchgen.passes.base import Example, Missed, Rewritten, Site, SitePass
 from patchgen.rewrite import MarkStatements, code_of, insert_first, marked, statements, transform
 from patchgen.source import Block
 
-OWN = "ops.own_features"
+OWN = "ops.local_features"
 COUNTED = re.compile(r"\.numel\(\)|\bn(um)?_\w*(tokens|features|placeholders)\b|features\.(shape|size)\b")
 POSITIONS = "position_ids"
 SCATTER = ".masked_scatter"
@@ -40,7 +40,7 @@ class FillBack(SitePass):
                 super().__init__(config)
                 self.vision_tower = AutoModel.from_config(config.vision_config)
       +         # patchgen: fill_back
-      +         ops.hold_whole(self.vision_tower)
+      +         ops.mark_replicated(self.vision_tower)
                 self.language_model = AutoModel.from_config(config.text_config)
 
             def get_placeholder_mask(self, input_ids, inputs_embeds, image_features):
@@ -55,7 +55,7 @@ class FillBack(SitePass):
                 mask = self.get_placeholder_mask(input_ids, inputs_embeds, image_features)
       -         inputs_embeds = inputs_embeds.masked_scatter(mask, image_features)
       +         # patchgen: fill_back
-      +         inputs_embeds = inputs_embeds.masked_scatter(mask, ops.own_features(image_features, mask))
+      +         inputs_embeds = inputs_embeds.masked_scatter(mask, ops.local_features(image_features, mask))
                 return self.language_model(inputs_embeds=inputs_embeds)
         """),
     )
@@ -200,7 +200,7 @@ class _FillBack(MarkStatements):
         if m.matches(original_node, _ATTRIBUTE_SET) and self._function[-1:] == ["__init__"] and not self.changed:
             name = original_node.body[0].targets[0].target.attr.value
             if name in self._whole:
-                told = statements(f"ops.hold_whole(self.{name})", depth=2, comment=self.mark)
+                told = statements(f"ops.mark_replicated(self.{name})", depth=2, comment=self.mark)
                 return cst.FlattenSentinel([updated_node, *told])
         return super().leave_SimpleStatementLine(original_node, updated_node)
 

@@ -64,16 +64,16 @@ class TowerSlices(SitePass):
         return marked(node.with_changes(test=test), self.mark)
 
     def _divide(self, forward: cst.FunctionDef, loop: LayerLoop, chunks: ChunkedConvolution | None) -> cst.FunctionDef:
-        new = {place: [f"{name} = rows.all({name})" for name in names] for place, names in loop.gathers}
+        new = {place: [f"{name} = rows.gather({name})" for name in names] for place, names in loop.gathers}
         group = f", group={loop.group}" if loop.group != "1" else ""
         new[loop.place] = [f"rows = {DIVIDER}(self.{loop.layers}, {loop.rows[0]}{group})"]
         new[loop.place] += [f"{name} = rows.lengths({name})" for name in loop.bounds]
         new[loop.place] += [f"{name} = rows.longest({name})" for name in loop.longest]
-        new[loop.place] += [f"{name} = rows.own({name})" for name in loop.rows]
+        new[loop.place] += [f"{name} = rows.shard({name})" for name in loop.rows]
         if chunks is not None:
-            new[chunks.end] = [f"{chunks.result} = chunks.all({chunks.result})"]
+            new[chunks.end] = [f"{chunks.result} = chunks.gather({chunks.result})"]
             new[chunks.start] = [f"chunks = ops.chunk_rows({chunks.chunks[0]})"]
-            new[chunks.start] += [f"{name} = chunks.own({name})" for name in chunks.chunks]
+            new[chunks.start] += [f"{name} = chunks.shard({name})" for name in chunks.chunks]
         body = function_body(forward)
         for place, lines in sorted(new.items(), reverse=True):
             body = insert_before(body, place, statements("\n".join(lines), depth=2, comment=self.mark))

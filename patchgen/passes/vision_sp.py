@@ -63,13 +63,13 @@ class VisionSP(TowerSlices):
       +         # patchgen: vision_sp
       +         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
       +         cu_seqlens = rows.lengths(cu_seqlens)
-      +         hidden_states = rows.own(hidden_states)
-      +         position_embeddings = rows.own(position_embeddings)
+      +         hidden_states = rows.shard(hidden_states)
+      +         position_embeddings = rows.shard(position_embeddings)
                 for block in self.blocks:
                     hidden_states = block(hidden_states, cu_seqlens=cu_seqlens, position_embeddings=position_embeddings)
                 merged = self.merger(hidden_states)
       +         # patchgen: vision_sp
-      +         merged = rows.all(merged)
+      +         merged = rows.gather(merged)
                 return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=merged)
         """),
     )

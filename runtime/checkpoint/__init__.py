@@ -4,12 +4,12 @@ load.py                 weights from any Hugging Face layout into a sharded mode
 train_state.py          save and resume a run: whole or not at all, on any layout
 export.py               weights out of a sharded model, in the layout of the original
 in_parts.py             weights some at a time, for a model that never holds all of them
-stream.py               the same without files, for an engine that generates
+weight_stream.py        the same without files, for an engine that generates
 offline.py              from disk to disk: other layouts, a run's weights, fingerprints
 merge.py                an adapter into a checkpoint
 rest.py                 what a checkpoint holds beside the model that trains
 
-moves.py                how tensors are made of other tensors, without having them
+tensor_sources.py       how tensors are made of other tensors, without having them
 layout.py               transformers' own conversions on such tensors
 safetensor_files.py     bytes of safetensors files         writing.py   and files of them
 placement.py            which rank holds which part        staging.py   copies while training goes on
@@ -21,8 +21,8 @@ from patchgen.runtime.checkpoint.layout import LAYOUTS
 from patchgen.runtime.checkpoint.load import LoadReport, load_pretrained
 from patchgen.runtime.checkpoint.merge import merge_adapter
 from patchgen.runtime.checkpoint.offline import convert, export_run, fingerprint
-from patchgen.runtime.checkpoint.stream import stream_weights
 from patchgen.runtime.checkpoint.train_state import Checkpointer
+from patchgen.runtime.checkpoint.weight_stream import stream_weights
 
 __all__ = [
     "LAYOUTS",

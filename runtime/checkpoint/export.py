@@ -29,7 +29,6 @@ from transformers import PreTrainedModel
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
-from patchgen.runtime.checkpoint.moves import Box, Moved, Pull, leaf, pull, whole
 from patchgen.runtime.checkpoint.placement import (
     FAILURES,
     box_of_rank,
@@ -41,6 +40,7 @@ from patchgen.runtime.checkpoint.placement import (
 )
 from patchgen.runtime.checkpoint.rest import Passed, Rest, find_rest
 from patchgen.runtime.checkpoint.safetensor_files import FileReader
+from patchgen.runtime.checkpoint.tensor_sources import Box, Moved, Pull, leaf, pull, whole
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, plan
 
 

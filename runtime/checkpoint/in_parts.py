@@ -26,10 +26,10 @@ from patchgen.runtime.checkpoint.load import (
     read_all,
     stored_leaves,
 )
-from patchgen.runtime.checkpoint.moves import leaves
 from patchgen.runtime.checkpoint.offline import are_equal
 from patchgen.runtime.checkpoint.rest import Passed
 from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.tensor_sources import leaves
 
 
 class WeightsInParts:

@@ -37,7 +37,7 @@ from transformers.core_model_loading import (
 )
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.moves import Moved, UnknownMove, is_turned
+from patchgen.runtime.checkpoint.tensor_sources import Moved, UnknownMove, is_turned
 
 PER_EXPERT, STACKED = "per-expert", "stacked"
 LAYOUTS = (PER_EXPERT, STACKED)

@@ -38,11 +38,11 @@ from patchgen.runtime.checkpoint.load import (
 )
 from patchgen.runtime.checkpoint.manifest import examine, require_content
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
-from patchgen.runtime.checkpoint.moves import Box, Moved, box_shape, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.rest import Passed
 from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_index import read_index
+from patchgen.runtime.checkpoint.tensor_sources import Box, Moved, box_shape, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan
 

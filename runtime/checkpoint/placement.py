@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, Replicate
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
-from patchgen.runtime.checkpoint.moves import Box, whole
+from patchgen.runtime.checkpoint.tensor_sources import Box, whole
 
 FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
 Result = TypeVar("Result")

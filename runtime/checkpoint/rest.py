@@ -20,8 +20,8 @@ from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
 from patchgen.runtime.checkpoint.load import DERIVED, stored_leaves, unexpected_by_upstream
 from patchgen.runtime.checkpoint.model_files import config_files, names_that_loading_opens, read_config, side_files
-from patchgen.runtime.checkpoint.moves import Moved, leaf, whole
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.tensor_sources import Moved, leaf, whole
 from patchgen.runtime.checkpoint.writing import ReadOutput
 
 OF_THE_FILE = ("dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path")

@@ -27,7 +27,7 @@ from torch import Tensor
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.finite import is_finite
 from patchgen.runtime.checkpoint.folders import describe
-from patchgen.runtime.checkpoint.moves import Box, box_shape
+from patchgen.runtime.checkpoint.tensor_sources import Box, box_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -24,7 +24,6 @@ from transformers.core_model_loading import dot_natural_key
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
-from patchgen.runtime.checkpoint.moves import Moved
 from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
 from patchgen.runtime.checkpoint.safetensor_files import (
     CONFIG,
@@ -35,6 +34,7 @@ from patchgen.runtime.checkpoint.safetensor_files import (
     WEIGHTS,
     FileReader,
 )
+from patchgen.runtime.checkpoint.tensor_sources import Moved
 
 MAX_FILE = 5_000_000_000
 """Bytes of a file, if no tensor alone is larger."""

@@ -9,8 +9,8 @@ cache.py       tokens on disk, shared by all ranks     documents.py   the sample
 multimodal.py  images, videos, sounds to samples       media.py       reads them
 processors.py  one way to call upstream's processors   prepare.py     records to samples, in the workers
 order.py       shuffling, mixing by weight             packing.py     which samples share a batch
-plan.py        the batches of all ranks                planned.py     loader of cached samples
-stream.py      each rank's share of the records        streamed.py    loader of streams and multimodal samples
+batch_plan.py  the batches of all ranks                cached_loader.py loader of cached samples
+record_stream.py each rank's share of the records        stream_loader.py loader of streams and multimodal samples
 collate.py     samples to a batch                      problems.py    bad samples: where, why, how many
 agreement.py   what ranks ask each other               tokenizers.py  a tokenizer trained on the data
 """

@@ -7,17 +7,17 @@ from typing import Any
 
 from patchgen.runtime.data.agreement import highest
 from patchgen.runtime.data.cache import open_cache
+from patchgen.runtime.data.cached_loader import PlannedLoader
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
 from patchgen.runtime.data.encoders import make_encoder
 from patchgen.runtime.data.files import Files
 from patchgen.runtime.data.loader import Loader
 from patchgen.runtime.data.multimodal import PrepareMultimodal
-from patchgen.runtime.data.planned import PlannedLoader
 from patchgen.runtime.data.prepare import Prepare, PrepareText
+from patchgen.runtime.data.record_stream import MixedStream, Share
 from patchgen.runtime.data.sources import open_source
-from patchgen.runtime.data.stream import MixedStream, Share
-from patchgen.runtime.data.streamed import StreamedLoader
+from patchgen.runtime.data.stream_loader import StreamedLoader
 from patchgen.runtime.data.text import digest, tokenizer_fingerprint
 from patchgen.runtime.data.transform import check_first_rows, mappers_of
 

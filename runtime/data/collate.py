@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.parallel.fields import pack, rule_of
+from patchgen.runtime.parallel.batch_fields import pack, rule_of
 
 
 def text_sample(ids: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def collate(samples: Sequence[dict[str, Any]], *, pad_to: int | None, pad_token_
         `input_ids`, `labels` (not shifted, IGNORED where nothing is learned), `position_ids`, all `(1, S)` int64, of
         multimodal samples positions `(4, 1, S)`: the text's, time, height, width; `cu_seq_lens_q`, `cu_seq_lens_k`
         `(documents + 1,)` int32; `max_length_q`, `max_length_k` int; the media of all samples put together by the rules
-        of `parallel/fields.py`; with padding, `real_tokens` `(1, S)` bool.
+        of `parallel/batch_fields.py`; with padding, `real_tokens` `(1, S)` bool.
     """
     lengths = [sample["input_ids"].shape[-1] for sample in samples]
     padding = max((pad_to or 0) - sum(lengths), 0 if samples else 1)

@@ -30,7 +30,7 @@ from patchgen.runtime.data.records import Record
 from patchgen.runtime.data.roles import named, role_spans
 from patchgen.runtime.data.transform import Inputs, mappers_of
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.parallel.fields import RULES, rule_of
+from patchgen.runtime.parallel.batch_fields import RULES, rule_of
 from patchgen.runtime.verify.media import INPUTS, OTHER_INPUTS
 
 NOT_FIELDS = ("attention_mask", "offset_mapping", "text_replacement_offsets", "video_metadata", "num_audio_tokens")

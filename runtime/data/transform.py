@@ -39,7 +39,7 @@ from patchgen.runtime.data.records import Source
 from patchgen.runtime.data.rows import Rows
 from patchgen.runtime.data.text import Encoder, Tokens, digest
 from patchgen.runtime.parallel.batch import IGNORED
-from patchgen.runtime.parallel.fields import rule_of
+from patchgen.runtime.parallel.batch_fields import rule_of
 
 FIRST_ROWS = 8
 TEXT_ROWS = 4  # of multimodal positions with the text's in front

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime.parallel.fields import IGNORED, RULES
+from patchgen.runtime.parallel.batch_fields import IGNORED, RULES
 
 GRIDS = ("image_grid_thw", "video_grid_thw")
 TEXT_ROWS = 4  # of multimodal position ids that carry the text's in front: text, time, height, width
@@ -24,7 +24,7 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     before slicing, too: explicit `cu_seq_lens_q`, else position ids of the text that start again: `(B, S)`, or the first
     of four rows `(4, B, S)`. Three rows (time, height, width) do not say where documents end; hand `cu_seq_lens_q` with them.
 
-    What is padded and sliced is said by the table of `fields.py`. Images, videos and audio stay whole, as do their grids
+    What is padded and sliced is said by the table of `batch_fields.py`. Images, videos and audio stay whole, as do their grids
     and lengths: `runtime/parallel/media.py` divides them. The types of the tokens stay whole, too: masks are made of them
     for the gathered sequence.
 

@@ -30,7 +30,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from patchgen.kernels import early, peer_rows
 from patchgen.kernels.peer_rows import Tokens
-from patchgen.runtime.parallel import beside, checkpointing
+from patchgen.runtime.parallel import checkpointing, overlap
 from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -57,7 +57,7 @@ def over_peers(
     """
     exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts)
     rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
-    beside.compute_announced()
+    overlap.compute_announced()
     rows, weights = _Arrive.apply(rows, weights, exchange)
     return _Return.apply(_in_rounds(compute, rows, exchange, weights), top_k_index, exchange)
 

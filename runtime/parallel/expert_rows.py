@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from patchgen.runtime.parallel import beside, checkpointing, watch
+from patchgen.runtime.parallel import checkpointing, overlap, watch
 from patchgen.runtime.parallel.collectives import all_to_all, start_all_to_all
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -98,7 +98,7 @@ def over_rows(
     arriving = there(slots_RH, "tokens")
     weight_R1 = _Gather.apply(top_k_weights.reshape(-1, 1), _one_slot_each(route))
     arriving_weights = there(weight_R1, "routing weights")
-    beside.compute_announced()
+    overlap.compute_announced()
     out_QH = compute(arriving(), exchange.expert_Q1, arriving_weights())
     back_RH = all_to_all(
         out_QH,

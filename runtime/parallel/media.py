@@ -9,7 +9,7 @@ the sum of the tower's gradients over the ranks counts each row once, whether a 
     rank 1      5 6 7 . . . . . .
 
 A tower whose layers attend by lengths works on a slice of its rows (`TowerRows`): attention exchanges heads, as in the
-language model. Any other is computed whole on every rank (`hold_whole`).
+language model. Any other is computed whole on every rank (`mark_replicated`).
 
     B batch   s tokens per row of this rank   n ranks   P rows of a tower (patches, frames)   F feature rows   H width
 """
@@ -33,14 +33,14 @@ HELD = "patchgen_holds_whole"
 _HEADS = ("num_heads", "num_attention_heads")
 
 
-def hold_whole(modules: Iterable[object]) -> None:
+def mark_replicated(modules: Iterable[object]) -> None:
     """Marks modules that are handed whole inputs on every rank of an SP group; what is no module is passed over.
 
     Their attention exchanges no heads: a mark on each module inside, not a setting around the call, because activation
     checkpointing runs layers again in the backward. Masks are made once, around them.
     """
     for module in modules:
-        if isinstance(module, nn.Module) and not holds_whole(module):
+        if isinstance(module, nn.Module) and not is_replicated(module):
             mark(module, whole=True)
             module.register_forward_pre_hook(_enter_whole)
             module.register_forward_hook(_leave_whole, always_call=True)
@@ -52,7 +52,7 @@ def mark(module: nn.Module, *, whole: bool) -> None:
         setattr(one, HELD, whole)
 
 
-def holds_whole(module: nn.Module) -> bool:
+def is_replicated(module: nn.Module) -> bool:
     """Whether the attention of this module sees whole inputs."""
     return getattr(module, HELD, False)
 
@@ -97,12 +97,12 @@ class TowerRows:
         groups = -(-self.total // self.group)
         return -(-groups // self.state.sp) * self.group
 
-    def own(self, rows: Any) -> Any:
+    def shard(self, rows: Any) -> Any:
         """This rank's rows of a tensor `(P, ...)`, zeros where it ends before them; of each tensor in a tuple or list."""
         if self.state is None or rows is None:
             return rows
         if isinstance(rows, tuple | list):
-            return type(rows)(self.own(one) for one in rows)
+            return type(rows)(self.shard(one) for one in rows)
         if rows.shape[0] != self.total:
             raise ValueError(
                 f"A tower has {self.total} rows, and something that its layers read has the shape {tuple(rows.shape)}: "
@@ -126,12 +126,12 @@ class TowerRows:
         padding = self.per_rank * self.state.sp - self.total
         return length.clamp(min=padding) if isinstance(length, Tensor) else max(length, padding)
 
-    def all(self, rows: Any) -> Any:
+    def gather(self, rows: Any) -> Any:
         """The rows of all ranks without the padding, merged as far as they are; of each tensor in a tuple or list."""
         if self.state is None or rows is None:
             return rows
         if isinstance(rows, tuple | list):
-            return type(rows)(self.all(one) for one in rows)
+            return type(rows)(self.gather(one) for one in rows)
         merged = self.per_rank // rows.shape[0]
         whole = collectives.gather_rows(rows, self.state.sp_group, operation="gather the features of a tower over SP")
         return whole[: self.total // merged]
@@ -143,7 +143,7 @@ def tower_rows(layers: nn.Module, hidden_states: Tensor, group: int, state: Para
     if state is None or state.sp == 1:
         return TowerRows(None, total, group)
     divides = hidden_states.ndim == 2 and _heads_divide(layers, state.sp)
-    if holds_whole(layers) == divides:
+    if is_replicated(layers) == divides:
         mark(layers, whole=not divides)
     return TowerRows(state if divides else None, total, group)
 
@@ -178,7 +178,7 @@ def describe(model: nn.Module, size: int) -> dict[str, str]:
             continue
         if module in _DIVIDES and size in _DIVIDES[module]:
             found[path] = "each rank a slice of the rows" if _DIVIDES[module][size] else "whole: heads do not divide"
-        elif path and holds_whole(module):
+        elif path and is_replicated(module):
             found[path] = "whole on every rank"
     return found
 
@@ -186,8 +186,8 @@ def describe(model: nn.Module, size: int) -> dict[str, str]:
 # -------------------------------------------------------------------------- features to the tokens of a rank
 
 
-def own_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tensor:
-    """The rows of `features` whose placeholder tokens this rank holds, `(F_own, H)`; see `ops.own_features`."""
+def local_features(features: Tensor, mask: Tensor, state: ParallelState) -> Tensor:
+    """The rows of `features` whose placeholder tokens this rank holds, `(F_local, H)`; see `ops.local_features`."""
     total, spans = _own_spans(mask, state)
     in_one = features.ndim == 1 and total > 0 and features.numel() % total == 0  # the rows one after the other
     rows = features.reshape(-1, features.numel() // total if in_one else features.shape[-1])
@@ -226,10 +226,10 @@ def spans_of(by_row: Sequence[Sequence[int]], rank: int) -> list[tuple[int, int]
     return [(ends[place], ends[place + 1]) for place in places]
 
 
-def own_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:
-    """As `own_features` for each level of deepstack; see `ops.own_levels`."""
+def local_levels(levels: Iterable[Any], mask: Tensor, state: ParallelState) -> list[tuple[Tensor]]:
+    """As `local_features` for each level of deepstack; see `ops.local_levels`."""
     own = []
     for level in levels:
         rows = level if isinstance(level, Tensor) else torch.cat(tuple(level), dim=0)
-        own.append((own_features(rows, mask, state),))
+        own.append((local_features(rows, mask, state),))
     return own

@@ -30,7 +30,7 @@ from patchgen.runtime.parallel.mixer_arguments import (
     keeps_documents_apart,
 )
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.tensor_cache import TensorCache
 
 
 def causal_conv1d(
@@ -222,7 +222,9 @@ def _noted_bounds() -> Tensor | None:
     return checkpointing.remember(model_calls.bounds_of_call)
 
 
-_spans = PerTensor(lambda bounds: list(itertools.pairwise(bounds.tolist())))  # one host sync per batch, not per layer
+_spans = TensorCache(
+    lambda bounds: list(itertools.pairwise(bounds.tolist()))
+)  # one host sync per batch, not per layer
 
 
 def _per_document(call: Callable[..., Tensor], tensors: list[Tensor], bounds: Tensor) -> Tensor:

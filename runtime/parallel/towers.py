@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import media_forms
+from patchgen.runtime import minimal_media
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -59,12 +59,12 @@ def absent_tower(
     if not needs_every_tower(state):
         return inputs_embeds
     # Ranks with inputs ask as well: what no rank can do without is found in the first forward, on all of them.
-    minimal = media_forms.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
+    minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
     if minimal is None:
         _require_everywhere(inputs, features, inputs_embeds, state)
     if inputs is not None:
         return inputs_embeds
-    values = media_forms.feature_tensors(features(**minimal))
+    values = minimal_media.feature_tensors(features(**minimal))
     nothing = sum(value.float().mean() for value in values) * 0.0
     return inputs_embeds + nothing.to(inputs_embeds.dtype)
 
@@ -78,14 +78,14 @@ def _require_everywhere(inputs: object, features: Callable[..., Any], like: Tens
     absent = torch.tensor([inputs is None], dtype=torch.int32, device=like.device)
     lacking = int(collectives.all_reduce(absent, operation="count the ranks without an input of a tower"))
     if lacking:
-        kind = media_forms.kind_of(features.__name__)
+        kind = minimal_media.kind_of(features.__name__)
         raise ValueError(
             f"No minimal {kind} is known for {type(features.__self__).__name__}; every rank must hold one, and {lacking} "
-            f"ranks hold none. Tried and refused: {media_forms.refusal(features, sp=state.sp, like=like)}."
+            f"ranks hold none. Tried and refused: {minimal_media.refusal(features, sp=state.sp, like=like)}."
         )
 
 
-def joint_vision(
+def encode_vision(
     features: Callable[..., Any],
     outputs: Mapping[str, Any] | None,
     inputs_embeds: Tensor,
@@ -94,7 +94,7 @@ def joint_vision(
     kwargs: Mapping[str, Any],
     state: ParallelState | None,
 ) -> tuple[Mapping[str, Any] | None, Tensor]:
-    """See `ops.joint_vision`."""
+    """See `ops.encode_vision`."""
     if state is None:
         return outputs, inputs_embeds
     if images[0] is None or videos[0] is None:

@@ -30,7 +30,7 @@ from torch import nn
 
 from patchgen.runtime import project, registry
 from patchgen.runtime.compatibility import ReleaseMismatch
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.train.recipe import ModelConfig, Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def prepare(recipe: Recipe) -> Heads:
     """
     found = register(recipe.model)
     try:
-        fields.declare(recipe.inputs, "inputs")
+        batch_fields.declare(recipe.inputs, "inputs")
     except ValueError as error:
         raise RecipeError(str(error)) from error
     return found

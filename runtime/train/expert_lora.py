@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from patchgen.kernels.moe_adapters import LowRank
 from patchgen.runtime import expert_adapters
 from patchgen.runtime.checkpoint.load import own_box
-from patchgen.runtime.checkpoint.moves import whole as box
 from patchgen.runtime.checkpoint.placement import within
+from patchgen.runtime.checkpoint.tensor_sources import whole as box
 from patchgen.runtime.parallel import checkpointing, sharding, undivided
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState

@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from patchgen.runtime import project
 from patchgen.runtime.data import DataConfig
-from patchgen.runtime.parallel.fields import FieldRule
+from patchgen.runtime.parallel.batch_fields import FieldRule
 from patchgen.runtime.train.nested import section_type, set_at
 from patchgen.runtime.train.sections import (
     STRICT,

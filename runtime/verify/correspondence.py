@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from patchgen.runtime.checkpoint.layout import assemble, disassemble
-from patchgen.runtime.checkpoint.moves import Leaf, Moved, leaf, leaves, pull, whole
+from patchgen.runtime.checkpoint.tensor_sources import Leaf, Moved, leaf, leaves, pull, whole
 from patchgen.runtime.verify.comparison import Step
 
 if TYPE_CHECKING:

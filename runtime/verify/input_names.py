@@ -1,4 +1,4 @@
-"""The inputs of a head that need a rule of packing (`parallel/fields.py`): what its processors make and what its cases hold.
+"""The inputs of a head that need a rule of packing (`parallel/batch_fields.py`): what its processors make and what its cases hold.
 
 Processors are read, not imported: many need packages that are not here. What they make and the head's forward does not take
 is used up on the way.
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import transformers
 
-from patchgen.runtime.parallel.fields import RULES
+from patchgen.runtime.parallel.batch_fields import RULES
 
 MODELS = Path(transformers.__file__).parent / "models"
 MAPPING = re.compile(r"(PROCESSOR|FEATURE_EXTRACTOR)_MAPPING_NAMES$")

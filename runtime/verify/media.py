@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from patchgen.runtime import media_layout as layout
-from patchgen.runtime.media_forms import (
+from patchgen.runtime import media_sizes as layout
+from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.minimal_media import (
     CHANNELS,
     GRIDS,
     REFUSALS,
@@ -32,8 +33,7 @@ from patchgen.runtime.media_forms import (
     image_forms,
     whole_frames,
 )
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
-from patchgen.runtime.parallel.fields import SIDE_BY_SIDE
+from patchgen.runtime.parallel.batch_fields import SIDE_BY_SIDE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

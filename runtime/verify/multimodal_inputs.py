@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from patchgen.runtime import media_layout as layout
+from patchgen.runtime import media_sizes as layout
 from patchgen.runtime.verify.inputs import IGNORED, Case, drawable_ids
 from patchgen.runtime.verify.media import AUDIO, IMAGE, INPUTS, REFUSALS, SOUND, VIDEO, Item, MediaMaker, collate_items
 from patchgen.runtime.verify.model_pair import perturb

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
 
-from patchgen.runtime.media_layout import merge_size
+from patchgen.runtime.media_sizes import merge_size
 from patchgen.runtime.verify import field_relations
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.layer_selection import select_layers

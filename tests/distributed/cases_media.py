@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlavaConfig
 
-from patchgen.runtime import attention, media_forms, ops, parallel
+from patchgen.runtime import attention, minimal_media, ops, parallel
 from patchgen.runtime.parallel import media, sharding
 from patchgen.runtime.verify import media_ranks
 from patchgen.runtime.verify.media_ranks import RankResult
@@ -59,7 +59,7 @@ def features_that_are_not_the_tokens_are_refused() -> None:
     state = state_of(2)
     mask = torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(ValueError, match="5 feature rows for 6 placeholder tokens in the whole sequence of 2 ranks"):
-        media.own_features(torch.zeros(5, 4), mask, state)
+        media.local_features(torch.zeros(5, 4), mask, state)
 
 
 def masks_made_of_slices_are_refused() -> None:
@@ -112,5 +112,5 @@ def minimal_inputs_of_a_sharded_model(model: str) -> None:
     generated = known.generated()
     sharding.shard_model(generated, state)
     if state.batch_index == 0:
-        found = media_forms.minimal_inputs(generated.model.get_image_features, sp=1, like=torch.zeros(1))
+        found = minimal_media.minimal_inputs(generated.model.get_image_features, sp=1, like=torch.zeros(1))
         assert found["pixel_values"].shape[0] == 1

@@ -28,7 +28,7 @@ from patchgen.runtime.verify import media_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "own_architecture.md").read_text(encoding="utf-8")
-FEATURES = "ops.own_features(image_features, special_image_mask))"
+FEATURES = "ops.local_features(image_features, special_image_mask))"
 COMMANDS = [shlex.split(line) for line in re.findall(r"^    patchgen (.*)$", PAGE, flags=re.MULTILINE)]
 
 

@@ -56,13 +56,13 @@ OTHER = "return self.visual(pixel_values_videos, video_grid_thw[:, 1:], **kwargs
 @pytest.mark.parametrize("video", [SAME, CALLS])
 def test_images_and_videos_that_one_code_serves_go_together(video: str) -> None:
     text = applied(DummyForward(), FUSION.format(video=video)).module.text
-    assert text.count("ops.joint_vision(") == 1
+    assert text.count("ops.encode_vision(") == 1
     assert "ops.absent_tower(" not in text
 
 
 def test_videos_that_go_another_way_have_a_minimal_pass_of_their_own() -> None:
     text = applied(DummyForward(), FUSION.format(video=OTHER)).module.text
-    assert "ops.joint_vision(" not in text
+    assert "ops.encode_vision(" not in text
     image, video = (
         text.index(f"ops.absent_tower(inputs_embeds, {name}, ") for name in ("pixel_values", "pixel_values_videos")
     )

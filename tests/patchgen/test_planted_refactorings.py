@@ -173,7 +173,7 @@ def test_videos_that_a_decorator_changes_are_not_encoded_with_images():
         pipeline.generate(changed("qwen3_vl", edits), default_config("qwen3_vl")).text
         for edits in ((), ((model, DOUBLED + model), (decorated, "    @doubled\n" + decorated)))
     )
-    assert "ops.joint_vision" in plain and "ops.joint_vision" not in wrapped
+    assert "ops.encode_vision" in plain and "ops.encode_vision" not in wrapped
 
 
 def test_a_count_of_placeholders_is_known_by_where_it_stands():

@@ -101,7 +101,7 @@ def test_features_land_in_what_the_language_model_gets_whatever_its_name(filled:
         "(rows=rows)", f"(inputs_embeds={filled})"
     )
     text = applied(FillBack(), source).module.text
-    assert f"{filled} = rows.masked_scatter(mask, ops.own_features(image_features, mask))" in text
+    assert f"{filled} = rows.masked_scatter(mask, ops.local_features(image_features, mask))" in text
 
 
 def test_features_that_land_elsewhere_are_refused():

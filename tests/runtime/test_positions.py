@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from patchgen.runtime import registry
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO
+from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.positions import PLACEHOLDER_IDS, TOKEN_TYPES, PositionIds
 from patchgen.runtime.verify.media import SOUND, with_sound
 from patchgen.runtime.verify.model_pair import build_model

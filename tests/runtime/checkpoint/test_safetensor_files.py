@@ -331,7 +331,7 @@ def test_other_formats_are_named(tmp_path):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 400))
 @settings(max_examples=50)
 def test_files_hold_every_tensor_once_and_no_more_than_they_may(sizes, limit):
-    from patchgen.runtime.checkpoint.moves import leaf
+    from patchgen.runtime.checkpoint.tensor_sources import leaf
 
     outputs = [
         Output(f"layers.{place}.w", leaf("w", (size,), torch.float32, None), torch.float32)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from patchgen.runtime.data.batch_plan import BatchPlan
 from patchgen.runtime.data.config import DataConfig, SourceConfig
 from patchgen.runtime.data.order import MixedOrder
 from patchgen.runtime.data.packing import Pool
-from patchgen.runtime.data.plan import BatchPlan
 
 
 @settings(max_examples=100)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from rounding import require_rounding
 from torch import nn
 
-from patchgen.runtime import media_forms, parallel, registry
+from patchgen.runtime import minimal_media, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, towers
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
@@ -21,7 +21,7 @@ from patchgen.runtime.verify.multimodal_inputs import media_cases
 from patchgen.runtime.verify.small_config import small_config
 
 MODELS = chosen_models.with_hits("dummy_forward")
-JOINT = [model for model in MODELS if "ops.joint_vision(" in registry.find_model(model).file.read_text()]
+JOINT = [model for model in MODELS if "ops.encode_vision(" in registry.find_model(model).file.read_text()]
 TOWERS = (
     "visual",
     "audio_tower",
@@ -135,7 +135,7 @@ def test_ranks_that_share_one_batch_need_no_dummy() -> None:
 
 def test_a_minimal_image_has_a_row_for_each_rank_of_a_sequence() -> None:
     model, _ = model_and_cases("qwen3_vl")
-    minimal = media_forms.minimal_inputs(model.get_image_features, sp=4, like=torch.zeros(1))
+    minimal = minimal_media.minimal_inputs(model.get_image_features, sp=4, like=torch.zeros(1))
     assert minimal["image_grid_thw"].tolist() == [[1, 8, 2]]
     assert minimal["pixel_values"].shape[0] == 16
 
@@ -166,19 +166,19 @@ def test_the_smallest_input_of_towers_of_many_forms(name: str) -> None:
     model = build_model(upstream_class, small_config(upstream_class.config_class).config).model
     for kind, shape in FORMS[name].items():
         features = getattr(model, f"get_{kind}_features")
-        minimal = media_forms.minimal_inputs(features, sp=1, like=torch.zeros(1))
-        assert minimal is not None, media_forms.refusal(features, sp=1, like=torch.zeros(1))
+        minimal = minimal_media.minimal_inputs(features, sp=1, like=torch.zeros(1))
+        assert minimal is not None, minimal_media.refusal(features, sp=1, like=torch.zeros(1))
         assert tuple(next(iter(minimal.values())).shape) == shape
-        assert all(one.numel() and one.isfinite().all() for one in media_forms.feature_tensors(features(**minimal)))
+        assert all(one.numel() and one.isfinite().all() for one in minimal_media.feature_tensors(features(**minimal)))
 
 
 def test_the_copy_of_stacked_experts_is_taken_by_grouped_products() -> None:
     """They refuse weights without strides."""
     experts = nn.Module()
     experts.weight = nn.Parameter(torch.zeros(2, 8, 16))
-    copy = media_forms.bare_copy(experts, torch.zeros(1))
+    copy = minimal_media.bare_copy(experts, torch.zeros(1))
     out = F.grouped_mm(torch.ones(6, 8), copy.weight, offs=torch.tensor([2, 6], dtype=torch.int32))
-    assert torch.allclose(out, torch.full((6, 16), 8 * media_forms.WEIGHT))
+    assert torch.allclose(out, torch.full((6, 16), 8 * minimal_media.WEIGHT))
 
 
 def test_a_tower_of_sounds_of_one_length() -> None:
@@ -190,12 +190,12 @@ def test_a_tower_of_sounds_of_one_length() -> None:
     with torch.device("meta"):
         model = VoxtralForConditionalGeneration(config).model
     model.audio_tower.embed_positions.to_empty(device="cpu")
-    minimal = media_forms.minimal_inputs(model.get_audio_features, sp=1, like=torch.zeros(1))
+    minimal = minimal_media.minimal_inputs(model.get_audio_features, sp=1, like=torch.zeros(1))
     assert minimal["input_features"].shape == (1, 128, 3000)
 
 
 def test_speech_is_audio() -> None:
-    assert media_forms.kind_of("get_speech_features") == "audio"
+    assert minimal_media.kind_of("get_speech_features") == "audio"
 
 
 def test_what_was_computed_for_images_and_for_videos_is_joined() -> None:

@@ -55,11 +55,11 @@ def test_each_rank_takes_the_features_of_its_tokens(data, rows, sp, s):
 def test_one_process_divides_nothing():
     rows = ops.tower_rows(nn.ModuleList(), torch.ones(5, 2), group=4)
     bounds, hidden = torch.tensor([0, 5]), torch.ones(5, 2)
-    assert rows.own(hidden) is hidden
-    assert rows.all([hidden])[0] is hidden
+    assert rows.shard(hidden) is hidden
+    assert rows.gather([hidden])[0] is hidden
     assert rows.lengths(bounds) is bounds
     assert rows.longest(5) == 5
-    assert ops.own_features(hidden, bounds) is hidden
+    assert ops.local_features(hidden, bounds) is hidden
     ops.require_whole_sequence("nothing")
 
 
@@ -74,7 +74,7 @@ def test_a_tower_whose_heads_do_not_divide_is_computed_whole(heads, sp, divides)
     layers = nn.ModuleList([_Attention(heads)] if heads else [nn.Linear(2, 2)])
     rows = media.tower_rows(layers, torch.ones(8, 2), 1, _rank(sp, 1))
     assert (rows.state is not None) == divides
-    assert media.holds_whole(layers[0]) != divides
+    assert media.is_replicated(layers[0]) != divides
     media.tower_rows(layers, torch.ones(8, 2), 1, _rank(1, 0))  # a run without slices leaves the mark as it is
 
 
@@ -89,8 +89,8 @@ def test_masks_made_inside_a_module_that_holds_whole_inputs_are_its_own():
             return hidden
 
     tower = Tower()
-    ops.hold_whole(tower, None)
-    ops.hold_whole(tower)  # once more is harmless
+    ops.mark_replicated(tower, None)
+    ops.mark_replicated(tower)  # once more is harmless
     tower(torch.ones(1))
     with pytest.raises(ValueError, match="no input"):
         tower(None)
@@ -135,8 +135,8 @@ def test_features_in_one_row_of_numbers_are_as_many_rows_as_placeholders(monkeyp
     monkeypatch.setattr(media.collectives, "all_gather", lambda counts, *_, **__: torch.cat([counts, other]))
     features = torch.arange(8.0)
     rank = SimpleNamespace(sp=2, sp_rank=0, sp_group=None)
-    assert media.own_features(features, mask, rank).tolist() == [[0, 1], [2, 3], [4, 5]]
-    assert torch.equal(media.own_features(features.view(4, 2), mask, rank), features.view(4, 2)[:3])
+    assert media.local_features(features, mask, rank).tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert torch.equal(media.local_features(features.view(4, 2), mask, rank), features.view(4, 2)[:3])
     for wrong in (torch.arange(7.0), torch.ones(5, 2)):
         with pytest.raises(ValueError, match="feature rows for 4 placeholder tokens in the whole sequence of 2 ranks"):
-            media.own_features(wrong, mask, rank)
+            media.local_features(wrong, mask, rank)

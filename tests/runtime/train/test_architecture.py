@@ -16,7 +16,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from patchgen import provenance
 from patchgen.commands import checkpoints, generation, proof
 from patchgen.errors import ConfigError, UpstreamNotFound
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.train import architecture, model, preflight, recipe
 from patchgen.runtime.train.recipe import ModelConfig, RecipeError
 
@@ -203,12 +203,12 @@ def test_it_is_proven_against_the_users_file_before_it_trains(made, tmp_path, mo
 
 
 def test_inputs_have_the_rules_of_the_model_and_of_the_recipe(made, monkeypatch):
-    monkeypatch.setattr(fields, "RULES", dict(fields.RULES))
-    fields.RULES.pop("pixel_spacing", None)
+    monkeypatch.setattr(batch_fields, "RULES", dict(batch_fields.RULES))
+    batch_fields.RULES.pop("pixel_spacing", None)
     values = {"model": vars(named(made)), "data": {}}
     architecture.prepare(recipe.from_dict(values | {"inputs": {"heights": {"pack_dim": -1, "pad_scale": 1}}}))
-    assert fields.rule_of("pixel_spacing") == fields.FieldRule(0), "from the class"
-    assert fields.rule_of("heights") == fields.FieldRule(-1, pad_scale=1), "from the recipe"
+    assert batch_fields.rule_of("pixel_spacing") == batch_fields.FieldRule(0), "from the class"
+    assert batch_fields.rule_of("heights") == batch_fields.FieldRule(-1, pad_scale=1), "from the recipe"
     with pytest.raises(RecipeError, match=r"inputs: pixel_spacing has the rule FieldRule\(pack_dim=0"):
         architecture.prepare(recipe.from_dict(values | {"inputs": {"pixel_spacing": {"pack_dim": 1}}}))
     with pytest.raises(RecipeError, match="inputs.heights.pack_dim"):

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from patchgen.commands import sweeping
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.verify import input_names, records
 
 HEADS = {
@@ -21,12 +21,12 @@ HEADS = {
 @pytest.fixture(autouse=True)
 def rules(monkeypatch):
     """Rules of models that other tests have loaded do not count."""
-    monkeypatch.setattr(fields, "_FOUND", set())
-    for name in fields.RULES.keys() - fields.BUILT_IN:
-        monkeypatch.delitem(fields.RULES, name)
+    monkeypatch.setattr(batch_fields, "_FOUND", set())
+    for name in batch_fields.RULES.keys() - batch_fields.BUILT_IN:
+        monkeypatch.delitem(batch_fields.RULES, name)
     yield
-    for name in fields._FOUND:
-        fields.RULES.pop(name, None)
+    for name in batch_fields._FOUND:
+        batch_fields.RULES.pop(name, None)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -35,20 +35,20 @@ def test_what_features_are_computed_from_is_packed_as_items(kind):
     name, field = HEADS[kind]
     head = getattr(transformers, name)
     assert field in input_names.without_rule(head, kind, {field})
-    fields.of_items(head)
+    batch_fields.of_items(head)
     assert field not in input_names.without_rule(head, kind, {field})
-    assert fields.rule_of(field) == fields.ITEMS
-    assert "vision_feature_layer" not in fields.RULES, "a number, and no tensor of items"
+    assert batch_fields.rule_of(field) == batch_fields.ITEMS
+    assert "vision_feature_layer" not in batch_fields.RULES, "a number, and no tensor of items"
 
 
 def test_what_a_recipe_says_of_an_input_comes_before_what_was_read_from_the_model():
-    fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
-    fields.declare({"batch_num_images": {"pack_dim": -1}}, "inputs")
-    assert fields.rule_of("batch_num_images") == fields.FieldRule(-1)
-    fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
-    assert fields.rule_of("batch_num_images") == fields.FieldRule(-1)
+    batch_fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
+    batch_fields.declare({"batch_num_images": {"pack_dim": -1}}, "inputs")
+    assert batch_fields.rule_of("batch_num_images") == batch_fields.FieldRule(-1)
+    batch_fields.of_items(transformers.LlavaOnevisionForConditionalGeneration)
+    assert batch_fields.rule_of("batch_num_images") == batch_fields.FieldRule(-1)
     with pytest.raises(ValueError, match="has the rule"):
-        fields.declare({"batch_num_images": {"pack_dim": 0}}, "inputs")
+        batch_fields.declare({"batch_num_images": {"pack_dim": 0}}, "inputs")
 
 
 def test_processors_are_read_without_their_packages():

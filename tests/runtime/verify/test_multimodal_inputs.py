@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
-from patchgen.runtime.media_forms import minimal_inputs
-from patchgen.runtime.media_layout import AUDIO, IMAGE, VIDEO, samples_per_token
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO, samples_per_token
+from patchgen.runtime.minimal_media import minimal_inputs
+from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED, text_cases
@@ -70,13 +70,13 @@ def test_every_name_that_is_handed_over_has_a_rule(head: str, monkeypatch: pytes
     """
     model, media = upstream(head)
     for name in ("RULES", "_FOUND"):
-        monkeypatch.setattr(fields, name, getattr(fields, name).copy())
-    fields.of_items(type(model))
+        monkeypatch.setattr(batch_fields, name, getattr(batch_fields, name).copy())
+    batch_fields.of_items(type(model))
     batches = [case.batch for case in media.cases if case.name != "handed in"]
     names = {name for batch in batches for name, value in batch.items() if isinstance(value, torch.Tensor)}
     assert len(names) > 3
     for name in names:
-        fields.rule_of(name)
+        batch_fields.rule_of(name)
 
 
 def test_images_of_one_area_may_take_different_numbers_of_tokens() -> None:
@@ -93,7 +93,7 @@ def test_the_modality_of_a_token_reaches_the_layers_that_read_it() -> None:
     _, media = upstream("Ernie4_5_VLMoeForConditionalGeneration")
     images = next(case for case in media.cases if case.name == "images").batch
     assert images["moe_mm_token_type_ids"].any()
-    assert fields.rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
+    assert batch_fields.rule_of("moe_mm_token_type_ids").sliced  # as the hidden states are
 
 
 def test_a_sound_as_it_was_recorded_has_whole_tokens() -> None:

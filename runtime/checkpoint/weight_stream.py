@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.export import device_of, holders_of, planned_outputs, saved_tensors
 from patchgen.runtime.checkpoint.load import finish
-from patchgen.runtime.checkpoint.moves import Box, box_shape, pull, whole
 from patchgen.runtime.checkpoint.placement import intersection, local_tensor, together, within, world
+from patchgen.runtime.checkpoint.tensor_sources import Box, box_shape, pull, whole
 from patchgen.runtime.checkpoint.writing import Output
 from patchgen.runtime.parallel import watch
 

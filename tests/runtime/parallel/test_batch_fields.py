@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from patchgen.runtime.document_rows import DocumentRows
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel import batch_fields
 from patchgen.runtime.parallel.batch import IGNORED, slice_batch
-from patchgen.runtime.parallel.fields import COUNTING, RULES, declare, declared, pack, rule_of
+from patchgen.runtime.parallel.batch_fields import COUNTING, RULES, declare, declared, pack, rule_of
 
 PAD = 9
 TENSORS = {name for name, rule in RULES.items() if not rule.listed}
@@ -118,13 +118,13 @@ def test_position_ids_of_different_rows_are_refused():
 
 
 def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
-    monkeypatch.setattr(fields, "RULES", dict(RULES))
+    monkeypatch.setattr(batch_fields, "RULES", dict(RULES))
     with pytest.raises(
         KeyError, match=r"inputs: \{heights: \{pack_dim: 0\}\}.*pack_dim .*sliced .*pad_value .*pad_scale"
     ):
         rule_of("heights")
     declare({"heights": {"pack_dim": -1, "sliced": True, "pad_value": 7, "pad_scale": 1}}, "inputs")
-    declare({"heights": fields.FieldRule(-1, True, 7, 1)}, "inputs")
+    declare({"heights": batch_fields.FieldRule(-1, True, 7, 1)}, "inputs")
     assert declared()["heights"] == rule_of("heights") and "pixel_values" not in declared()
     value = torch.arange(5)[None]
     parts = [rule_of("heights").part(value, sp=2, sp_rank=rank, fill=7) for rank in range(2)]
@@ -143,7 +143,7 @@ def test_a_field_of_ones_own_has_the_rule_that_it_is_given(monkeypatch):
     ],
 )
 def test_a_rule_that_says_nothing_is_refused(monkeypatch, rule, told):
-    monkeypatch.setattr(fields, "RULES", dict(RULES))
+    monkeypatch.setattr(batch_fields, "RULES", dict(RULES))
     with pytest.raises(ValueError, match=f"inputs: heights: .*{told}"):
         declare({"heights": rule}, "inputs")
     with pytest.raises(ValueError, match=r"inputs: pixel_values has the rule .*, and is given"):

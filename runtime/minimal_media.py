@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime import media_layout as layout
+from patchgen.runtime import media_sizes as layout
 from patchgen.runtime import parallel
 
 # What upstream's classes raise on an input that they do not serve.

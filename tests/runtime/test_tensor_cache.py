@@ -2,12 +2,12 @@
 
 import torch
 
-from patchgen.runtime.per_tensor import PerTensor
+from patchgen.runtime.tensor_cache import TensorCache
 
 
 def test_values_follow_what_the_tensor_holds():
     calls = []
-    last = PerTensor(lambda tensor: calls.append(1) or int(tensor[-1]))
+    last = TensorCache(lambda tensor: calls.append(1) or int(tensor[-1]))
     bounds = torch.tensor([0, 3, 7])
     assert (last(bounds), last(bounds), len(calls)) == (7, 7, 1)
     bounds.copy_(torch.tensor([0, 2, 5]))  # a loader that fills its buffers anew

@@ -1,6 +1,6 @@
 """Batches of samples that are read and prepared while training: streams, and multimodal samples.
 
-Each rank reads its own share (`stream.py`), so ranks do not know each other's lengths. With a number of epochs they ask
+Each rank reads its own share (`record_stream.py`), so ranks do not know each other's lengths. With a number of epochs they ask
 each other at every batch whether any has one left; those without take part with a batch of padding. Without end they
 need not ask.
 
@@ -28,9 +28,9 @@ from patchgen.runtime.data.loader import Loader, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
 from patchgen.runtime.data.prepare import Prepare, Prepared
 from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere, refuse_bad
+from patchgen.runtime.data.record_stream import MixedStream, Share
 from patchgen.runtime.data.records import Record
-from patchgen.runtime.data.stream import MixedStream, Share
-from patchgen.runtime.parallel import fields
+from patchgen.runtime.parallel import batch_fields
 
 PLACE_EVERY = 64  # records between two places that a position can start from
 POSITIONS = 2  # of this form: records are numbered over all ranks
@@ -56,7 +56,7 @@ class _Workers(Dataset):
 
     def __reduce__(self) -> tuple:
         # A worker that was not forked knows neither the folders of the user's own classes nor the rules of their inputs.
-        return _in_fresh_process, (_Known(registry.local_packages(), fields.declared()), self.prepare)
+        return _in_fresh_process, (_Known(registry.local_packages(), batch_fields.declared()), self.prepare)
 
     def __getitem__(self, entry: Entry) -> tuple[int, Origin, Prepared]:
         number, epoch, source, record = entry
@@ -298,15 +298,15 @@ class _Known:
     """What a worker that was not forked must know before it reads what comes after: it learns it by reading this."""
 
     packages: dict[str, list[str]]
-    rules: dict[str, fields.FieldRule]
+    rules: dict[str, batch_fields.FieldRule]
 
     def __reduce__(self) -> tuple:
         return _know, (self.packages, self.rules)
 
 
-def _know(packages: dict[str, list[str]], rules: dict[str, fields.FieldRule]) -> None:
+def _know(packages: dict[str, list[str]], rules: dict[str, batch_fields.FieldRule]) -> None:
     registry.know_packages(packages)
-    fields.declare(rules, "the process that started this one")
+    batch_fields.declare(rules, "the process that started this one")
 
 
 def _in_fresh_process(_known: None, prepare: Prepare) -> _Workers:

@@ -1,15 +1,15 @@
-"""Batches of samples whose tokens lie in a cache: all lengths are known, so all ranks follow one plan (`plan.py`)."""
+"""Batches of samples whose tokens lie in a cache: all lengths are known, so all ranks follow one plan (`batch_plan.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from patchgen.runtime.data.batch_plan import BatchPlan
 from patchgen.runtime.data.config import DataConfig
 from patchgen.runtime.data.documents import Documents
 from patchgen.runtime.data.loader import Census, Loader, make_batch, require_same
 from patchgen.runtime.data.packing import Pool
-from patchgen.runtime.data.plan import BatchPlan
 from patchgen.runtime.data.problems import Counters, DataError
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from patchgen.runtime.checkpoint.moves import UnknownMove, leaf, pull, whole
+from patchgen.runtime.checkpoint.tensor_sources import UnknownMove, leaf, pull, whole
 
 
 def evaluate(moved, box, values, *, dtype=torch.int64, transposed=False):

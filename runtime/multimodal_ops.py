@@ -36,7 +36,7 @@ def require_whole_sequence(what: str) -> None:
         )
 
 
-def own_features(features: Tensor, mask: Tensor) -> Tensor:
+def local_features(features: Tensor, mask: Tensor) -> Tensor:
     """The modality features whose placeholder tokens this rank holds.
 
     Args:
@@ -44,7 +44,7 @@ def own_features(features: Tensor, mask: Tensor) -> Tensor:
         mask: bool `[B, S]` or `[B, S, 1 or H]`, the placeholders among this rank's tokens.
 
     Returns:
-        `[F_own, H]`; without sequence parallelism the argument itself.
+        `[F_local, H]`; without sequence parallelism the argument itself.
 
     Raises:
         ValueError: the placeholders of all ranks are not as many as the features.
@@ -53,31 +53,31 @@ def own_features(features: Tensor, mask: Tensor) -> Tensor:
         return features
     from patchgen.runtime.parallel import media
 
-    return media.own_features(features, mask, parallel.current())
+    return media.local_features(features, mask, parallel.current())
 
 
-def own_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
-    """As `own_features` for each level of deepstack features.
+def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
+    """As `local_features` for each level of deepstack features.
 
     Args:
         levels: each a tensor `[F, H]`, or the tensors of each image one after the other.
-        mask: as in `own_features`.
+        mask: as in `local_features`.
 
     Returns:
-        A list with a tuple of one tensor `[F_own, H]` per level; without sequence parallelism the argument itself.
+        A list with a tuple of one tensor `[F_local, H]` per level; without sequence parallelism the argument itself.
     """
     if not is_sliced():
         return levels
     from patchgen.runtime.parallel import media
 
-    return media.own_levels(levels, mask, parallel.current())
+    return media.local_levels(levels, mask, parallel.current())
 
 
-def hold_whole(*modules: object) -> None:
+def mark_replicated(*modules: object) -> None:
     """Says that these modules are handed whole inputs on every rank, not slices: their attention exchanges nothing."""
     from patchgen.runtime.parallel import media
 
-    media.hold_whole(modules)
+    media.mark_replicated(modules)
 
 
 def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
@@ -86,9 +86,9 @@ def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> Towe
 
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
         cu_seqlens = rows.lengths(cu_seqlens)       # one more entry for padding rows
-        hidden_states = rows.own(hidden_states)     # [P, C] to [P / ranks, C]
+        hidden_states = rows.shard(hidden_states)     # [P, C] to [P / ranks, C]
         ...                                         # layers, whose attention exchanges heads for rows
-        features = rows.all(features)               # [F / ranks, H] to [F, H]
+        features = rows.gather(features)               # [F / ranks, H] to [F, H]
 
     Args:
         layers: the module that holds the layers.
@@ -160,7 +160,7 @@ def absent_tower(inputs_embeds: Tensor, inputs: Tensor | None, features: Callabl
     return towers.absent_tower(inputs_embeds, inputs, features, state)
 
 
-def joint_vision(
+def encode_vision(
     features: Callable[..., object],
     outputs: Mapping[str, object] | None,
     inputs_embeds: Tensor,
@@ -187,4 +187,4 @@ def joint_vision(
     state = parallel.current()
     if state is None:
         return outputs, inputs_embeds
-    return towers.joint_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)
+    return towers.encode_vision(features, outputs, inputs_embeds, images, videos, kwargs, state)

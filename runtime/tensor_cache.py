@@ -1,6 +1,6 @@
 """Values that follow from what a tensor holds, computed once: for all layers of a step, not for each.
 
-longest = PerTensor(lambda bounds: int(bounds.diff().max()))
+longest = TensorCache(lambda bounds: int(bounds.diff().max()))
 longest(cu_seq_lens)          # waits for the device the first time
 """
 
@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 
-class PerTensor(Generic[T]):
+class TensorCache(Generic[T]):
     """`compute(tensor)`, remembered as long as the tensor lives and nobody writes to it."""
 
     def __init__(self, compute: Callable[[Tensor], T]) -> None:
