@@ -14,6 +14,7 @@
 # router_loss        2 hits
 # fused_loss         1 hit
 # language_sp        1 hit
+# drawn_masks        1 hit
 # fused_ops          1 hit, 3 notes
 # parallel_plan      1 hit
 # checkpoint_mapping 1 hit
@@ -839,6 +840,8 @@ class DeepseekV4Attention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Unpack[FlashAttentionKwargs],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        # patchgen: drawn_masks
+        attention_mask = ops.drawn_mask(attention_mask)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
         # position_embeddings is a {"main", "compress"} dict from the model; pick the
@@ -1488,7 +1491,6 @@ def load_balancing_loss_func(
 
     # patchgen: router_loss
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
-
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
 

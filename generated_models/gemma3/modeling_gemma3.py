@@ -545,7 +545,6 @@ class Gemma3TextModel(Gemma3PreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -717,7 +716,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.hold_whole(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
         self.vocab_size = config.text_config.vocab_size
         # patchgen: local_classes
@@ -830,7 +829,7 @@ class Gemma3Model(Gemma3PreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(image_features, special_image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         # It may already have been prepared by e.g. `generate`
         if not isinstance(causal_mask_mapping := attention_mask, dict):

@@ -1681,7 +1681,6 @@ class Gemma4TextModel(Gemma4PreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -2293,7 +2292,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
         # patchgen: local_classes
         self.vision_tower = Gemma4VisionModel._from_config(config.vision_config) if config.vision_config is not None else None
         # patchgen: fill_back
-        ops.hold_whole(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)
         self.vocab_size = config.text_config.vocab_size
         # patchgen: local_classes
         self.language_model = Gemma4TextModel._from_config(config.text_config)
@@ -2301,7 +2300,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
         # patchgen: local_classes
         self.audio_tower = Gemma4AudioModel._from_config(config.audio_config) if config.audio_config is not None else None
         # patchgen: fill_back
-        ops.hold_whole(self.audio_tower)
+        ops.mark_replicated(self.audio_tower)
         self.embed_vision = (
             Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
             if config.vision_config is not None
@@ -2482,12 +2481,11 @@ class Gemma4Model(Gemma4PreTrainedModel):
 
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(
-                image_mask.to(inputs_embeds.device), ops.own_features(image_features.to(inputs_embeds.device), image_mask.to(inputs_embeds.device))
+                image_mask.to(inputs_embeds.device), ops.local_features(image_features.to(inputs_embeds.device), image_mask.to(inputs_embeds.device))
             )
 
         # patchgen: dummy_forward
         inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values_videos, self.get_video_features)
-
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
             mm_encoder_outputs["video"] = self.get_video_features(
                 pixel_values_videos, video_position_ids, num_frames_per_video=num_frames_per_video, return_dict=True
@@ -2510,12 +2508,11 @@ class Gemma4Model(Gemma4PreTrainedModel):
 
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(
-                video_mask.to(inputs_embeds.device), ops.own_features(video_features.to(inputs_embeds.device), video_mask.to(inputs_embeds.device))
+                video_mask.to(inputs_embeds.device), ops.local_features(video_features.to(inputs_embeds.device), video_mask.to(inputs_embeds.device))
             )
 
         # patchgen: dummy_forward
         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
-
         # Merge text and audio
         if input_features is not None and input_features_mask is not None:
             audio_output = self.get_audio_features(input_features, input_features_mask, return_dict=True)
@@ -2538,7 +2535,7 @@ class Gemma4Model(Gemma4PreTrainedModel):
 
             # patchgen: fill_back
             inputs_embeds = inputs_embeds.masked_scatter(
-                audio_mask.to(inputs_embeds.device), ops.own_features(audio_features.to(inputs_embeds.device, inputs_embeds.dtype), audio_mask.to(inputs_embeds.device))
+                audio_mask.to(inputs_embeds.device), ops.local_features(audio_features.to(inputs_embeds.device, inputs_embeds.dtype), audio_mask.to(inputs_embeds.device))
             )
 
         # It may already have been prepared by, e.g., `generate`

@@ -944,9 +944,8 @@ class Glm4vMoeVisionModel(Glm4vMoePreTrainedModel):
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
-
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         for blk in self.blocks:
             hidden_states = blk(
                 hidden_states,
@@ -967,8 +966,7 @@ class Glm4vMoeVisionModel(Glm4vMoePreTrainedModel):
         merged_hidden_states = self.merger(hidden_states)
 
         # patchgen: vision_sp
-        merged_hidden_states = rows.all(merged_hidden_states)
-
+        merged_hidden_states = rows.gather(merged_hidden_states)
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden_states,
             pooler_output=merged_hidden_states,
@@ -1026,7 +1024,6 @@ class Glm4vMoeTextModel(Glm4vMoePreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1423,7 +1420,6 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
 
         # patchgen: dummy_forward
         inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values_videos, self.get_video_features)
-
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
             mm_encoder_outputs["video"] = self.get_video_features(
                 pixel_values_videos, video_grid_thw, return_dict=True, **kwargs
@@ -1434,18 +1430,17 @@ class Glm4vMoeModel(Glm4vMoePreTrainedModel):
             image_embeds = torch.cat(image_embeds, dim=0).to(inputs_embeds.device, inputs_embeds.dtype)
             image_mask, _ = self.get_placeholder_mask(input_ids, inputs_embeds, image_features=image_embeds)
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = mm_encoder_outputs["video"].pooler_output
             video_embeds = torch.cat(video_embeds, dim=0).to(inputs_embeds.device, inputs_embeds.dtype)
             _, video_mask = self.get_placeholder_mask(input_ids, inputs_embeds, video_features=video_embeds)
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")
@@ -1545,7 +1540,6 @@ def load_balancing_loss_func(
 
     # patchgen: router_loss
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
-
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
 

@@ -552,7 +552,7 @@ class InternVLModel(InternVLPreTrainedModel):
         # patchgen: local_classes
         self.vision_tower = InternVLVisionModel._from_config(config.vision_config)
         # patchgen: fill_back
-        ops.hold_whole(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)
 
         self.multi_modal_projector = InternVLMultiModalProjector(config)
         # patchgen: local_classes
@@ -676,7 +676,7 @@ class InternVLModel(InternVLPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(image_features, special_image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         outputs = self.language_model(
             attention_mask=attention_mask,

@@ -572,7 +572,6 @@ class Llama4TextModel(Llama4PreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -1218,7 +1217,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.vision_model = Llama4VisionModel(config.vision_config)
         # patchgen: fill_back
-        ops.hold_whole(self.vision_model)
+        ops.mark_replicated(self.vision_model)
 
         self.multi_modal_projector = Llama4MultiModalProjector(config)
         self.language_model = Llama4ForCausalLM(config.text_config)
@@ -1359,7 +1358,7 @@ class Llama4ForConditionalGeneration(Llama4PreTrainedModel, GenerationMixin):
                 input_ids, inputs_embeds=inputs_embeds, image_features=projected_vision_flat
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(projected_vision_flat, special_image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(projected_vision_flat, special_image_mask))
 
         outputs = self.language_model(
             attention_mask=attention_mask,

@@ -287,7 +287,7 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.hold_whole(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)
 
         self.multi_modal_projector = LlavaOnevisionMultiModalProjector(config)
         embed_std = 1 / math.sqrt(config.text_config.hidden_size)
@@ -543,11 +543,10 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(image_features, special_image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         # patchgen: dummy_forward
         inputs_embeds = ops.absent_tower(inputs_embeds, pixel_values_videos, self.get_video_features)
-
         if mm_encoder_outputs.get("video") is None and pixel_values_videos is not None:
             mm_encoder_outputs["video"] = self.get_video_features(
                 pixel_values_videos,
@@ -563,7 +562,7 @@ class LlavaOnevisionModel(LlavaOnevisionPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_features
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_video_mask, ops.own_features(video_features, special_video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_video_mask, ops.local_features(video_features, special_video_mask))
 
         outputs = self.language_model(
             attention_mask=attention_mask,

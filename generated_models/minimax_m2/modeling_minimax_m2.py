@@ -480,7 +480,6 @@ class MiniMaxM2Model(MiniMaxM2PreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens
@@ -587,7 +586,6 @@ def load_balancing_loss_func(
 
     # patchgen: router_loss
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
-
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
 

@@ -224,7 +224,7 @@ class Mistral3Model(Mistral3PreTrainedModel):
         super().__init__(config)
         self.vision_tower = AutoModel.from_config(config.vision_config)
         # patchgen: fill_back
-        ops.hold_whole(self.vision_tower)
+        ops.mark_replicated(self.vision_tower)
 
         self.multi_modal_projector = Mistral3MultiModalProjector(config)
         # patchgen: local_classes
@@ -339,7 +339,7 @@ class Mistral3Model(Mistral3PreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_features
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.own_features(image_features, special_image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(special_image_mask, ops.local_features(image_features, special_image_mask))
 
         outputs = self.language_model(
             attention_mask=attention_mask,

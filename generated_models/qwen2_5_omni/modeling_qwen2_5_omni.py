@@ -888,23 +888,22 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
         )
         # patchgen: audio_sp
         chunks = ops.chunk_rows(padded_mask)
-        padded_mask = chunks.own(padded_mask)
-        padded_feature = chunks.own(padded_feature)
+        padded_mask = chunks.shard(padded_mask)
+        padded_feature = chunks.shard(padded_feature)
         padded_embed = nn.functional.gelu(self.conv1(padded_feature)) * padded_mask
         padded_embed = nn.functional.gelu(self.conv2(padded_embed)).transpose(1, 2)
         padded_embed = padded_embed + self.positional_embedding.positional_embedding[
             : padded_embed.shape[1], :
         ].unsqueeze(0).to(padded_embed.dtype)
         # patchgen: audio_sp
-        padded_embed = chunks.all(padded_embed)
+        padded_embed = chunks.gather(padded_embed)
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
         rows = ops.tower_rows(self.layers, hidden_states)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-
+        hidden_states = rows.shard(hidden_states)
         for encoder_layer in self.layers:
             layer_outputs = encoder_layer(
                 hidden_states,
@@ -915,8 +914,7 @@ class Qwen2_5OmniAudioEncoder(Qwen2_5OmniPreTrainedModel):
             hidden_states = layer_outputs[0]
 
         # patchgen: audio_sp
-        hidden_states = rows.all(hidden_states)
-
+        hidden_states = rows.gather(hidden_states)
         # Post-process: stride-2 average pooling using precomputed indices, then project
         hidden_states = (hidden_states[pool_indices] + hidden_states[pool_indices + 1]) / 2
         hidden_states = self.proj(self.ln_post(hidden_states))
@@ -1299,9 +1297,8 @@ class Qwen2_5OmniVisionEncoder(Qwen2_5OmniPreTrainedModel):
         cu_window_seqlens = rows.lengths(cu_window_seqlens)
         max_seqlen = rows.longest(max_seqlen)
         max_window_seqlen = rows.longest(max_window_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
-
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         # Modification here
         for layer_num, blk in enumerate(self.blocks):
             if layer_num in self.fullatt_block_indexes:
@@ -1321,7 +1318,7 @@ class Qwen2_5OmniVisionEncoder(Qwen2_5OmniPreTrainedModel):
 
         merged_hidden_states = self.merger(hidden_states)
         # patchgen: vision_sp
-        merged_hidden_states = rows.all(merged_hidden_states)
+        merged_hidden_states = rows.gather(merged_hidden_states)
         merged_hidden_states = merged_hidden_states[reverse_indices, :]
 
         return BaseModelOutputWithPooling(
@@ -1636,7 +1633,6 @@ class Qwen2_5OmniThinkerTextModel(Qwen2_5OmniPreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1936,7 +1932,6 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
 
         # patchgen: dummy_forward
         inputs_embeds = ops.absent_tower(inputs_embeds, input_features, self.get_audio_features)
-
         # 2. Merge text , audios , image and video
         if input_features is not None:
             audio_features = self.get_audio_features(
@@ -1945,11 +1940,11 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.local_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
             self.get_image_features,
             mm_encoder_outputs,
             inputs_embeds,
@@ -1974,7 +1969,7 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0)
@@ -1983,7 +1978,7 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
         if feature_attention_mask is not None:
             audio_feature_lengths = torch.sum(feature_attention_mask, dim=1)
@@ -1992,7 +1987,6 @@ class Qwen2_5OmniThinkerModel(Qwen2_5OmniPreTrainedModelForConditionalGeneration
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")

@@ -497,9 +497,8 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         cu_window_seqlens = rows.lengths(cu_window_seqlens)
         max_seqlen = rows.longest(max_seqlen)
         max_window_seqlen = rows.longest(max_window_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
-
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         for layer_num, blk in enumerate(self.blocks):
             if layer_num in self.fullatt_block_indexes:
                 cu_seqlens_now = cu_seqlens
@@ -519,7 +518,7 @@ class Qwen2_5_VisionTransformerPretrainedModel(Qwen2_5_VLPreTrainedModel):
         reverse_indices = torch.argsort(window_index)
         merged_hidden_states = self.merger(hidden_states)
         # patchgen: vision_sp
-        merged_hidden_states = rows.all(merged_hidden_states)
+        merged_hidden_states = rows.gather(merged_hidden_states)
         merged_hidden_states = merged_hidden_states[reverse_indices, :]
 
         return BaseModelOutputWithPooling(
@@ -840,7 +839,6 @@ class Qwen2_5_VLTextModel(Qwen2_5_VLPreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `3` is for temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1253,7 +1251,7 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
             self.get_image_features,
             mm_encoder_outputs,
             inputs_embeds,
@@ -1279,7 +1277,7 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0).to(
@@ -1289,11 +1287,10 @@ class Qwen2_5_VLModel(Qwen2_5_VLPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")

@@ -1211,9 +1211,8 @@ class Qwen3_5VisionModel(Qwen3_5PreTrainedModel):
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
-
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         for blk in self.blocks:
             hidden_states = blk(
                 hidden_states,
@@ -1226,8 +1225,7 @@ class Qwen3_5VisionModel(Qwen3_5PreTrainedModel):
         merged_hidden_states = self.merger(hidden_states)
 
         # patchgen: vision_sp
-        merged_hidden_states = rows.all(merged_hidden_states)
-
+        merged_hidden_states = rows.gather(merged_hidden_states)
         return BaseModelOutputWithPooling(
             last_hidden_state=hidden_states,
             pooler_output=merged_hidden_states,
@@ -1273,7 +1271,6 @@ class Qwen3_5TextModel(Qwen3_5PreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `4` is for text, temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1640,7 +1637,7 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
             self.get_image_features,
             mm_encoder_outputs,
             inputs_embeds,
@@ -1666,7 +1663,7 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0).to(
@@ -1676,11 +1673,10 @@ class Qwen3_5Model(Qwen3_5PreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")

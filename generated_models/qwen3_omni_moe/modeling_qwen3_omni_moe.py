@@ -839,7 +839,7 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         padded_embeds = []
         # patchgen: audio_sp
         chunks = ops.chunk_rows(padded_feature)
-        padded_feature = chunks.own(padded_feature)
+        padded_feature = chunks.shard(padded_feature)
         for chunk in padded_feature.split(self.conv_chunksize, dim=0):
             padded_embed = F.gelu(self.conv2d1(chunk))
             padded_embed = F.gelu(self.conv2d2(padded_embed))
@@ -857,15 +857,14 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         )
         padded_embed = padded_embed + positional_embedding
         # patchgen: audio_sp
-        padded_embed = chunks.all(padded_embed)
+        padded_embed = chunks.gather(padded_embed)
         hidden_states = torch.index_select(padded_embed.reshape(-1, padded_embed.shape[-1]), 0, valid_indices)
 
         # patchgen: audio_sp
         rows = ops.tower_rows(self.layers, hidden_states)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-
+        hidden_states = rows.shard(hidden_states)
         for encoder_layer in self.layers:
             layer_outputs = encoder_layer(
                 hidden_states,
@@ -879,7 +878,7 @@ class Qwen3OmniMoeAudioEncoder(Qwen3OmniMoePreTrainedModel):
         hidden_states = self.act(hidden_states)
         hidden_states = self.proj2(hidden_states)
         # patchgen: audio_sp
-        hidden_states = rows.all(hidden_states)
+        hidden_states = rows.gather(hidden_states)
         return BaseModelOutputWithPooling(last_hidden_state=hidden_states, pooler_output=hidden_states)
 
 
@@ -1241,8 +1240,8 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         for layer_num, blk in enumerate(self.blocks):
             hidden_states = blk(
                 hidden_states,
@@ -1260,9 +1259,8 @@ class Qwen3OmniMoeVisionEncoder(Qwen3OmniMoePreTrainedModel):
         merged_hidden_states = self.merger(hidden_states)
 
         # patchgen: vision_sp
-        deepstack_feature_lists = rows.all(deepstack_feature_lists)
-        merged_hidden_states = rows.all(merged_hidden_states)
-
+        deepstack_feature_lists = rows.gather(deepstack_feature_lists)
+        merged_hidden_states = rows.gather(merged_hidden_states)
         return BaseModelOutputWithDeepstackFeatures(
             last_hidden_state=hidden_states,
             pooler_output=merged_hidden_states,
@@ -1710,7 +1708,6 @@ class Qwen3OmniMoeThinkerTextModel(Qwen3OmniMoePreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `4` is for text, temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -2034,11 +2031,11 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
             audio_features = audio_features.to(inputs_embeds.device, inputs_embeds.dtype)
             _, _, audio_mask = self.get_placeholder_mask(input_ids, inputs_embeds=inputs_embeds)
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.own_features(audio_features, audio_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(audio_mask, ops.local_features(audio_features, audio_mask))
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
             self.get_image_features,
             mm_encoder_outputs,
             inputs_embeds,
@@ -2064,9 +2061,9 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
             # patchgen: deepstack_sp
-            image_embeds_multiscale = ops.own_levels(image_embeds_multiscale, image_mask)
+            image_embeds_multiscale = ops.local_levels(image_embeds_multiscale, image_mask)
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = torch.cat(mm_encoder_outputs["video"].pooler_output, dim=0)
@@ -2076,9 +2073,9 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
             # patchgen: deepstack_sp
-            video_embeds_multiscale = ops.own_levels(video_embeds_multiscale, video_mask)
+            video_embeds_multiscale = ops.local_levels(video_embeds_multiscale, video_mask)
 
         if image_mask is not None and video_mask is not None:
             image_mask = image_mask[..., 0]
@@ -2112,7 +2109,6 @@ class Qwen3OmniMoeThinkerModel(Qwen3OmniMoePreTrainedModelForConditionalGenerati
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")
@@ -2219,7 +2215,6 @@ def load_balancing_loss_func(
 
     # patchgen: router_loss
     tokens_per_expert, router_prob_per_expert = ops.router_means(tokens_per_expert, router_prob_per_expert)
-
     overall_loss = torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))
     return overall_loss * num_experts
 

@@ -726,8 +726,8 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_unit)
         cu_seqlens = rows.lengths(cu_seqlens)
         max_seqlen = rows.longest(max_seqlen)
-        hidden_states = rows.own(hidden_states)
-        position_embeddings = rows.own(position_embeddings)
+        hidden_states = rows.shard(hidden_states)
+        position_embeddings = rows.shard(position_embeddings)
         for layer_num, blk in enumerate(self.blocks):
             hidden_states = blk(
                 hidden_states,
@@ -745,9 +745,8 @@ class Qwen3VLVisionModel(Qwen3VLPreTrainedModel):
         merged_hidden_states = self.merger(hidden_states)
 
         # patchgen: vision_sp
-        deepstack_feature_lists = rows.all(deepstack_feature_lists)
-        merged_hidden_states = rows.all(merged_hidden_states)
-
+        deepstack_feature_lists = rows.gather(deepstack_feature_lists)
+        merged_hidden_states = rows.gather(merged_hidden_states)
         return BaseModelOutputWithDeepstackFeatures(
             last_hidden_state=hidden_states,
             pooler_output=merged_hidden_states,
@@ -817,7 +816,6 @@ class Qwen3VLTextModel(Qwen3VLPreTrainedModel):
 
         # patchgen: language_sp
         position_ids = ops.sequence_position_ids(position_ids, inputs_embeds)
-
         # the hard coded `4` is for text, temporal, height and width.
         if position_ids is None:
             past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -1206,7 +1204,7 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
 
         mm_encoder_outputs = mm_encoder_outputs if mm_encoder_outputs is not None else {}
         # patchgen: dummy_forward
-        mm_encoder_outputs, inputs_embeds = ops.joint_vision(
+        mm_encoder_outputs, inputs_embeds = ops.encode_vision(
             self.get_image_features,
             mm_encoder_outputs,
             inputs_embeds,
@@ -1232,9 +1230,9 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, image_features=image_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.own_features(image_embeds, image_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(image_mask, ops.local_features(image_embeds, image_mask))
             # patchgen: deepstack_sp
-            deepstack_image_embeds = ops.own_levels(deepstack_image_embeds, image_mask)
+            deepstack_image_embeds = ops.local_levels(deepstack_image_embeds, image_mask)
 
         if mm_encoder_outputs.get("video") is not None:
             video_embeds = mm_encoder_outputs["video"].pooler_output
@@ -1244,9 +1242,9 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
                 input_ids, inputs_embeds=inputs_embeds, video_features=video_embeds
             )
             # patchgen: fill_back
-            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.own_features(video_embeds, video_mask))
+            inputs_embeds = inputs_embeds.masked_scatter(video_mask, ops.local_features(video_embeds, video_mask))
             # patchgen: deepstack_sp
-            deepstack_video_embeds = ops.own_levels(deepstack_video_embeds, video_mask)
+            deepstack_video_embeds = ops.local_levels(deepstack_video_embeds, video_mask)
 
         visual_pos_masks = None
         deepstack_visual_embeds = None
@@ -1277,7 +1275,6 @@ class Qwen3VLModel(Qwen3VLPreTrainedModel):
 
         # patchgen: position_ids
         position_ids = ops.mrope_position_ids(position_ids, inputs_embeds, kwargs.pop("stacked_position_ids", None))
-
         if position_ids is None:
             # patchgen: fill_back
             ops.require_whole_sequence("position_ids")
