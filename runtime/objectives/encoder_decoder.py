@@ -40,7 +40,7 @@ def on_rows(head: type[PreTrainedModel]) -> type[PreTrainedModel]:
         self: PreTrainedModel, input_ids: Tensor | None = None, shift_labels: Tensor | None = None, **given: Any
     ) -> Any:
         rows = {name: value for name, value in given.items() if name not in OF_ROWS}
-        if shift_labels is not None:
+        if shift_labels is not None and input_ids is not None:
             rows |= prompts_and_answers(input_ids, shift_labels, given.get("real_tokens"))
         else:
             rows["input_ids"] = input_ids

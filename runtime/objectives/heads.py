@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -127,11 +127,13 @@ def head_over(kind: str, head: type[PreTrainedModel], config: PreTrainedConfig) 
         UnknownHeadError: upstream has none, or one that does more than its generic class.
     """
     form = FORMS.get(kind)
-    upstream = MODEL_MAPPING[type(config)] if form is None else _plain(form, config)
+    upstream_base = MODEL_MAPPING.get(type(config), None)
+    if not isinstance(upstream_base, type):
+        raise UnknownHeadError(f"transformers has not one base model for a {type(config).__name__}.")
+    upstream = cast("type[PreTrainedModel]", upstream_base) if form is None else _plain(form, config)
     with torch.device("meta"):
         causal = head._from_config(config)
-    base, upstream_base = type(causal.base_model), MODEL_MAPPING[type(config)]
-    assert isinstance(upstream_base, type), "a config whose head is a generic one has one base model"
+    base = cast("type[PreTrainedModel]", type(causal.base_model))
     if base.__name__ != upstream_base.__name__:
         raise UnknownHeadError(
             f"transformers' {upstream.__name__} is over {upstream_base.__name__}, and the generated {head.__name__} "
@@ -201,7 +203,7 @@ class Scorer(Learned):
         return (f"{self.form.layer}.*",)
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        super(self.form.generic, self).__init__(config)
+        super(self.form.generic, self).__init__(config)  # pyright: ignore[reportCallIssue]  # the class behind it
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.base_class._from_config(config))
         for name, module in self.form.make(config).items():
@@ -218,9 +220,9 @@ class Scorer(Learned):
             return self.form.generic.forward(self, input_ids=input_ids, **given, **kwargs)
         kwargs = {name: value for name, value in kwargs.items() if name not in NOT_OF_TOKENS}
         hidden_states = getattr(self, self.base_model_prefix)(input_ids=input_ids, **kwargs).last_hidden_state
-        if hasattr(self, "dropout"):
-            hidden_states = self.dropout(hidden_states)
-        return self.learned(head_of(self), hidden_states)
+        if isinstance(dropout := getattr(self, "dropout", None), nn.Module):
+            hidden_states = dropout(hidden_states)
+        return self.learned(getattr(self, self.form.layer), hidden_states)
 
 
 class Embedder(Learned):

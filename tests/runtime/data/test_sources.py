@@ -134,9 +134,11 @@ def test_made_up_sets_are_there_in_every_installation(name):
         assert any("json" in Path(file).parts for file in train.files)
         return
     assert not set(train.numbers) & set(validation.numbers)
-    kind = {"chat": "chat", "pairs": "preference", "labels": "classification"}.get(name, "multimodal")
+    of_texts = {"prompts": "text", "labels": "classification", "tags": "token_classes", "answers": "answers"}
+    of_texts["similar"] = "similar"
+    kind = (of_texts | {"chat": "chat", "pairs": "preference"}).get(name, "multimodal")
     fields = Rows(SourceConfig(f"builtin:{name}"), kind)("x", first)
-    if kind != "classification":
+    if kind not in of_texts.values():
         assert fields["chosen" if kind == "preference" else "messages"][-1]["role"] == "assistant"
     assert repr(train[5].fields()) == repr(open_builtin(name, "train")[5].fields())
 
