@@ -76,10 +76,12 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
     """A call of an attention's forward: on the whole where its mask is of a slice, and all that it takes is known."""
     given = dict(zip(names, args, strict=False)) | kwargs
     mask = given.get(MASK)
-    state = mask.drawing.state if isinstance(mask, MaskStructure) else None
     unknown = [n for n in names if n not in ALONG and isinstance(given.get(n), Tensor)]
-    if state is None or unknown:  # of a slice, the mask itself refuses
+    if (
+        not isinstance(mask, MaskStructure) or mask.drawing.state is None or unknown
+    ):  # of a slice, the mask itself refuses
         return forward(*args, **kwargs)
+    state = mask.drawing.state
     whole = {name: _gathered(given[name], dim, state) for name, dim in ALONG.items() if given.get(name) is not None}
     output = forward(**(given | whole | {MASK: mask.of_the_whole()}))
     s = mask.shape[2]
@@ -91,5 +93,6 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
 def _gathered(slices: Any, dim: int, state: ParallelState) -> Any:
     if isinstance(slices, tuple):
         return tuple(_gathered(one, dim, state) for one in slices)
-    rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
+    turned, operation = slices.transpose(0, dim), "gather a sequence for its attention"
+    rows = gather_rows(turned, state.sp_group, operation=operation)  # pyright: ignore[reportCallIssue]  # torch's decorator
     return rows.transpose(0, dim)

@@ -79,6 +79,7 @@ class Comparison:
         self.draw = inputs.TextDraw(config)
         self.plain = inputs.plain_rows(self.draw)
         self.text = inputs.text_documents(self.draw)
+        self.items: Callable[[Batch], int] = inputs.num_labels
         self.needs_media = takes_media(reference_class) and self.upstream_refusal() is not None
         self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
         if self.needs_media and self.media:  # rows of text alone are none that it is trained on
@@ -91,7 +92,6 @@ class Comparison:
         self.ran_with: Names = ""
         self.separates_documents: Separated = False
         self.only: tuple[str, ...] = ()
-        self.items: Callable[[Batch], int] = inputs.num_labels
         self.correspondence = Correspondence()
         self.checks: list[Check] = []
         self.failures: list[str] = []
@@ -285,8 +285,9 @@ class Comparison:
 
     def upstream_refusal(self) -> Exception | None:
         """What upstream's own class, eager, raises in training on a document by itself."""
+        items = sum(map(self.items, self.text.rows))
         try:
-            self._reference_step(self.reference, self.text.rows, sum(map(self.items, self.text.rows)))
+            self._reference_step(self.reference, self.text.rows, items)
         except Exception as error:
             return error
         return None

@@ -92,10 +92,10 @@ def verify_model(
         cases = cases if is_first or variant in ALL_CASES else cases[:1]
         media = MediaCases()
         if takes_media(upstream_class):
-            model = build_model(upstream_class, small.config).train(variant != EVALUATION)
-            media = media_cases(model)
+            built = build_model(upstream_class, small.config).train(variant != EVALUATION)
+            media = media_cases(built)
             if media.cases:  # what upstream refuses in its own words is no case: those with media prove
-                cases, refusal = without_media(model, cases)
+                cases, refusal = without_media(built, cases)
                 media.refused.update({TEXT_ALONE: refusal} if refusal else {})
         cases = (*cases, *media.cases)
         fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))

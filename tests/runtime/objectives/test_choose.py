@@ -116,7 +116,9 @@ def test_pairs_come_from_preferences_alone(tmp_path, monkeypatch):
     (tmp_path / "paired.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     choose.require_valid(recipe_of("paired:Paired", "preference"))
-    with pytest.raises(RecipeError, match="pairs .per., which data.kind = preference or similar has, not 'classification'"):
+    with pytest.raises(
+        RecipeError, match="pairs .per., which data.kind = preference or similar has, not 'classification'"
+    ):
         choose.require_valid(recipe_of("paired:Paired", "classification"))
     evaluated = {"sources": [{"path": "builtin:labels"}], "kind": "classification"}
     with pytest.raises(RecipeError, match="which eval_data.kind = preference or similar has"):
