@@ -75,11 +75,11 @@ def test_generate_writes_a_part_once(tmp_path):
         generation.generate([model], False, None, None, tmp_path, dry_run=False, force=False)
         return {path.parent.name for path in tmp_path.glob("*/provenance.json")}
 
-    assert written("internvl") == {"internvl", "qwen2"}
-    before = (tmp_path / "qwen2" / "provenance.json").stat().st_mtime_ns
-    assert written("got_ocr2") == {"internvl", "qwen2", "got_ocr2"}
-    assert (tmp_path / "qwen2" / "provenance.json").stat().st_mtime_ns == before
-    assert written("llava") == {"internvl", "qwen2", "got_ocr2", "llava"}  # llama is in the installation
+    assert written("aya_vision") == {"aya_vision", "cohere2"}
+    before = (tmp_path / "cohere2" / "provenance.json").stat().st_mtime_ns
+    assert written("cohere2_vision") == {"aya_vision", "cohere2", "cohere2_vision"}
+    assert (tmp_path / "cohere2" / "provenance.json").stat().st_mtime_ns == before
+    assert written("llava") == {"aya_vision", "cohere2", "cohere2_vision", "llava"}  # llama is in the installation
 
 
 def test_configs_of_parts_are_sources_of_a_record(monkeypatch):

@@ -22,7 +22,7 @@ from patchgen.errors import PassMismatch
 from patchgen.passes import PASSES
 
 MODELS = ("qwen3_moe", "qwen3_omni_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_vl")
-UPSTREAM = {model: load(model) for model in MODELS}
+UPSTREAM = {model: load(model) for model in (*MODELS, "deepseek_v4")}
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ SEQUENCE = (
     mutation("router_loss", "qwen3_moe", "the function renamed", ("load_balancing_loss_func", "balance"), because="it is known by its parameters", gives="ops.router_means("),
     mutation("router_loss", "mixtral", "the product rewritten", ("torch.sum(tokens_per_expert * router_prob_per_expert.unsqueeze(0))", "torch.einsum('e,e->', tokens_per_expert, router_prob_per_expert)")),
     mutation("language_sp", "qwen3_moe", "position ids renamed", ("position_ids", "positions")),
-    mutation("language_sp", "qwen3_moe", "the default renamed", (DEFAULT, "        if self._no_positions(position_ids):\n            past_seen_tokens"), because="position ids are set before they are first read, in whatever statement", gives="ops.sequence_position_ids(position_ids, inputs_embeds)\n\n        if self._no_positions"),
+    mutation("language_sp", "qwen3_moe", "the default renamed", (DEFAULT, "        if self._no_positions(position_ids):\n            past_seen_tokens"), because="position ids are set before they are first read, in whatever statement", gives="ops.sequence_position_ids(position_ids, inputs_embeds)\n        if self._no_positions"),
     mutation("language_sp", "qwen3_moe", "the default above the embeddings", ("        if inputs_embeds is None:\n            inputs_embeds = self.embed_tokens(input_ids)\n", "        if position_ids is None:\n            position_ids = torch.arange(input_ids.shape[1])[None]\n        if inputs_embeds is None:\n            inputs_embeds = self.embed_tokens(input_ids)\n"), because="the ids or the embeddings, as given, have the length of the slice", gives="ops.sequence_position_ids(position_ids, inputs_embeds if input_ids is None else input_ids)"),
     mutation("language_sp", "qwen3_moe", "read before the default", ("        if use_cache and past_key_values is None:", "        offset = position_ids\n        if use_cache and past_key_values is None:"), because="the ids or the embeddings, as given, have the length of the slice", gives="position_ids = ops.sequence_position_ids(position_ids, inputs_embeds if input_ids is None else input_ids)\n"),
     mutation("language_sp", "qwen3_moe", "no parameter", ("        attention_mask: torch.Tensor | None = None,\n        position_ids: torch.LongTensor | None = None,\n        past_key_values: Cache | None = None,\n        inputs_embeds: torch.Tensor | None = None,\n        use_cache: bool | None = None,\n        **kwargs: Unpack[TransformersKwargs],\n    ) -> MoeModelOutputWithPast:", "        attention_mask: torch.Tensor | None = None,\n        past_key_values: Cache | None = None,\n        inputs_embeds: torch.Tensor | None = None,\n        use_cache: bool | None = None,\n        **kwargs: Unpack[TransformersKwargs],\n    ) -> MoeModelOutputWithPast:")),
@@ -213,6 +213,7 @@ SEQUENCE = (
     mutation("mixer_sp", "qwen3_next", "the delta rule's parameters renamed", ("    beta: torch.Tensor,\n    chunk_size", "    b: torch.Tensor,\n    chunk_size")),
     mutation("mixer_sp", "qwen3_next", "the convolution's parameters renamed", ("    weight: nn.Parameter,\n    bias: nn.Parameter | None = None,\n    activation", "    filters: nn.Parameter,\n    bias: nn.Parameter | None = None,\n    activation")),
     mutation("mixer_sp", "qwen3_next", "both functions renamed throughout", ("torch_chunk_gated_delta_rule", "delta"), ("causal_conv1d_fn", "conv"), because="they are known by their signatures", gives="ops.delta_rule("),
+    mutation("drawn_masks", "deepseek_v4", "the class by an import of its own", ("isinstance(attention_mask, torch.Tensor)", "isinstance(attention_mask, Tensor)"), ("from torch import nn\n", "from torch import Tensor, nn\n"), because="names are resolved", gives="ops.drawn_mask(attention_mask)"),
     mutation("position_ids", "qwen3_vl", "get_rope_index renamed", ("get_rope_index", "positions_of")),
     mutation("position_ids", "qwen3_vl", "position ids renamed", ("position_ids", "positions")),
     mutation("position_ids", "qwen3_vl", "features put in otherwise", (".masked_scatter(", ".put_features(")),
