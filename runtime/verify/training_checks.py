@@ -182,7 +182,8 @@ class Comparison:
             except Exception as error:
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
             media = self.media.get(name.partition(" ")[2])
-            if media is not None and len(self.failures) > before and (own := self._beside_sdpa(media)) > TOLERANCE:
+            takes_it = media is not None and self.reference._supports_sdpa and len(self.failures) > before
+            if takes_it and (own := self._beside_sdpa(media)) > TOLERANCE:
                 reason = (
                     f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
                 )
