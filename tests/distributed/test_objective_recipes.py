@@ -86,9 +86,9 @@ def test_other_heads_train_and_load_in_plain_transformers(name, shares, auto, to
     if shares is not None:
         others = changes | shares | {"checkpoint.export": False, "log.directory": str(tmp_path / "two")}
         shared = two_ranks.run(cases.train, to_dict(load(RECIPES / f"{name}.yaml", others)))[0][0]
-        require_rounding(
-            shared[:2], losses[:2]
-        )  # a fresh t5 moves a thousandfold by rounding: its third loss says little
+        # The third loss of a fresh t5 says little: on one rank it moves by 4.5e-4 where the second moved by 8e-6 (a learning
+        # rate of 2e-3 * (1 + 1e-5)).
+        require_rounding(shared[:2], losses[:2])
     export = tmp_path / "one" / "export"
     plain, loaded = getattr(transformers, auto).from_pretrained(export, output_loading_info=True, dtype=torch.float32)
     assert type(plain).__module__.startswith("transformers.") and not any(loaded.values()), loaded
