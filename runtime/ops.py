@@ -19,7 +19,6 @@ import torch
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
 from patchgen.runtime import expert_adapters, parallel, seams
-from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
@@ -308,6 +307,8 @@ def require_no_step(labels: object, what: str) -> None:
 
 def drawn_mask(mask: object) -> object:
     """A mask as attention takes it that lays keys of its own beside it: the tensor of one of ours, else as it is."""
+    from patchgen.runtime.attention_masks import MaskStructure
+
     return mask.tensor() if isinstance(mask, MaskStructure) else mask
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn.functional import cross_entropy, mse_loss
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.objectives.base import CLASSIFICATION, Objective, sources_of
 from patchgen.runtime.objectives.batch import Batch
 

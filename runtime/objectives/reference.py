@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.parallel.collectives import all_reduce
 
 FILE = "reference.json"

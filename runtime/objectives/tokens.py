@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from patchgen.runtime.data import DataError
+from patchgen.runtime.data.problems import DataError
 from patchgen.runtime.objectives.base import ANSWERS, TOKEN, Objective
 from patchgen.runtime.objectives.batch import Batch
 from patchgen.runtime.parallel.batch import IGNORED

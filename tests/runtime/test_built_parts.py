@@ -92,8 +92,8 @@ def test_every_weight_of_a_part_is_initialised_as_upstreams(folder):
 
 def test_a_part_without_a_generated_file_is_refused_with_the_command(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    config = around("mistral")
-    with pytest.raises(UnknownPartError, match=r"type 'mistral' \(MistralModel\).*\n?.*patchgen generate mistral"):
+    config = around("olmo2")
+    with pytest.raises(UnknownPartError, match=r"type 'olmo2' \(Olmo2Model\).*\n?.*patchgen generate olmo2"):
         build_model(head_in(folder), config)
     config.save_pretrained(tmp_path / "source")
     recipe = from_dict(
@@ -105,7 +105,7 @@ def test_a_part_without_a_generated_file_is_refused_with_the_command(folder, tmp
         }
     )
     for start in (preflight.examine, models.build_on_meta):
-        with pytest.raises(RecipeError, match="patchgen generate mistral"):
+        with pytest.raises(RecipeError, match="patchgen generate olmo2"):
             start(recipe)
 
 

@@ -26,10 +26,10 @@ def _rank(sp: int, sp_rank: int) -> SimpleNamespace:
 def test_slices_of_all_ranks_are_the_rows_and_padding(groups, group, sp):
     rows = torch.arange(1, groups * group + 1)[:, None].float()
     ranks = [TowerRows(_rank(sp, number), rows.shape[0], group) for number in range(sp)]
-    together = torch.cat([one.own(rows) for one in ranks])
+    together = torch.cat([one.shard(rows) for one in ranks])
     assert torch.equal(together[: len(rows)], rows)
     assert not together[len(rows) :].any()
-    assert len({one.own(rows).shape for one in ranks}) == 1
+    assert len({one.shard(rows).shape for one in ranks}) == 1
     assert ranks[0].per_rank % group == 0
     bounds = torch.tensor([0, rows.shape[0]], dtype=torch.int32)
     assert ranks[0].lengths(bounds)[-1] == together.shape[0]
