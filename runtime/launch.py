@@ -65,7 +65,7 @@ def launch(
             rank starts.
     """
     from patchgen.runtime.train import checks, continuing, preflight, run_lock
-    from patchgen.runtime.train.dry_run import require_valid
+    from patchgen.runtime.train.run_plan import require_valid
 
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if fresh:
@@ -169,7 +169,7 @@ def worker(values: dict[str, Any], *, decided: bool = True) -> str:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with process_group() as device:
         from patchgen.runtime.train import setup
-        from patchgen.runtime.train.dry_run import require_valid
+        from patchgen.runtime.train.run_plan import require_valid
         from patchgen.runtime.train.trainer import Trainer
 
         # Here too: torchrun starts ranks without `launch` having looked, and an elastic agent other numbers of them.

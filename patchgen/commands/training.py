@@ -42,15 +42,15 @@ def train(
         from patchgen.runtime import launch
         from patchgen.runtime.checkpoint import CheckpointError
         from patchgen.runtime.data import DataError
-        from patchgen.runtime.train import checks, dry_run, preflight
+        from patchgen.runtime.train import checks, preflight, run_plan
         from patchgen.runtime.train.trainer import TrainingStopped
 
         try:
             if dry_run:
                 world = int(os.environ.get("WORLD_SIZE", processes * int(nodes.partition(":")[0])))
-                dry_run.require_valid(recipe, world)
+                run_plan.require_valid(recipe, world)
                 recipe = preflight.require_trainable(recipe)
-                print(dry_run.describe(recipe, checks.require_runnable(recipe, world), world))
+                print(run_plan.describe(recipe, checks.require_runnable(recipe, world), world))
                 if verbose:
                     print(f"\n{recipes.to_yaml(recipe)}", end="")
                 return 0

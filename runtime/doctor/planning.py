@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.doctor.finding import Check, Finding, passed
-from patchgen.runtime.train import data_check, dry_run, preflight
+from patchgen.runtime.train import data_check, preflight, run_plan
 
 if TYPE_CHECKING:
     from patchgen.runtime.doctor.patient import Patient
@@ -18,7 +18,7 @@ class RecipeIsValid(Check):
 
     def run(self, patient: Patient) -> Finding:
         section = patient.recipe.parallel
-        dry_run.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
+        run_plan.require_valid(patient.recipe, section.sp * section.dp_replicate * max(1, section.ep // section.sp))
         config = patient.config
         data_check.require_data(patient.recipe)
         _ = patient.blueprint

@@ -4,7 +4,7 @@ recipe.py      the types of a recipe; reading, --set, printing     setup.py     
 trainer.py     the loop                                            optimizers.py groups, AdamW, Muon; the schedule
 adamw.py       AdamW in one pass over memory
 flops.py       what a token costs, MFU                             memory.py     what a rank will hold
-dry_run.py     what --dry-run prints                               lora.py       adapters through PEFT
+run_plan.py     what --dry-run prints                               lora.py       adapters through PEFT
 expert_lora.py adapters of stacked experts, over the ranks         lora_targets.py  what gets adapters
 run_log.py     JSONL, trackers                                     view.py       the terminal
 page.py        report.png and the page of a run                    architecture.py  code of one's own, registered

@@ -22,7 +22,7 @@ from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
 from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
-from patchgen.runtime.train import dry_run, lora, lora_targets, setup
+from patchgen.runtime.train import lora, lora_targets, run_plan, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 
@@ -40,7 +40,7 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         RecipeError, DataError, CheckpointError: the layout does not divide the model, a kernel cannot run here or has no
             use, data or weights are not there or do not fit.
     """
-    dry_run.require_valid(recipe, world)
+    run_plan.require_valid(recipe, world)
     folder = Path(recipe.model.source)
     if folder.exists() and recipe.model.source in CONFIG_MAPPING:
         warnings.warn(

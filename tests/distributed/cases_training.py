@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rounding import require_rounding
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.loss.loss_utils import ForCausalLMLoss, ForTokenClassification
 
 from patchgen.runtime import attention, ops, parallel, seams
 from patchgen.runtime.parallel import checkpointing, gradients, loss, report, sharding, watch
@@ -220,8 +220,8 @@ def a_number_of_one_rank_is_no_share() -> None:
     with parallel.using(state):
         with pytest.raises(ValueError, match="do not add up to that of the step"):
             seam(loss_function=ForCausalLMLoss, local_terms=("0.1 * z_loss",))
-        with pytest.raises(ValueError, match="ForMaskedLMLoss"):
-            seam(loss_function=ForMaskedLMLoss)
+        with pytest.raises(ValueError, match="ForTokenClassification"):
+            seam(loss_function=ForTokenClassification)
         assert seam(loss_function=ForCausalLMLoss)[1].isfinite()
 
 

@@ -72,5 +72,8 @@ def test_a_whole_checkpoint_trains_on_ranks_and_comes_out_whole(whole, tmp_path,
     untrained = omni_models.spoken(by_hand, config)
     by_hand.thinker.load_state_dict(loaded.thinker.state_dict())
     expected = omni_models.spoken(by_hand, config)
-    assert torch.equal(omni_models.spoken(loaded, config), expected)
-    assert untrained.shape != expected.shape or not torch.equal(untrained, expected)
+    omni_models.require_same_speech(omni_models.spoken(loaded, config), expected)
+    changed = [
+        one.shape != other.shape or not torch.equal(one, other) for one, other in zip(untrained, expected, strict=True)
+    ]
+    assert any(changed)

@@ -7,7 +7,7 @@ import torch
 
 from patchgen.runtime.objectives import NextToken, choose
 from patchgen.runtime.objectives.dpo import DPO
-from patchgen.runtime.train import checks, dry_run
+from patchgen.runtime.train import checks, run_plan
 from patchgen.runtime.train.recipe import ObjectiveConfig, RecipeError, from_dict
 
 SMALL = {
@@ -95,7 +95,7 @@ def test_what_is_no_objective_is_refused(name, options, told, tmp_path, monkeypa
 )
 def test_what_no_rank_could_train_is_refused(recipe, told):
     with pytest.raises(RecipeError, match=told):
-        dry_run.require_valid(recipe, world=1)
+        run_plan.require_valid(recipe, world=1)
 
 
 def test_a_class_derived_from_next_token_computes_its_own_loss(tmp_path, monkeypatch):
@@ -135,18 +135,18 @@ def test_a_model_without_a_classifier_of_upstreams_is_refused():
 
 def test_a_dry_run_says_what_is_learned():
     recipe = recipe_of("reward", "preference")
-    text = dry_run.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    text = run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
     assert "Qwen3MoeForSequenceClassification" in text and "objective    reward" in text
     assert "causal_lm_loss" not in text
     recipe = recipe_of("dpo", "preference")
-    text = dry_run.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    text = run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
     assert "causal_lm_loss the objective's own, in chunks" in text
 
 
 def test_a_teacher_has_the_same_tokens():
     teacher = {"source": "qwen3_moe", "overrides": SMALL}
     recipe = recipe_of("distillation", "classification", teacher=teacher)
-    assert "teacher      qwen3_moe" in dry_run.describe(recipe, checks.require_runnable(recipe, 1), 1)
+    assert "teacher      qwen3_moe" in run_plan.describe(recipe, checks.require_runnable(recipe, 1), 1)
     other = teacher | {"overrides": SMALL | {"vocab_size": 384}}
     with pytest.raises(RecipeError, match="its vocab_size is 384 and that of the model 320"):
         checks.require_runnable(recipe_of("distillation", "classification", teacher=other), 1)

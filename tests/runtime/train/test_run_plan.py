@@ -12,7 +12,7 @@ from patchgen.runtime.attention_backends import BACKENDS
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataError
 from patchgen.runtime.parallel import ParallelConfig
-from patchgen.runtime.train import attention_choice, checks, dry_run, memory, model, preflight
+from patchgen.runtime.train import attention_choice, checks, memory, model, preflight, run_plan
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.small_config import small_config
 
@@ -31,7 +31,7 @@ def recipe_of(**sections: dict):
 
 
 def described(recipe, world: int) -> str:
-    return dry_run.describe(recipe, checks.require_runnable(recipe, world), world)
+    return run_plan.describe(recipe, checks.require_runnable(recipe, world), world)
 
 
 def test_a_dry_run_says_what_would_run():
@@ -120,7 +120,7 @@ def test_kernels_that_need_a_gpu_are_refused_without_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     with pytest.raises(RecipeError, match="kernels.fused_moe = 'triton' cannot run here: it needs a CUDA device"):
-        dry_run.require_valid(recipe_of(kernels={"fused_moe": "triton"}), 1)
+        run_plan.require_valid(recipe_of(kernels={"fused_moe": "triton"}), 1)
 
 
 def test_a_dry_run_names_data_that_are_not_there(tmp_path):
@@ -191,7 +191,7 @@ def test_a_run_in_float32_gets_an_attention_that_computes_in_it(monkeypatch):
         built = model.build_on_meta(recipe)
         assert built.config._attn_implementation == expected
         assert preflight.examine(recipe).attention == expected
-        told[dtype] = dry_run.describe(recipe, built, 1)
+        told[dtype] = run_plan.describe(recipe, built, 1)
     assert [line for line in told["float32"].splitlines() if flash in line and line.endswith(": cannot do float32")]
     assert flash in told[None] and ": cannot do float32" not in told[None]
     refused = recipe_of(model={"attention": flash}, parallel={"param_dtype": "float32"})
@@ -222,7 +222,7 @@ def test_a_dry_run_fetches_no_weights(monkeypatch):
 
 def test_updates_that_would_round_to_nothing_are_told():
     with pytest.warns(UserWarning, match="most updates round to nothing"):
-        dry_run.require_valid(recipe_of(model={"dtype": "bfloat16"}), world=1)
+        run_plan.require_valid(recipe_of(model={"dtype": "bfloat16"}), world=1)
 
 
 def test_parameters_gradients_and_states_are_those_of_live_tensors():
