@@ -27,7 +27,7 @@ from patchgen.source import Module
 
 COMMITTED = ("qwen3_moe", "qwen3_omni_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3", "llama", "qwen3_next")
 OTHERS = ("qwen3_vl", "olmoe", "gemma3", "granite", "qwen2_moe", "glm4_moe", "phi3", "cohere")
-MOST_LINES = {"qwen3_moe": 102, "qwen3_omni_moe": 250}
+MOST_LINES = {"qwen3_moe": 100, "qwen3_omni_moe": 250}
 """Changed lines that no change of a pass may make more."""
 
 
