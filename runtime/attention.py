@@ -297,9 +297,8 @@ def _for_call(asked: tuple[str, ...], device_type: str, head_size: int) -> str:
 # One host sync per batch, not per layer, where lengths did not come as numbers.
 _longest = TensorCache(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
 _total = TensorCache(lambda cu_seq_lens: int(cu_seq_lens[-1]))
-_asserted: TensorCache[set[int]] = TensorCache(
-    lambda _cu_seq_lens: set()
-)  # the totals that the device was told to check
+# The totals that the device was told to check.
+_asserted: TensorCache[set[int]] = TensorCache(lambda _cu_seq_lens: set())
 
 
 def _sinks(logits: Tensor | None, *, heads: int) -> Tensor | None:

@@ -86,9 +86,9 @@ def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> Towe
 
         rows = ops.tower_rows(self.blocks, hidden_states, group=self.spatial_merge_size**2)
         cu_seqlens = rows.lengths(cu_seqlens)       # one more entry for padding rows
-        hidden_states = rows.shard(hidden_states)     # [P, C] to [P / ranks, C]
+        hidden_states = rows.shard(hidden_states)   # [P, C] to [P / ranks, C]
         ...                                         # layers, whose attention exchanges heads for rows
-        features = rows.gather(features)               # [F / ranks, H] to [F, H]
+        features = rows.gather(features)            # [F / ranks, H] to [F, H]
 
     Args:
         layers: the module that holds the layers.

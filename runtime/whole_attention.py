@@ -77,10 +77,8 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
     given = dict(zip(names, args, strict=False)) | kwargs
     mask = given.get(MASK)
     unknown = [n for n in names if n not in ALONG and isinstance(given.get(n), Tensor)]
-    if (
-        not isinstance(mask, MaskStructure) or mask.drawing.state is None or unknown
-    ):  # of a slice, the mask itself refuses
-        return forward(*args, **kwargs)
+    if not isinstance(mask, MaskStructure) or mask.drawing.state is None or unknown:
+        return forward(*args, **kwargs)  # of a slice, the mask itself refuses
     state = mask.drawing.state
     whole = {name: _gathered(given[name], dim, state) for name, dim in ALONG.items() if given.get(name) is not None}
     output = forward(**(given | whole | {MASK: mask.of_the_whole()}))

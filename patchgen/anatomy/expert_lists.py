@@ -28,9 +28,8 @@ from patchgen.anatomy.tokenwise import loaded_names, stored_names
 from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
-PROMOTED = (
-    "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"  # of a product of both, by the stacks' names
-)
+PROMOTED = "torch.promote_types(hidden_states.dtype, top_k_weights.dtype)"
+"""The dtype of a product of both, by the stacks' names."""
 MASKS = ("mask", "hits", "count_of", "hit")
 Place = tuple[int | str, ...]  # of a statement: its position; or that of an `if`, the branch, and the place in there
 

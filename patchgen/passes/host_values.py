@@ -125,13 +125,11 @@ def _callers(info: ClassInfo, name: str) -> dict[str, str]:
     Upstream's decorator takes the prefix off the keywords of its modality; what it decorates hands on its own sizes.
     """
     methods = {other: method for other, method in info.methods.items() if other != name and not _prefix(method)}
-    handing = [
-        other for other, method in methods.items() if FEATURES.match(other) and _only_forwards_logits(method, name)
-    ]
+    handing = [other for other, method in methods.items() if FEATURES.match(other) and _times_handed_on(method, name)]
     return {other: FEATURES.match(other)[1] for other in handing}
 
 
-def _only_forwards_logits(method: FunctionNode, name: str) -> int:
+def _times_handed_on(method: FunctionNode, name: str) -> int:
     """How often a method calls another one with its own keyword arguments."""
     called = [call for call in calls(method) if getattr(call.func, "attr", "") == name]
     starred = [dotted(keyword.value) for call in called for keyword in call.keywords if keyword.arg is None]
@@ -149,7 +147,7 @@ def _prefix(method: FunctionNode) -> str | None:
 def _of_several(anatomy: Anatomy, name: str) -> str:
     """A method that calls `name` more than once with its own keyword arguments: they hold the sizes of one of them."""
     methods = [(info.name, method) for info in anatomy.classes.values() for method in info.methods.values()]
-    return next((f"{owner}.{method.name}" for owner, method in methods if _only_forwards_logits(method, name) > 1), "")
+    return next((f"{owner}.{method.name}" for owner, method in methods if _times_handed_on(method, name) > 1), "")
 
 
 def _grids(methods: Sequence[FunctionNode], method: FunctionNode, taken: str) -> set[str]:

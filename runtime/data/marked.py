@@ -9,6 +9,7 @@ pairs of texts whose meaning is near.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from patchgen.runtime.data.problems import BadSample
 from patchgen.runtime.data.text import TextEncoder, Tokens
 
 
-class MarkedEncoder:
+class MarkedEncoder(ABC):
     """What the three have in common: samples one by one, by the tokens of plain texts."""
 
     def __init__(self, text: TextEncoder) -> None:
@@ -33,9 +34,9 @@ class MarkedEncoder:
                 found.append(error)
         return found
 
+    @abstractmethod
     def tokens(self, where: str, fields: dict[str, Any]) -> Tokens:
         """Those of a sample. Raises BadSample."""
-        raise NotImplementedError
 
     def fingerprint(self) -> list[Any]:
         return [type(self).__name__, self.text.fingerprint()]

@@ -67,13 +67,10 @@ def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) 
     moved = max((float((pick(one).double() - theirs.double()).norm()) for one in shaken), default=0.0)
     norm = max(float(theirs.double().norm()), _floor(key, expected))
     last_bit = torch.finfo(theirs.dtype).eps * _floor(key, expected) / GRADIENT_FLOOR  # of the largest gradient
-    if (
-        not theirs.any()
-    ):  # all terms of its sum cancel upstream, bit by bit: another order of operations leaves a last bit
+    # All terms of its sum cancel upstream, bit by bit: another order of operations leaves a last bit.
+    if not theirs.any():
         return float(mine.double().norm()) <= last_bit
-    by_rounding = max(
-        WELL_CONDITIONED * norm, ROUNDING * last_bit
-    )  # a sum that cancels to a few last bits is no choice
+    by_rounding = max(WELL_CONDITIONED * norm, ROUNDING * last_bit)  # a few last bits are no choice
     return moved <= by_rounding and float((mine.double() - theirs.double()).norm()) <= ROUNDING * moved
 
 
