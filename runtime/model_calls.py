@@ -6,7 +6,7 @@ model with one of our attention names notes its call, and the mask builders ask 
     enter   the documents of the rows, told by cu_seq_lens_q or by position ids that start again, are noted and handed on
             to all that take them; position ids that count from 0 become those that the model makes for itself
     inside  `documents_of(config)` finds the documents of the sequence that a mask is made for
-    leave   the note is dropped
+    leave   the note is dropped; a layer that transformers' activation checkpointing computes again finds it once more
 
     B rows   S tokens of the whole sequence   s = S / sp of this rank
 """
@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
 from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
-from patchgen.runtime.parallel import batch, collectives
+from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
@@ -59,6 +59,7 @@ class _Running(threading.local):
 
 
 _RUNNING = _Running()
+_SEEN = threading.Event()  # whether a call of this process had packed rows
 _NOTED = "patchgen_notes_calls"
 _SEPARATES = "patchgen_separates_documents"
 
@@ -96,8 +97,19 @@ def documents_of(config: object) -> Tensor | None:
 def bounds_of_call() -> Tensor | None:
     """The `cu_seq_lens` of the rows that the outermost call of a model has; None: not packed, or no call is noted.
 
-    A layer that is computed again in the backward runs in no call: `checkpointing.remember` has what its first run found.
+    A layer that is computed again in the backward runs in no call: `checkpointing.remember` has what its first run found,
+    and transformers' own checkpointing runs it inside the calls of its first run.
+
+    Raises:
+        RuntimeError: in a backward, by a checkpoint of a third kind, once packed rows were seen: nothing tells whether
+            these are.
     """
+    if not _RUNNING.calls and _SEEN.is_set() and torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            "A layer is computed again in the backward, outside the call of its model, so nothing says where the documents "
+            "of its packed rows end. To fix: checkpoint by model.gradient_checkpointing_enable() or by patchgen's own "
+            "activation_checkpointing, not by wrapping layers (torch's checkpoint_wrapper, FSDP plugins)."
+        )
     return next((call.cu_seq_lens for call in _RUNNING.calls if call.cu_seq_lens is not None), None)
 
 
@@ -151,6 +163,7 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     given = dict(zip(names, args, strict=False)) | kwargs
     added: dict[str, Any] = {}
     if not _RUNNING.calls:
+        _carry_into_checkpoints(module)
         if takes_more and given.get(BOUNDS) is None:
             added = _lengths(given)
         positions = _own_positions(module, given | added)
@@ -166,7 +179,10 @@ def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
         return (), apart | {MASK: rows.is_token.long()} if separates == LEFT and MASK in names else apart
     positions = given.get(POSITIONS)
     whole = positions if _is_counted_through(positions) else None
-    _RUNNING.calls.append(Call(module, (given | added).get(BOUNDS), counted_through=whole))
+    bounds = (given | added).get(BOUNDS)
+    if bounds is not None:
+        _SEEN.set()
+    _RUNNING.calls.append(Call(module, bounds, counted_through=whole))
     if not added:
         return args, kwargs
     return tuple(added.get(name, value) for name, value in zip(names, args, strict=False)), {
@@ -182,6 +198,38 @@ def _leave(module: nn.Module, args: object, output: Any) -> Any:
         if call.module is module:
             return call.rows.together(output) if call.rows is not None and output is not None else None
     return None
+
+
+_CHECKPOINTED: WeakKeyDictionary[nn.Module, list[nn.Module]] = WeakKeyDictionary()
+
+
+def _carry_into_checkpoints(model: nn.Module) -> None:
+    """Lets what transformers' activation checkpointing computes again find the calls that its first run was in."""
+    if model not in _CHECKPOINTED:
+        _CHECKPOINTED[model] = [one for one in model.modules() if hasattr(one, "gradient_checkpointing")]
+    for one in _CHECKPOINTED[model]:
+        func = getattr(one, "_gradient_checkpointing_func", None)
+        if func is not None and not isinstance(func, _InItsCalls) and not checkpointing.is_own(func):
+            one._gradient_checkpointing_func = _InItsCalls(func)
+
+
+@dataclass(frozen=True)
+class _InItsCalls:
+    """`checkpoint(layer, ...)` as transformers hands it to its layers; each run of the layer is inside the calls of now."""
+
+    checkpoint: Callable[..., Any]
+
+    def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        calls = list(_RUNNING.calls)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before, _RUNNING.calls = _RUNNING.calls, calls  # the backward may run in a thread of its own
+            try:
+                return layer(*args, **kwargs)
+            finally:
+                _RUNNING.calls = before
+
+        return self.checkpoint(run, *args, **kwargs)
 
 
 def _require_whole_rows(module: nn.Module) -> None:

@@ -44,24 +44,31 @@ def build_part(auto_class: Any, config: PreTrainedConfig, *, beside: str, **kwar
     """
     from transformers.models.auto.auto_factory import _get_model_class
 
-    if type(config) not in auto_class._model_mapping:
-        return auto_class.from_config(config, **kwargs)  # transformers' refusal, or the code that a checkpoint brings
-    theirs = _get_model_class(config, auto_class._model_mapping)
-    return _generated(theirs, config, Path(beside))._from_config(config, **kwargs)
+    if type(config) in auto_class._model_mapping:
+        theirs = _get_model_class(config, auto_class._model_mapping)
+        module, name = theirs.__module__, theirs.__name__
+    elif brought := getattr(config, "auto_map", {}).get(auto_class.__name__):  # "owner/repository--modeling_x.XModel"
+        module, _, name = brought.rpartition("--")[2].rpartition(".")
+        kwargs.pop("trust_remote_code", None)  # that code is not run
+    else:
+        return auto_class.from_config(config, **kwargs)  # transformers' own refusal: it knows no such model
+    file = module.rpartition(".")[2].removeprefix("modeling_")
+    return _generated(name, file, config, Path(beside))._from_config(config, **kwargs)
 
 
-def _generated(theirs: type, config: PreTrainedConfig, beside: Path) -> type[PreTrainedModel]:
-    """The generated class of that name and config."""
-    file = theirs.__module__.rpartition(".")[2].removeprefix("modeling_")
+def _generated(name: str, file: str, config: PreTrainedConfig, beside: Path) -> type[PreTrainedModel]:
+    """The generated class of that name, in the folder of its file or of its model type."""
     roots = dict.fromkeys((beside.parent.parent, *project.generated_folders(), registry.installed_directory()))
     for folder in (root / name for root in roots for name in dict.fromkeys((file, config.model_type))):
         model = registry.read_model(folder) if (folder / "provenance.json").is_file() else None
-        if model is not None and theirs.__name__ in model.classes:
-            return getattr(model.load(), theirs.__name__)
+        if model is not None and name in model.classes:
+            return getattr(model.load(), name)
+    known = type(config).__module__.startswith("transformers.")
+    command = f"patchgen generate {file}" if known else f"patchgen generate --source modeling_{file}.py"
     raise UnknownPartError(
-        f"{beside.name} builds a language model of type '{config.model_type}' ({theirs.__name__}), of which there is no "
+        f"{beside.name} builds a language model of type '{config.model_type}' ({name}), of which there is no "
         f"generated file in {', '.join(map(str, roots))}; upstream's class has no fused operations, no slices of the sequence "
-        f"and no expert parallelism. Generate it: patchgen generate {file} --output {beside.parent.parent}"
+        f"and no expert parallelism. Generate it: {command} --output {beside.parent.parent}"
     )
 
 

@@ -160,6 +160,12 @@ def _memory(tensor: Tensor) -> int:
     return local.untyped_storage().data_ptr()
 
 
+def is_own(function: Callable) -> bool:
+    """Whether `apply` made it: it remembers what its first run found, or computes nothing again."""
+    made = function.keywords.get("context_fn") if isinstance(function, partial) else None
+    return function is _in_host_memory or getattr(made, "func", None) is contexts
+
+
 def hide_hooks(module: nn.Module) -> None:
     """Runs the hooks of a module inside a layer, FSDP2's on the experts, unseen by selective checkpointing.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlavaForConditionalGeneration
+from transformers import LlamaConfig, LlavaForConditionalGeneration
 
 from patchgen import pipeline, provenance, upstream
 from patchgen.runtime import compatibility, project, registry
@@ -130,3 +131,23 @@ def test_a_proof_is_of_the_parts_too(folder, tmp_path):
     part.write_text(part.read_text() + "\n")
     assert compatibility.digest(head) != before
     assert compatibility.digest(folder / head.name) == before  # the installation's serves where none stands beside
+
+
+def test_a_part_whose_code_a_checkpoint_brings_is_refused_or_its_generated_class(folder, tmp_path):
+    """A language model of a config with `auto_map`: never the checkpoint's own class, which nothing was woven into."""
+
+    class Brought(LlamaConfig):
+        model_type = "brought"
+
+    Brought.__module__ = "configuration_brought"
+    config = small_config("llava").config
+    fields = small_config("llama").config.to_dict()
+    config.text_config = Brought(**{name: value for name, value in fields.items() if name != "model_type"})
+    config.text_config.auto_map = {"AutoModel": "someone/brought--modeling_brought.LlamaModel"}
+    with pytest.raises(UnknownPartError, match="patchgen generate --source modeling_brought.py"):
+        build_model(head_in(folder), config)
+    root = tmp_path / "generated"
+    for name, source in (("llava", folder), ("brought", registry.find_model("llama").file.parent)):
+        shutil.copytree(source, root / name)
+    built = build_model(head_in(root / "llava"), config).model.language_model
+    assert Path(sys.modules[type(built).__module__].__file__).parent == root / "brought"
