@@ -42,7 +42,8 @@ from torch import Tensor, nn
 
 from patchgen.kernels import choices
 from patchgen.runtime import model_calls, parallel, whole_attention
-from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents, of_dtype
+from patchgen.runtime.attention_backends import BACKENDS, Backend
+from patchgen.runtime.attention_calls import FEATURES, Attention, Documents, of_dtype
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
 from patchgen.runtime.parallel import sequence
