@@ -30,7 +30,7 @@ from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
 from patchgen.runtime.verify.media import AUDIO
-from patchgen.runtime.verify.multimodal_inputs import Sample
+from patchgen.runtime.verify.media_samples import Sample
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.yardstick import NotApplicable, Subject, Yardstick, find, state_of, yardstick
 

@@ -21,8 +21,9 @@ from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
+from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
+from patchgen.runtime.verify.multimodal_inputs import REFUSALS, takes_media
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import choices_of, on_cpu
