@@ -36,6 +36,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +127,7 @@ def accept_names() -> None:
         self.register_forward_pre_hook(whole_attention.prepare)
         return _with_own_class(type(self), attn_implementation)
 
-    check.knows_patchgen = True
+    vars(check)["knows_patchgen"] = True
     PreTrainedModel._check_and_adjust_attn_implementation = check
 
 
@@ -253,17 +254,17 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if request.is_cross or more or "sinks of each token" in request.asks_for:
             _require_whole(request, size, more, where)
         asked = tuple(dict.fromkeys((*request.asks_for, *(("overlays",) if more else ()))))
-        used = backend
         for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
             recorded.setdefault(module, set()).add(asked)
         needed = asked + of_dtype(q.dtype)
         if _RECORDINGS:
             used = BACKENDS["patchgen_eager"]
-        elif used is None:
+        elif backend is None:
             taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
             used = BACKENDS[taken]
             choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
         else:
+            used = backend
             require_features(name, needed, where, q.device.type)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
@@ -275,7 +276,7 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if request.documents is not None and (size > 1 or told_here):
             tokens = q.shape[0] * q.shape[1] * size
             require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
-        if size == 1:
+        if state is None or size == 1:
             return used.function(q, k, v, request).contiguous(), None
         if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
@@ -322,7 +323,7 @@ def _structure(
     max_length: int | Tensor | None,
     *,
     where: str,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The `window`, `documents`, `padding` and `overlay` of a call; the overlay is drawn when all else is known."""
     if mask is not None and not isinstance(mask, MaskStructure):
         documents = _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None
@@ -340,7 +341,7 @@ def _structure(
     return {"window": window, "documents": documents, "padding": mask.padding}
 
 
-def _overlay(mask: object, bounds: Tensor | None, q: Tensor, size: int, where: str, *, as_blocks: bool) -> object:
+def _overlay(mask: Any, bounds: Tensor | None, q: Tensor, size: int, where: str, *, as_blocks: bool) -> object:
     """Upstream's own mask within the documents, in the form that a backend takes."""
     if isinstance(mask, MaskStructure):
         return mask.blocks(bounds) if as_blocks else mask.dense(bounds)
@@ -397,7 +398,9 @@ def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, wh
     if causal and documents.bounds.is_cuda:
         if tokens not in _asserted(documents.bounds):
             _asserted(documents.bounds).add(tokens)
-            torch._assert_async(documents.bounds[-1] == tokens, "cu_seq_lens_q must span the whole sequence")
+            torch.ops.aten._assert_async.msg(
+                documents.bounds[-1] == tokens, "cu_seq_lens_q must span the whole sequence"
+            )
         return
     if _total(documents.bounds) != tokens:
         told = f"{where} was handed lengths of {_total(documents.bounds)} tokens for a gathered sequence of {tokens}: "

@@ -12,6 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -114,9 +115,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     on_gpu = q.device.type == "cuda"
     if on_gpu and not _COMPILED_FLEX:
         _COMPILED_FLEX.append(torch.compile(flex_attention))
-    cap, mask, bias = attention.softcap, attention.overlay, None
+    cap, bias = attention.softcap, None
+    mask: Any = attention.overlay
     if mask is None:
-        mask = _block_mask(attention, *q.shape[:2], q.device)
+        mask = _block_mask(attention, q.shape[0], q.shape[1], q.device)
     elif isinstance(mask, Tensor):
         mask, bias = (_blocks_of(mask), None) if mask.dtype == torch.bool else (None, mask)
 
@@ -125,7 +127,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + bias[(*_at(bias, batch, head), query, key)]
 
-    out = (_COMPILED_FLEX[0] if on_gpu else flex_attention)(
+    compute: Callable[..., Any] = _COMPILED_FLEX[0] if on_gpu else flex_attention
+    out = compute(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -207,7 +210,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
 
     # Later releases of torch want grouped heads announced; earlier ones take them as they are.
     grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    announced = {"enable_gqa": True} if grouped else {}
+    announced: dict[str, Any] = {"enable_gqa": True} if grouped else {}
 
     def call(q_TND, k_TND, v_TND, documents):
         return varlen_attn(
@@ -226,75 +229,48 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
     return _flattened(call, q, k, v, attention, pad_values=True)
 
 
-def flash_2(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func`."""
-    from flash_attn import flash_attn_varlen_func
+def _flash(kernel: Callable[..., Any], attention: Attention, **more: Any) -> Callable[..., Tensor]:
+    """A varlen kernel of flash-attn, 2 to 4, called for `attention`."""
 
     def call(q_TND, k_TND, v_TND, documents):
-        return flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            documents.bounds,
-            documents.bounds,
-            documents.longest,
-            documents.longest,
-            dropout_p=attention.dropout,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=_window(attention),
-            softcap=attention.softcap or 0.0,
-        )
+        asked = {
+            "cu_seqlens_q": documents.bounds,
+            "cu_seqlens_k": documents.bounds,
+            "max_seqlen_q": documents.longest,
+            "max_seqlen_k": documents.longest,
+            "softmax_scale": attention.scaling,
+            "causal": attention.causal,
+            "window_size": _window(attention),
+            "softcap": attention.softcap or 0.0,
+        }
+        out = kernel(q_TND, k_TND, v_TND, **asked | more)
+        return out[0] if isinstance(out, tuple) else out
 
+    return call
+
+
+def flash_2(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flash_attn.flash_attn_varlen_func`."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
+
+    call = _flash(flash_attn_varlen_func, attention, dropout_p=attention.dropout)
     return _flattened(call, q, k, v, attention, pad_values=True)
 
 
 def flash_3(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """`flash_attn_interface.flash_attn_varlen_func` (Hopper)."""
-    from flash_attn_interface import flash_attn_varlen_func
+    from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
 
-    def call(q_TND, k_TND, v_TND, documents):
-        out = flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            documents.bounds,
-            documents.bounds,
-            documents.longest,
-            documents.longest,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=_window(attention),
-            softcap=attention.softcap or 0.0,
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    return _flattened(call, q, k, v, attention, pad_values=True)
+    return _flattened(_flash(flash_attn_varlen_func, attention), q, k, v, attention, pad_values=True)
 
 
 def flash_4(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """`flash_attn.cute.flash_attn_varlen_func`, called directly: torch's own activation of it fails in torch 2.11."""
-    from flash_attn.cute import flash_attn_varlen_func
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
 
     left, right = _window(attention)
-
-    def call(q_TND, k_TND, v_TND, documents):
-        out = flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            cu_seqlens_q=documents.bounds,
-            cu_seqlens_k=documents.bounds,
-            max_seqlen_q=documents.longest,
-            max_seqlen_k=documents.longest,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=(None if left < 0 else left, None if right < 0 or attention.causal else right),
-            softcap=attention.softcap or 0.0,
-            learnable_sink=attention.sinks,
-        )
-        return out[0] if isinstance(out, tuple) else out
-
+    window = None if left < 0 else left, None if right < 0 or attention.causal else right
+    call = _flash(flash_attn_varlen_func, attention, window_size=window, learnable_sink=attention.sinks)
     # FA4 takes the head sizes of DeepSeek, (192, 128), as they are.
     return _flattened(call, q, k, v, attention, pad_values=(q.shape[-1], v.shape[-1]) != (192, 128))
 

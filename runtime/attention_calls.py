@@ -6,6 +6,7 @@ B rows   S tokens per row   N_q query heads
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ class Attention:
     dropout: float = 0.0
     documents: Documents | None = None
     padding: Tensor | None = None
-    overlay: object | None = None
+    overlay: Any = None
     is_cross: bool = False
 
     @property

@@ -6,7 +6,7 @@ B batch   S sequence of this rank   T tokens (B * S)   H hidden size   E experts
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
@@ -29,7 +29,7 @@ def causal_lm_loss(
     training: bool = True,
     local_terms: tuple[str, ...] = (),
     upcast: bool = False,
-    **kwargs: object,
+    **kwargs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The language-model head and its loss.
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from patchgen.runtime import expert_adapters, parallel, seams
+from patchgen.runtime import expert_adapters, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
@@ -161,12 +161,13 @@ def fused_moe(
         is_interleaved: gate and up alternate (`gate0, up0, gate1, ...`) where they are otherwise one after the other.
         post_expert_norm: applied to each expert's output before the routing weight.
     """
-    if top_k_index is None:
+    if top_k_index is None or top_k_weights is None:
         top_k_index, top_k_weights = _equal_shares(hidden_states, num_experts, activation)
-    if divided_over_ranks():
+    implementation: Callable[..., Tensor]
+    if (state := divided_over_ranks()) is not None:
         from patchgen.runtime.parallel.experts import fused_moe as over_ranks
 
-        implementation = functools.partial(over_ranks, parallel.current())
+        implementation = functools.partial(over_ranks, state)
     else:
         implementation = experts_kernel()
     adapters = expert_adapters.taken_by(gate_up_proj, down_proj)
@@ -218,7 +219,7 @@ def beside_experts(
     Returns:
         A function to be called once, for the result.
     """
-    if divided_over_ranks():
+    if divided_over_ranks() is not None:
         from patchgen.runtime.parallel import overlap
 
         return overlap.announce(shared_experts, *args)

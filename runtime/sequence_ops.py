@@ -26,8 +26,8 @@ def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) ->
     Returns:
         `[..., S]`; without sequence parallelism the argument itself, None included.
     """
-    state = parallel.current()
-    if state is None or state.sp == 1:
+    state = parallel.slicing()
+    if state is None:
         return position_ids
     from patchgen.runtime.parallel.sequence import position_slice
 
@@ -102,8 +102,8 @@ def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
 
 def refuse_slices(mixer: str) -> None:
     """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
-    state = parallel.current()
-    if state is not None and state.sp > 1:
+    state = parallel.slicing()
+    if state is not None:
         from patchgen.runtime.attention_masks import UnsupportedError
 
         raise UnsupportedError(

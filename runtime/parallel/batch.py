@@ -137,7 +137,7 @@ def _require_one_document(position_ids: Tensor) -> None:
         )
 
 
-def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor:
+def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor | None:
     """Position ids of three dimensions in upstream's layout `(rows, B or 1, S)`.
 
     Args:
@@ -148,6 +148,8 @@ def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> T
         ValueError: both are given, or the shape is not what the name says.
     """
     if stacked is None:
+        if position_ids is None:
+            return None
         rows, samples = position_ids.shape[:2]
         if rows in (1, TEXT_ROWS - 1, TEXT_ROWS) and samples in (1, B):
             return position_ids

@@ -225,7 +225,9 @@ class SampleBuilder:
 
     def packed(self, batch: Mapping[str, Any], samples: Sequence[Sample]) -> Case | None:
         """The samples of a batch in one row; None for models without multimodal positions."""
-        source = next((m for m in (self.model, *self.model.children()) if hasattr(m, "compute_3d_position_ids")), None)
+        source: Any = next(
+            (m for m in (self.model, *self.model.children()) if hasattr(m, "compute_3d_position_ids")), None
+        )
         if source is None or batch.get("use_audio_in_video"):
             return None
         wanted = set(inspect.signature(source.compute_3d_position_ids).parameters)

@@ -16,7 +16,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub.errors import StrictDataclassError
 
@@ -117,9 +117,9 @@ def applicable_variants(config_class: type[PreTrainedConfig] | str) -> tuple[str
 
 def _all_fields(config: PreTrainedConfig) -> set[str]:
     names = {field.name for field in _fields(type(config))}
-    for key in type(config).sub_configs:
-        sub_config = vars(config).get(key)
-        if dataclasses.is_dataclass(sub_config):
+    for key in config.sub_configs:
+        sub_config: Any = vars(config).get(key)
+        if sub_config is not None and dataclasses.is_dataclass(type(sub_config)):
             names |= _all_fields(sub_config)
     return names
 
@@ -215,7 +215,7 @@ def shrink(
     return SmallConfig(config, prototype, overrides | sub_overrides, tuple(unclassified))
 
 
-def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, object]) -> PreTrainedConfig:
+def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> PreTrainedConfig:
     try:
         return config_class(**overrides)
     except REFUSALS as error:
@@ -254,7 +254,8 @@ def _sub_configs(config_class: type[PreTrainedConfig]) -> dict[str, tuple[type[P
 
     found = {}
     specs = getattr(config_class, "sub_configs_defaults", {})  # not in older releases
-    for key, sub_class in config_class.sub_configs.items():
+    declared: Any = config_class.sub_configs  # of a class, what transformers' property makes of it
+    for key, sub_class in declared.items():
         given = dict(specs[key].init_kwargs) if key in specs else {}
         if not issubclass(sub_class, PreTrainedConfig):  # AutoConfig: the spec names the default model type
             model_type = specs[key].model_type if key in specs else given.pop("model_type", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.media_sizes import merge_size
 from patchgen.runtime.verify import field_semantics as sizes
@@ -37,7 +37,8 @@ def layers_of(
 ) -> dict[str, object]:
     """The number of layers, and the fields that say what each layer is; `by_layer` is what single layers override."""
     count_name = config_class.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    if type(values.get(count_name)) is not int:
+    num_layers = values.get(count_name)
+    if type(num_layers) is not int:
         return {}
     has_pattern = any(_LAYER_PATTERN.match(name) and type(value) is int for name, value in values.items())
     if "layer_types" in values and not values["layer_types"]:
@@ -48,7 +49,7 @@ def layers_of(
         return {count_name: len(MLP_KINDS), "mlp_layer_types": list(reversed(MLP_KINDS))}
     if values.get("layer_types") and len(set(values["layer_types"])) == 1:
         values = {**values, "layer_types": _with_every_kind(config_class, values)}
-    selection = select_layers(values, values[count_name], min_layers=sizes.LAYERS if has_pattern else 2)
+    selection = select_layers(values, num_layers, min_layers=sizes.LAYERS if has_pattern else 2)
     found: dict[str, object] = {count_name: len(selection.kept)}
     if by_layer:
         found["per_layer_config"] = {
@@ -58,7 +59,8 @@ def layers_of(
             if old in by_layer
         }
     for name, per_layer in selection.overrides.items():
-        found[name] = type(values[name])(small_value(list(per_layer), (name,)))
+        small: Any = small_value(list(per_layer), (name,))
+        found[name] = type(values[name])(small)
     return found
 
 
@@ -113,8 +115,9 @@ def related(own_fields: Mapping, values: Mapping, explicit: Mapping, overrides: 
     parts = {"head_dim", "qk_nope_head_dim", "qk_rope_head_dim"}
     if parts <= own_fields.keys() and values["head_dim"] != values["qk_rope_head_dim"]:
         found["head_dim"] = small["qk_nope_head_dim"] + small["qk_rope_head_dim"]
-    inner = values.get("expand"), values.get("hidden_size"), values.get("num_heads"), values.get("head_dim")
-    if all(type(number) is int for number in inner) and inner[0] * inner[1] == inner[2] * inner[3]:
+    inner = [values.get(name) for name in ("expand", "hidden_size", "num_heads", "head_dim")]
+    factors = [number for number in inner if type(number) is int]
+    if len(factors) == 4 and factors[0] * factors[1] == factors[2] * factors[3]:
         found["num_heads"] = small["expand"] * small["hidden_size"] // small["head_dim"]
     inner, width = (explicit.get(name) for name in ("intermediate_size", "hidden_size"))
     if (

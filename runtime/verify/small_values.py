@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from patchgen.runtime.verify import field_semantics as sizes
 
@@ -82,7 +82,7 @@ def with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
     return {**rope, "mrope_section": fallback}
 
 
-def small_rope(rope: object, overrides: Mapping[str, object], values: Mapping[str, object]) -> dict | None:
+def small_rope(rope: object, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> dict | None:
     """Rotary parameters with sections that fit the small head, None where nothing in them is a size."""
     kinds = overrides.get("layer_types") or values.get("layer_types")
     if rope == {} and kinds:  # per kind of layer, left to the checkpoint
@@ -106,8 +106,9 @@ def split(total: int, shares: list[int]) -> list[int]:
     parts = [max(1, total * share // sum(shares)) for share in shares]
     rest = total - sum(parts)
     first = next((share for share in shares if rest % shares.count(share) == 0), None)
-    for place in [place for place, share in enumerate(shares) if share == first] or [0]:
-        parts[place] += rest // max(shares.count(first), 1)
+    places = [place for place, share in enumerate(shares) if share == first] or [0]
+    for place in places:
+        parts[place] += rest // len(places)
     return parts
 
 

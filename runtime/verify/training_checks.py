@@ -83,7 +83,7 @@ class Comparison:
         self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
         if self.needs_media and self.media:  # rows of text alone are none that it is trained on
             self.text = next(iter(self.media.values()))
-            self.plain = dict(self.text.together)
+            self.plain = dict(self.text.whole_batch())
         self.seams: dict[str, str] = {}
         self.ran_seams: dict[str, str] = {}
         self.positions: Any = None
@@ -170,7 +170,9 @@ class Comparison:
             steps = [one for one in steps if one[0] in self.only]
         for name, media in self.media.items():
             if self.only:
-                steps.append((f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.together)))
+                steps.append(
+                    (f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.whole_batch()))
+                )
                 continue
             packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
             steps.append((f"packed {name}", packed_media))
@@ -181,8 +183,8 @@ class Comparison:
             except Exception as error:
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
             media = self.media.get(name.partition(" ")[2])
-            takes_it = media is not None and self.reference._supports_sdpa and len(self.failures) > before
-            if takes_it and (own := self._beside_sdpa(media)) > TOLERANCE:
+            takes_it = self.reference._supports_sdpa and len(self.failures) > before
+            if takes_it and media is not None and (own := self._beside_sdpa(media)) > TOLERANCE:
                 reason = (
                     f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
                 )

@@ -42,6 +42,12 @@ class Documents:
     """The same as one padded batch, where upstream's own result of a document depends on what else is in the batch: towers
     that pad sounds to the longest."""
 
+    def whole_batch(self) -> Batch:
+        """All documents as one padded batch."""
+        if self.together is None:
+            raise ValueError("These documents are rows of their own: nothing was made of them together.")
+        return self.together
+
     def reference(self) -> list[Batch]:
         """What upstream is handed."""
         return [self.together] if self.together is not None else list(self.rows)

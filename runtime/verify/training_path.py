@@ -39,6 +39,7 @@ from patchgen.runtime.document_rows import LEFT, Separated
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
+from patchgen.runtime.verify.model_pair import config_class_of
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.training_checks import Check, Comparison, told
 
@@ -172,7 +173,7 @@ def choices_of(
 
 @functools.lru_cache(maxsize=8)
 def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
-    config = generated_class.config_class.from_dict(json.loads(config_text))
+    config = config_class_of(generated_class).from_dict(json.loads(config_text))
     small = shrink(config).config
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # a run that asks while it starts has its own
@@ -210,7 +211,8 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
 @contextlib.contextmanager
 def one_rank() -> Iterator[ParallelState]:
     """The parallel state of a run on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield ParallelState.create(ParallelConfig.for_world(1), "cpu")
     finally:
