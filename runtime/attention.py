@@ -238,8 +238,8 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
-        state = parallel.current()
-        size = state.sp if state is not None and not is_replicated(module) else 1
+        state = parallel.slicing() if not is_replicated(module) else None
+        size = state.sp if state is not None else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         request = Attention(
             causal=_is_causal(attention_mask, is_causal, module),
@@ -254,29 +254,16 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if request.is_cross or more or "sinks of each token" in request.asks_for:
             _require_whole(request, size, more, where)
         asked = tuple(dict.fromkeys((*request.asks_for, *(("overlays",) if more else ()))))
-        for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
-            recorded.setdefault(module, set()).add(asked)
-        needed = asked + of_dtype(q.dtype)
-        if _RECORDINGS:
-            used = BACKENDS["patchgen_eager"]
-        elif backend is None:
-            taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
-            used = BACKENDS[taken]
-            choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
-        else:
-            used = backend
-            require_features(name, needed, where, q.device.type)
+        used = _serving(name, backend, asked, module, q, v)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
             form = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not more)
             request = replace(request, overlay=form)
         if more:
             request = replace(request, overlay=cuts(request, q, k, more, attention_mask, module))
-        told_here = request.causal and not torch.compiler.is_compiling()
-        if request.documents is not None and (size > 1 or told_here):
-            tokens = q.shape[0] * q.shape[1] * size
-            require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
-        if state is None or size == 1:
+        if request.documents is not None and (size > 1 or (request.causal and not torch.compiler.is_compiling())):
+            require_whole_lengths(request.documents, len(q) * q.shape[1] * size, causal=request.causal, where=where)
+        if state is None:
             return used.function(q, k, v, request).contiguous(), None
         if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
@@ -284,10 +271,26 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             return used.function(q, k, v, replace(request, sinks=sinks))
 
-        out = sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where)
-        return out.contiguous(), None
+        return sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where).contiguous(), None
 
     return forward
+
+
+def _serving(
+    name: str, backend: Backend | None, asked: tuple[str, ...], module: nn.Module, q: Tensor, v: Tensor
+) -> Backend:
+    """What computes one call: the backend of the name, if it can, or the fastest that can; eager while calls are recorded."""
+    where, needed = type(module).__name__, asked + of_dtype(q.dtype)
+    for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
+        recorded.setdefault(module, set()).add(asked)
+    if _RECORDINGS:
+        return BACKENDS["patchgen_eager"]
+    if backend is None:
+        taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
+        choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
+        return BACKENDS[taken]
+    require_features(name, needed, where, q.device.type)
+    return backend
 
 
 @torch.compiler.assume_constant_result

@@ -40,16 +40,15 @@ def causal_lm_loss(
         loss_function: upstream's, called as `loss_function(logits, labels, vocab_size, **kwargs)`; `aligned_cross_entropy`
             or `shifted_cross_entropy` where the head writes its own out.
         vocab_size: V; None for the last dimension of the logits.
-        training: whether the model is in training mode. In evaluation the logits are what the caller came for.
+        training: of the model. In evaluation the logits are what the caller came for.
         local_terms: what the model adds to the loss that is a number of one rank's tokens, as source.
-        upcast: where there are labels, upstream's logits are in fp32.
+        upcast: with labels, upstream's logits are in fp32.
         kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
 
     Returns:
-        `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits; it serves
-        in training, and where only the loss is read (`parallel.loss.step`, in which the trainer evaluates too). On many
-        ranks the loss is this rank's share: those of all ranks and micro-batches add up to the mean over the global
-        batch. A step with an objective of its own has that one's share instead.
+        `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits; it serves in
+        training, and where only the loss is read (`parallel.loss.step`, evaluation of the trainer too). On many ranks the
+        loss is this rank's share of the mean over the global batch, or of the step's own objective.
 
     Raises:
         ValueError: while a parallel state is live: another loss than transformers' ForCausalLMLoss, or `local_terms` in a

@@ -144,9 +144,7 @@ def fused_moe(
     is_interleaved: bool = False,
     post_expert_norm: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """The experts of one MoE layer: `sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))` with `e = index[t, k]`.
-
-    `[T, H]`, as `hidden_states` and in their dtype.
+    """The experts of one MoE layer, `[T, H]`: `sum_k weight[t, k] * down[e](gate(gate_up[e](x[t])))`, `e = index[t, k]`.
 
     Args:
         top_k_index: `[T, K]`, integers in `[0, num_experts)`; the value `num_experts` marks a slot to be left out. None, and the

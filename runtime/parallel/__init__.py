@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.parallel.config import ParallelConfig, mesh_text
-from patchgen.runtime.parallel.running import Running
+from patchgen.runtime.parallel.live import Running
 
 if TYPE_CHECKING:
     from patchgen.runtime.parallel.state import ParallelState

@@ -114,6 +114,20 @@ def shard_model(
     # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is no saving, and
     # a fused loss may read the head's weight at any time.
     unit(model, reshard_after_forward=False)
+    _set_exchanges(model, state, experts, kept, options)
+    set_prefetch(layers, [*experts, *kept], options.prefetch)
+    setattr(model, HOST_MEMORY, options.cpu_offload)
+    return model
+
+
+def _set_exchanges(
+    model: nn.Module,
+    state: ParallelState,
+    experts: Sequence[nn.Module],
+    kept: Sequence[nn.Module],
+    options: ShardingOptions,
+) -> None:
+    """How the units of a model that was just divided add up their gradients and gather their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -123,9 +137,6 @@ def shard_model(
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
     setattr(model, peer_units.ATTRIBUTE, peer_units.install(model, options.shard_exchange))
-    set_prefetch(layers, [*experts, *kept], options.prefetch)
-    setattr(model, HOST_MEMORY, options.cpu_offload)
-    return model
 
 
 # --------------------------------------------------------------------------------------------- the plan

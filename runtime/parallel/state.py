@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from patchgen.runtime.parallel import peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
-from patchgen.runtime.parallel.running import Running
+from patchgen.runtime.parallel.live import Running
 
 
 @dataclass(frozen=True, eq=False)

@@ -155,46 +155,21 @@ def shrink(
     fields = own_fields(config_class)
     explicit = dict(given) | {name: value for name, value in variant.items() if name in fields}
     if type(declared_value(fields["is_decoder"]) if "is_decoder" in fields else None) is bool:
-        explicit.setdefault(
-            "is_decoder", sub_configs is None
-        )  # the causal form of a class that is an encoder by default
+        # The causal form of a class that is an encoder by default.
+        explicit.setdefault("is_decoder", sub_configs is None)
     if "mlp_only_layers" in fields and not declared_value(fields["mlp_only_layers"]):
         explicit.setdefault("mlp_only_layers", [0])  # a dense layer beside the sparse ones
     if _needs_window(config_class, fields):
         explicit.setdefault("sliding_window", sizes.WINDOW)
-    overrides, sub_overrides, unclassified = {}, {}, []
-    parts: dict[str, SmallConfig] = {}
-    for key, make in (sub_configs if sub_configs is not None else _default_sub_configs(config_class, variant)).items():
-        own_ids = SpecialIds()
-        parts[key] = sub = make(own_ids)
-        special_ids.skip(own_ids)
-        overrides[key] = sub.config
-        sub_overrides[key] = sub.overrides
-        unclassified += [f"{key}.{name}" for name in sub.unclassified]
-    field_relations.relate_parts(parts, modeling_source(config_class))
-    field_relations.distinct_placeholders(parts, special_ids)
+    sub_configs = _default_sub_configs(config_class, variant) if sub_configs is None else sub_configs
+    parts = _parts(config_class, sub_configs, special_ids)
+    overrides: dict[str, Any] = {key: part.config for key, part in parts.items()}
+    unclassified = [f"{key}.{name}" for key, part in parts.items() for name in part.unclassified]
     prototype = _construct(config_class, explicit | overrides)
     values = {name: vars(prototype).get(name) for name in fields}
-    common_names = {own: common for common, own in config_class.attribute_map.items()}
-
-    for name, field in fields.items():
-        if name in overrides:
-            continue
-        declared = explicit.get(name, declared_value(field))
-        names = common_names.get(name, name), name
-        if declared is None and (
-            sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)
-        ):
-            declared = values[name]  # derived by the class, but not from other fields
-        small = small_value(declared, names, special_ids)
-        if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
-            unclassified.append(name)
-        if small != declared or name in explicit:
-            overrides[name] = small
-        elif declared is None and values[name] is None:
-            rule = sizes.rule_for(*names)
-            if rule is not None and rule.meaning in sizes.REQUIRED:
-                overrides[name] = rule.small(sys.maxsize)
+    own, large = _own_values(config_class, explicit, values, set(overrides), special_ids)
+    overrides |= own
+    unclassified += large
     for name in _undeclared_ids(config_class):
         is_placeholder = name in sizes.PLACEHOLDERS  # None: of a checkpoint that takes no such input
         if not hasattr(prototype, name) or (is_placeholder and getattr(prototype, name) is None):
@@ -212,7 +187,56 @@ def shrink(
     if rope is not None:
         overrides["rope_parameters"] = rope
     config = _construct(config_class, overrides)
-    return SmallConfig(config, prototype, overrides | sub_overrides, tuple(unclassified))
+    said = {key: part.overrides for key, part in parts.items()}
+    return SmallConfig(config, prototype, overrides | said, tuple(unclassified))
+
+
+def _own_values(
+    config_class: type[PreTrainedConfig],
+    explicit: Mapping[str, Any],
+    values: Mapping[str, Any],
+    known: set[str],
+    special_ids: SpecialIds,
+) -> tuple[dict[str, Any], list[str]]:
+    """The small values of the fields that are not known yet, and the names of large numbers that no rule knows."""
+    found: dict[str, Any] = {}
+    large = []
+    common_names = {own: common for common, own in config_class.attribute_map.items()}
+    for name, field in own_fields(config_class).items():
+        if name in known:
+            continue
+        declared = explicit.get(name, declared_value(field))
+        names = common_names.get(name, name), name
+        if declared is None and (
+            sizes.is_special_id(name) or isinstance(values[name], dict) or sizes.is_input_width(name)
+        ):
+            declared = values[name]  # derived by the class, but not from other fields
+        small = small_value(declared, names, special_ids)
+        if small is declared and type(declared) is int and declared > 2 * sizes.VOCAB:
+            large.append(name)
+        if small != declared or name in explicit:
+            found[name] = small
+        elif declared is None and values[name] is None:
+            rule = sizes.rule_for(*names)
+            if rule is not None and rule.meaning in sizes.REQUIRED:
+                found[name] = rule.small(sys.maxsize)
+    return found, large
+
+
+def _parts(
+    config_class: type[PreTrainedConfig],
+    sub_configs: Mapping[str, Callable[[SpecialIds], SmallConfig]],
+    special_ids: SpecialIds,
+) -> dict[str, SmallConfig]:
+    """The small sub-configs, with what one says of another; their ids are left out of `special_ids`."""
+    parts: dict[str, SmallConfig] = {}
+    for key, make in sub_configs.items():
+        own_ids = SpecialIds()
+        parts[key] = make(own_ids)
+        special_ids.skip(own_ids)
+    field_relations.relate_parts(parts, modeling_source(config_class))
+    field_relations.distinct_placeholders(parts, special_ids)
+    return parts
 
 
 def _construct(config_class: type[PreTrainedConfig], overrides: Mapping[str, Any]) -> PreTrainedConfig:

@@ -121,29 +121,18 @@ def prove_training_path(
         path, asked = choices_of(path, asked_config or config, named_seams or {})
     except Exception as error:
         own = path.upstream_refusal()
-        whose = (
-            f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
-        )
-        return TrainingPath(named_attention or "", "", failures=(whose,))
+        whose = "upstream's own class fails on a document" if own else "its first step fails"
+        return TrainingPath(named_attention or "", "", failures=(f"{whose}: {told(own or error)}",))
     chosen = named_attention or attention_kinds.choose(asked, config)
     found = TrainingPath(chosen, chosen, path.seams, asked)
     if lacking := attention_kinds.lacking(chosen, asked):
         able = attention_kinds.choose(asked, config)
-        return replace(
-            found,
-            failures=(f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can.",),
-        )
+        failure = f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can."
+        return replace(found, failures=(failure,))
     path.ran_with = on_cpu(chosen, asked, config)
     with one_rank() as state:
         path.state = state
-        path.run()
-        # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
-        if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-            for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
-                apart.run()
-                if not apart.failures:
-                    path = apart
-                    break
+        path = _run(path)
     return replace(
         found,
         ran_with=path.ran_with,
@@ -152,6 +141,18 @@ def prove_training_path(
         left_out=path.left_out,
         separates_documents=path.separates_documents,
     )
+
+
+def _run(path: Comparison) -> Comparison:
+    """All comparisons, packed or, where that fails, with each document in a row of its own; returns which of them holds."""
+    path.run()
+    # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
+    if path.failures and not path.separates_documents and path.mixes_documents_upstream():
+        for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+            apart.run()
+            if not apart.failures:
+                return apart
+    return path
 
 
 def choices_of(
