@@ -64,7 +64,7 @@ def verify_model(
     head = _known(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
-    kind = head_kinds.kind_of(head)
+    config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
@@ -74,9 +74,7 @@ def verify_model(
     refused: dict[str, str] = {}
     for variant in chosen:
         try:
-            small = small_config(
-                upstream_class.config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant
-            )
+            small = small_config(config_class, variant=BASE if variant in (CHECKPOINTING, EVALUATION) else variant)
             head_kinds.prepared(small.config, kind)
         except SmallConfigError as error:
             if variant in (BASE, CHECKPOINTING, EVALUATION):
