@@ -320,7 +320,9 @@ def syncs(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> None:
             with waits() as places:
                 model(**inputs, num_items_in_batch=items, use_cache=False).loss.backward()
         bound = (
-            "" if capacity is None else f", at most {capacity} rows per exchange ({experts.dropped_rows()} left out)"
+            ""
+            if capacity is None
+            else f", at most {capacity} rows per exchange ({experts.dropped_rows(state)} left out)"
         )
         if rank == 0:
             print(f"{name}{bound}: {sum(places.values())} waits in forward and backward", flush=True)

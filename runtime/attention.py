@@ -36,13 +36,15 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from patchgen.kernels import choices
 from patchgen.runtime import model_calls, parallel, whole_attention
-from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention, Backend, Documents, of_dtype
+from patchgen.runtime.attention_backends import BACKENDS, Backend
+from patchgen.runtime.attention_calls import FEATURES, Attention, Documents, of_dtype
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, mask_function
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
 from patchgen.runtime.parallel import sequence
@@ -125,7 +127,7 @@ def accept_names() -> None:
         self.register_forward_pre_hook(whole_attention.prepare)
         return _with_own_class(type(self), attn_implementation)
 
-    check.knows_patchgen = True
+    vars(check)["knows_patchgen"] = True
     PreTrainedModel._check_and_adjust_attn_implementation = check
 
 
@@ -236,8 +238,8 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         **kwargs: object,
     ) -> tuple[Tensor, None]:
         where = type(module).__name__
-        state = parallel.current()
-        size = state.sp if state is not None and not is_replicated(module) else 1
+        state = parallel.slicing() if not is_replicated(module) else None
+        size = state.sp if state is not None else 1
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         request = Attention(
             causal=_is_causal(attention_mask, is_causal, module),
@@ -252,29 +254,16 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         if request.is_cross or more or "sinks of each token" in request.asks_for:
             _require_whole(request, size, more, where)
         asked = tuple(dict.fromkeys((*request.asks_for, *(("overlays",) if more else ()))))
-        used = backend
-        for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
-            recorded.setdefault(module, set()).add(asked)
-        needed = asked + of_dtype(q.dtype)
-        if _RECORDINGS:
-            used = BACKENDS["patchgen_eager"]
-        elif used is None:
-            taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
-            used = BACKENDS[taken]
-            choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
-        else:
-            require_features(name, needed, where, q.device.type)
+        used = _serving(name, backend, asked, module, q, v)
         if request.overlay is not None:
             bounds = request.documents.bounds if request.documents is not None else None
             form = _overlay(attention_mask, bounds, q, size, where, as_blocks=used.takes_blocks and not more)
             request = replace(request, overlay=form)
         if more:
             request = replace(request, overlay=cuts(request, q, k, more, attention_mask, module))
-        told_here = request.causal and not torch.compiler.is_compiling()
-        if request.documents is not None and (size > 1 or told_here):
-            tokens = q.shape[0] * q.shape[1] * size
-            require_whole_lengths(request.documents, tokens, causal=request.causal, where=where)
-        if size == 1:
+        if request.documents is not None and (size > 1 or (request.causal and not torch.compiler.is_compiling())):
+            require_whole_lengths(request.documents, len(q) * q.shape[1] * size, causal=request.causal, where=where)
+        if state is None:
             return used.function(q, k, v, request).contiguous(), None
         if hasattr(request.sinks, "full_tensor"):
             raise ValueError("Attention sinks are still sharded: the attention module must be inside an FSDP2 unit.")
@@ -282,10 +271,26 @@ def attention_function(name: str, backend: Backend | None) -> Callable:
         def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
             return used.function(q, k, v, replace(request, sinks=sinks))
 
-        out = sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where)
-        return out.contiguous(), None
+        return sequence.attend_over_heads(q, k, v, request.sinks, attend, state, where=where).contiguous(), None
 
     return forward
+
+
+def _serving(
+    name: str, backend: Backend | None, asked: tuple[str, ...], module: nn.Module, q: Tensor, v: Tensor
+) -> Backend:
+    """What computes one call: the backend of the name, if it can, or the fastest that can; eager while calls are recorded."""
+    where, needed = type(module).__name__, asked + of_dtype(q.dtype)
+    for recorded in _RECORDINGS:  # of small forms, in fp32: the dtype of a run is not theirs to say
+        recorded.setdefault(module, set()).add(asked)
+    if _RECORDINGS:
+        return BACKENDS["patchgen_eager"]
+    if backend is None:
+        taken = _for_call(needed, q.device.type, max(q.shape[-1], v.shape[-1]))
+        choices.note("attention", f"{taken} in {where}{''.join(f', {feature}' for feature in asked)}", q[:, :, 0])
+        return BACKENDS[taken]
+    require_features(name, needed, where, q.device.type)
+    return backend
 
 
 @torch.compiler.assume_constant_result
@@ -321,7 +326,7 @@ def _structure(
     max_length: int | Tensor | None,
     *,
     where: str,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """The `window`, `documents`, `padding` and `overlay` of a call; the overlay is drawn when all else is known."""
     if mask is not None and not isinstance(mask, MaskStructure):
         documents = _documents(cu_seq_lens, max_length) if cu_seq_lens is not None else None
@@ -339,7 +344,7 @@ def _structure(
     return {"window": window, "documents": documents, "padding": mask.padding}
 
 
-def _overlay(mask: object, bounds: Tensor | None, q: Tensor, size: int, where: str, *, as_blocks: bool) -> object:
+def _overlay(mask: Any, bounds: Tensor | None, q: Tensor, size: int, where: str, *, as_blocks: bool) -> object:
     """Upstream's own mask within the documents, in the form that a backend takes."""
     if isinstance(mask, MaskStructure):
         return mask.blocks(bounds) if as_blocks else mask.dense(bounds)
@@ -396,7 +401,9 @@ def require_whole_lengths(documents: Documents, tokens: int, *, causal: bool, wh
     if causal and documents.bounds.is_cuda:
         if tokens not in _asserted(documents.bounds):
             _asserted(documents.bounds).add(tokens)
-            torch._assert_async(documents.bounds[-1] == tokens, "cu_seq_lens_q must span the whole sequence")
+            torch.ops.aten._assert_async.msg(
+                documents.bounds[-1] == tokens, "cu_seq_lens_q must span the whole sequence"
+            )
         return
     if _total(documents.bounds) != tokens:
         told = f"{where} was handed lengths of {_total(documents.bounds)} tokens for a gathered sequence of {tokens}: "

@@ -1,4 +1,4 @@
-"""Attention over the whole sequence, by backend: pure functions of q, k, v and a description of who sees whom.
+"""Attention over the whole sequence, by backend: pure functions of q, k, v and of who sees whom (`attention_calls.py`).
 
     B rows   S tokens per row   N_q, N_k query and key/value heads   D, D_v head sizes   T = B * S
 
@@ -12,92 +12,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from patchgen.kernels.packages import lacks_package
+from patchgen.runtime.attention_calls import FEATURES, FLOAT32, Attention, dense_mask, masks, rows_as_documents
 from patchgen.runtime.mask_functions import document_of
-from patchgen.runtime.tensor_cache import TensorCache
-
-_OF_CALLS = (
-    "sliding window",
-    "soft cap",
-    "sinks",
-    "dropout",
-    "padding",
-    "overlays",
-    "two sequences",
-    "sinks of each token",
-)
-FLOAT32 = "float32"
-FEATURES = (*_OF_CALLS, FLOAT32)
-"""What a backend may lack: what calls ask for, and numbers of more than 16 bits, which a run asks for (`of_dtype`)."""
-
-
-def of_dtype(dtype: torch.dtype | None) -> tuple[str, ...]:
-    """What computing in a dtype asks of a backend; None: it is not known, and asks nothing."""
-    return (FLOAT32,) if dtype is not None and dtype.itemsize > 2 else ()
-
-
-@dataclass(frozen=True)
-class Documents:
-    """The documents of packed rows: `bounds` `(documents + 1,)` int32 over the T tokens, and the longest one."""
-
-    bounds: Tensor
-    longest: int
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Who sees whom, and how scores become weights.
-
-    Attributes:
-        causal: no token sees a later one.
-        scaling: the factor of the scores.
-        window: None, or the number of tokens a token sees, itself included (on both sides if not causal).
-        softcap: None, or c of `c * tanh(score / c)`.
-        sinks: None, or `(N_q,)`: a logit per head that takes part in the softmax and has no value; or one of each token,
-            `(B, N_q, S, 1)`.
-        dropout: of the weights.
-        documents: None, or the documents that do not see each other.
-        padding: None, or `(B, S)` bool, True for tokens that count.
-        overlay: None, or upstream's own mask (4-D tensor or BlockMask): used instead of all of the above structure.
-        is_cross: queries and keys are of two sequences.
-    """
-
-    causal: bool
-    scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: Tensor | None = None
-    dropout: float = 0.0
-    documents: Documents | None = None
-    padding: Tensor | None = None
-    overlay: object | None = None
-    is_cross: bool = False
-
-    @property
-    def asks_for(self) -> tuple[str, ...]:
-        """The features (of FEATURES) that a backend must have for it, whatever its dtype."""
-        by_token = self.sinks is not None and self.sinks.ndim > 1
-        wanted = (
-            self.window,
-            self.softcap,
-            self.sinks,
-            self.dropout or None,
-            self.padding,
-            self.overlay,
-            self.is_cross or None,
-            by_token or None,
-        )
-        return tuple(feature for feature, value in zip(_OF_CALLS, wanted, strict=True) if value is not None)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether rows are whole: no window, documents, padding or overlay."""
-        return self.window is None and self.documents is None and self.padding is None and self.overlay is None
 
 
 @dataclass(frozen=True)
@@ -125,55 +48,6 @@ class Backend:
     def features_on(self, device_type: str) -> frozenset[str]:
         """What it can do on a kind of device beyond causal and full attention over documents."""
         return self.features | self.gpu_features if device_type == "cuda" else self.features
-
-
-# ------------------------------------------------------------------------------------------------ masks
-
-# bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
-_masks: TensorCache[dict] = TensorCache(lambda _bounds: {})
-
-
-def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:
-    """`(B or 1, 1, S, S)` bool, True where a query (third) sees a key (fourth); None where all see all.
-
-    A padded query sees itself, so that no row of the softmax is empty; nothing reads its output.
-    """
-    if attention.overlay is not None:
-        return attention.overlay
-    if attention.is_plain and not attention.causal:
-        return None
-    key = ("dense", B, S, attention.causal, attention.window)
-    cache = _masks(attention.documents.bounds) if attention.documents is not None else {}
-    if key not in cache:
-        cache[key] = visible(attention, B, S, device)
-    mask = cache[key]
-    if attention.padding is not None:
-        itself = torch.eye(S, dtype=torch.bool, device=device)
-        mask = (mask & attention.padding[:, None, None, :]) | itself
-    return mask
-
-
-def visible(attention: Attention, B: int, S: int, device: torch.device) -> Tensor:
-    """The mask from order, window and documents, `(B or 1, 1, S, S)` bool."""
-    index = torch.arange(S, device=device)
-    distance = index[:, None] - index[None, :]
-    seen = torch.ones(S, S, dtype=torch.bool, device=device)
-    if attention.causal:
-        seen &= distance >= 0
-    if attention.window is not None:
-        seen &= distance.abs() < attention.window
-    if attention.documents is None:
-        return seen[None, None]
-    document = document_of(attention.documents.bounds, B, S)
-    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
-
-
-def rows_as_documents(B: int, S: int, device: torch.device) -> Documents:
-    """Rows that are not packed, as documents of the same length."""
-    return Documents(torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=device), S)
-
-
-# ---------------------------------------------------------------------------------------------- backends
 
 
 def repeat_heads(states: Tensor, N_q: int) -> Tensor:
@@ -241,9 +115,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     on_gpu = q.device.type == "cuda"
     if on_gpu and not _COMPILED_FLEX:
         _COMPILED_FLEX.append(torch.compile(flex_attention))
-    cap, mask, bias = attention.softcap, attention.overlay, None
+    cap, bias = attention.softcap, None
+    mask: Any = attention.overlay
     if mask is None:
-        mask = _block_mask(attention, *q.shape[:2], q.device)
+        mask = _block_mask(attention, q.shape[0], q.shape[1], q.device)
     elif isinstance(mask, Tensor):
         mask, bias = (_blocks_of(mask), None) if mask.dtype == torch.bool else (None, mask)
 
@@ -252,7 +127,8 @@ def flex(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
             score = cap * torch.tanh(score / cap)
         return score if bias is None else score + bias[(*_at(bias, batch, head), query, key)]
 
-    out = (_COMPILED_FLEX[0] if on_gpu else flex_attention)(
+    compute: Callable[..., Any] = _COMPILED_FLEX[0] if on_gpu else flex_attention
+    out = compute(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
@@ -292,7 +168,7 @@ def _block_mask(attention: Attention, B: int, S: int, device: torch.device):
     documents, padding, window = attention.documents, attention.padding, attention.window
     if documents is None and padding is None and window is None and not attention.causal:
         return None
-    cache = _masks(documents.bounds) if documents is not None and padding is None else {}
+    cache = masks(documents.bounds) if documents is not None and padding is None else {}
     key = ("block", B, S, attention.causal, window)
     if key not in cache:
         document = document_of(documents.bounds, B, S) if documents is not None else None
@@ -334,7 +210,7 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
 
     # Later releases of torch want grouped heads announced; earlier ones take them as they are.
     grouped = k.shape[2] != q.shape[2] and "enable_gqa" in inspect.signature(varlen_attn).parameters
-    announced = {"enable_gqa": True} if grouped else {}
+    announced: dict[str, Any] = {"enable_gqa": True} if grouped else {}
 
     def call(q_TND, k_TND, v_TND, documents):
         return varlen_attn(
@@ -353,75 +229,48 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tenso
     return _flattened(call, q, k, v, attention, pad_values=True)
 
 
-def flash_2(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func`."""
-    from flash_attn import flash_attn_varlen_func
+def _flash(kernel: Callable[..., Any], attention: Attention, **more: Any) -> Callable[..., Tensor]:
+    """A varlen kernel of flash-attn, 2 to 4, called for `attention`."""
 
     def call(q_TND, k_TND, v_TND, documents):
-        return flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            documents.bounds,
-            documents.bounds,
-            documents.longest,
-            documents.longest,
-            dropout_p=attention.dropout,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=_window(attention),
-            softcap=attention.softcap or 0.0,
-        )
+        asked = {
+            "cu_seqlens_q": documents.bounds,
+            "cu_seqlens_k": documents.bounds,
+            "max_seqlen_q": documents.longest,
+            "max_seqlen_k": documents.longest,
+            "softmax_scale": attention.scaling,
+            "causal": attention.causal,
+            "window_size": _window(attention),
+            "softcap": attention.softcap or 0.0,
+        }
+        out = kernel(q_TND, k_TND, v_TND, **asked | more)
+        return out[0] if isinstance(out, tuple) else out
 
+    return call
+
+
+def flash_2(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
+    """`flash_attn.flash_attn_varlen_func`."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
+
+    call = _flash(flash_attn_varlen_func, attention, dropout_p=attention.dropout)
     return _flattened(call, q, k, v, attention, pad_values=True)
 
 
 def flash_3(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """`flash_attn_interface.flash_attn_varlen_func` (Hopper)."""
-    from flash_attn_interface import flash_attn_varlen_func
+    from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
 
-    def call(q_TND, k_TND, v_TND, documents):
-        out = flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            documents.bounds,
-            documents.bounds,
-            documents.longest,
-            documents.longest,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=_window(attention),
-            softcap=attention.softcap or 0.0,
-        )
-        return out[0] if isinstance(out, tuple) else out
-
-    return _flattened(call, q, k, v, attention, pad_values=True)
+    return _flattened(_flash(flash_attn_varlen_func, attention), q, k, v, attention, pad_values=True)
 
 
 def flash_4(q: Tensor, k: Tensor, v: Tensor, attention: Attention) -> Tensor:
     """`flash_attn.cute.flash_attn_varlen_func`, called directly: torch's own activation of it fails in torch 2.11."""
-    from flash_attn.cute import flash_attn_varlen_func
+    from flash_attn.cute import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]  # of one's own
 
     left, right = _window(attention)
-
-    def call(q_TND, k_TND, v_TND, documents):
-        out = flash_attn_varlen_func(
-            q_TND,
-            k_TND,
-            v_TND,
-            cu_seqlens_q=documents.bounds,
-            cu_seqlens_k=documents.bounds,
-            max_seqlen_q=documents.longest,
-            max_seqlen_k=documents.longest,
-            softmax_scale=attention.scaling,
-            causal=attention.causal,
-            window_size=(None if left < 0 else left, None if right < 0 or attention.causal else right),
-            softcap=attention.softcap or 0.0,
-            learnable_sink=attention.sinks,
-        )
-        return out[0] if isinstance(out, tuple) else out
-
+    window = None if left < 0 else left, None if right < 0 or attention.causal else right
+    call = _flash(flash_attn_varlen_func, attention, window_size=window, learnable_sink=attention.sinks)
     # FA4 takes the head sizes of DeepSeek, (192, 128), as they are.
     return _flattened(call, q, k, v, attention, pad_values=(q.shape[-1], v.shape[-1]) != (192, 128))
 

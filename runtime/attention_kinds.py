@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -79,8 +79,9 @@ def config_read_by(module: nn.Module, config: PreTrainedConfig) -> str:
 
 def asked_by(model: nn.Module, recorded: Mapping[nn.Module, Iterable[tuple[str, ...]]]) -> tuple[Kind, ...]:
     """The kinds among the modules whose calls were recorded (`attention.recording`)."""
+    config: Any = model.config
     found = {
-        Kind(layers_of(path, module), config_read_by(module, model.config), asked)
+        Kind(layers_of(path, module), config_read_by(module, config), asked)
         for path, module in model.named_modules()
         for asked in recorded.get(module, ())
     }
@@ -106,7 +107,7 @@ def choose(kinds: Iterable[Kind], config: PreTrainedConfig, *, device_type: str 
 
 def named_in(config: PreTrainedConfig) -> Names:
     """What the configs of a model name as it stands."""
-    return _joined({path: one._attn_implementation for path, one in configs_of(config)})
+    return _joined({path: str(one._attn_implementation) for path, one in configs_of(config)})
 
 
 def _joined(each: Mapping[str, str]) -> Names:

@@ -26,6 +26,7 @@ from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.media import inside_whole
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.tensor_cache import TensorCache
+from patchgen.runtime.uncompiled import uncompiled
 
 _ALL = {"bidirectional_mask_function"}
 _PLAIN = {"causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay"}
@@ -150,7 +151,7 @@ class MaskStructure:
 
     # -------------------------------------------------------------------------------- what all others take it for
 
-    @torch.compiler.disable
+    @uncompiled
     def tensor(self, dtype: torch.dtype | None = None) -> Tensor:
         """Upstream's eager mask, `(B, 1, S, S)` in `dtype`: 0 where a query sees a key, else the lowest number.
 
@@ -219,8 +220,8 @@ class MaskStructure:
         """The function on the tensor, in the dtype of the scores that it meets: the lowest number fits no smaller one."""
         leaves = tree_leaves((args, kwargs))
         dtype = next((a.dtype for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
-        args, kwargs = tree_map(lambda a: a.tensor(dtype) if isinstance(a, cls) else a, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        drawn = tree_map(lambda a: a.tensor(dtype) if isinstance(a, cls) else a, (args, kwargs or {}))
+        return func(*drawn[0], **drawn[1])
 
 
 def _operation(call: Callable, *, swapped: bool = False) -> Callable:

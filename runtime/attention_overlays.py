@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from patchgen.runtime.attention_backends import Attention, dense_mask
+from patchgen.runtime.attention_calls import Attention, dense_mask
 from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError
 from patchgen.runtime.mask_functions import document_of
 

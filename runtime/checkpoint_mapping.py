@@ -57,7 +57,7 @@ def initialize_as_upstream(*classes: type[PreTrainedModel]) -> None:
     """
     for one in classes:
         _UPSTREAMS_CODE.add(one.__module__)
-        one.is_custom_code = classmethod(_is_custom_code)
+        setattr(one, "is_custom_code", classmethod(_is_custom_code))  # noqa: B010  # of a type that does not declare it
 
 
 def _is_custom_code(cls: type[PreTrainedModel]) -> bool:
@@ -106,7 +106,9 @@ def _native_conversion(class_name: str) -> list[WeightTransform]:
     return next((mapping for mapping in found if mapping is not None), [])
 
 
-def stacked_experts_conversion(experts: Mapping[str, tuple[str, str, str]]) -> list[WeightConverter]:
+def stacked_experts_conversion(
+    experts: Mapping[str, tuple[str, str, str]],
+) -> list[WeightConverter | WeightRenaming]:
     """The converters of `register_stacked_experts`."""
     converters = []
     for attribute, (gate, up, down) in experts.items():

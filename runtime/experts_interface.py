@@ -16,10 +16,14 @@ experts on one rank, and know no adapters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from patchgen.runtime import expert_adapters, parallel, seams
+
+if TYPE_CHECKING:
+    from patchgen.runtime.parallel.state import ParallelState
 
 SEAM = "fused_moe"
 LEFT_TO_SEAM = (None, "eager", "grouped_mm")
@@ -33,24 +37,25 @@ class SeamExpertsInterface:
         left_to_seam = experts_implementation in LEFT_TO_SEAM and seams.selected()[SEAM] != seams.EAGER
         if left_to_seam or needs_seam():
             return default
+        name: Any = experts_implementation  # transformers says str and takes None, too
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # here, for it loads Triton
 
-        return ALL_EXPERTS_FUNCTIONS.get_interface(experts_implementation, default)
+        return ALL_EXPERTS_FUNCTIONS.get_interface(name, default)
 
 
 experts_interface = SeamExpertsInterface()
 
 
-def divided_over_ranks() -> bool:
-    """Whether expert parallelism is live: this rank holds a part of the experts."""
+def divided_over_ranks() -> ParallelState | None:
+    """The live state of which this rank holds a part of the experts, None without expert parallelism."""
     state = parallel.current()
-    return state is not None and state.ep > 1
+    return state if state is not None and state.ep > 1 else None
 
 
 def needs_seam() -> bool:
     """Whether nothing but the seam can serve the experts that run now, an eager one included: only some of them are on
     this rank, or they have adapters."""
-    return divided_over_ranks() or expert_adapters.are_adding()
+    return divided_over_ranks() is not None or expert_adapters.are_adding()
 
 
 def experts_kernel() -> Callable:
@@ -65,4 +70,4 @@ def experts_kernel() -> Callable:
 def named_instead_of_seam(module: nn.Module) -> str | None:
     """The implementation that this module's config names and that serves it in the place of the seam, if any."""
     named = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    return None if named in LEFT_TO_SEAM or divided_over_ranks() else named
+    return None if named in LEFT_TO_SEAM or divided_over_ranks() is not None else named

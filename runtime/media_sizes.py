@@ -90,7 +90,7 @@ def image_size(vision: PreTrainedConfig) -> tuple[int, int]:
 
 def _image_size(vision: PreTrainedConfig) -> int | Sequence[int] | None:
     """The size of an image by a tower's config, or by that of the first of the towers in it that says one."""
-    parts = (getattr(vision, name, None) for name in type(vision).sub_configs)
+    parts = (getattr(vision, name, None) for name in vision.sub_configs)
     return next((size for one in (vision, *parts) if (size := getattr(one, "image_size", None)) is not None), None)
 
 
@@ -122,6 +122,6 @@ def samples_per_token(config: PreTrainedConfig) -> int:
     raise ValueError(f"{type(config).__name__} does not say how many samples of a sound become one token.")
 
 
-def first_int(config: PreTrainedConfig, *names: str, default: int) -> int:
+def first_int(config: PreTrainedConfig | None, *names: str, default: int) -> int:
     """The first of these fields that the config has as an integer."""
     return next((getattr(config, name) for name in names if type(getattr(config, name, None)) is int), default)

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import media_sizes as layout
 from patchgen.runtime import parallel
+from patchgen.runtime.tensor_cache import TensorCache
 
 # What upstream's classes raise on an input that they do not serve.
 REFUSALS = (
@@ -209,7 +209,8 @@ def _patches(tower: Any, kind: str, parameters: Any, like: Tensor) -> Iterator[d
 
 # --------------------------------------------------------------------------------------------- the one chosen
 
-_CHOSEN = WeakIdKeyDictionary()  # model -> {(method, ranks): (number of the candidate or None, the refusals)}
+# model -> {(method, ranks): (number of the candidate or None, the refusals)}
+_CHOSEN: TensorCache[dict[tuple[str, int], tuple[int | None, str]]] = TensorCache(lambda _model: {})
 
 
 def minimal_inputs(features: Callable[..., Any], *, sp: int, like: Tensor) -> dict[str, Tensor] | None:
@@ -226,7 +227,7 @@ def refusal(features: Callable[..., Any], *, sp: int, like: Tensor) -> str:
 
 
 def _choice(features: Callable[..., Any], sp: int, like: Tensor) -> tuple[int | None, str]:
-    known = _CHOSEN.setdefault(features.__self__, {})
+    known = _CHOSEN(features.__self__)
     key = features.__name__, sp
     if key not in known:
         known[key] = _search(features, sp, like)
@@ -259,7 +260,7 @@ def bare_copy(model: nn.Module, like: Tensor) -> nn.Module:
     Parameters may be sharded or on another device: nothing of them is read but their shape.
     """
     decoder = getattr(model, "language_model", None)
-    made: dict[int, nn.Module] = {id(decoder): decoder}
+    made: dict[int, Any] = {id(decoder): decoder}
 
     def copied(module: nn.Module) -> nn.Module:
         if id(module) in made:

@@ -88,7 +88,7 @@ def documents_of(config: object) -> Tensor | None:
     has its own config and its own rows.
     """
     for call in reversed(_RUNNING.calls):
-        own = call.module.config
+        own: Any = call.module.config
         if call.cu_seq_lens is not None and (config is own or config is own.get_text_config(decoder=True)):
             return call.cu_seq_lens
     return None
@@ -154,7 +154,7 @@ def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
             return None
         return search(position_ids)
 
-    find.knows_patchgen = True
+    vars(find)["knows_patchgen"] = True
     return find
 
 
@@ -234,8 +234,8 @@ class _InItsCalls:
 
 def _require_whole_rows(module: nn.Module) -> None:
     """Of unpacked rows, too: what cannot be told where a document ends goes on over the bounds of slices as well."""
-    state = parallel.current()
-    if state is not None and state.sp > 1:
+    state = parallel.slicing()
+    if state is not None:
         name = type(module).__name__.removeprefix("FSDP")
         raise ValueError(
             f"{name} computes each document in a row of its own, and this rank holds a slice of the rows (sp={state.sp}). "
@@ -248,7 +248,10 @@ def _rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> Documen
         raise ValueError(
             f"{type(module).__name__} got both {BOUNDS} and a padding mask: a packed batch has no padding."
         )
-    return DocumentRows.of(given[BOUNDS], *_tokens(given).shape[:2], is_left=is_left)
+    tokens = _tokens(given)
+    if tokens is None:
+        raise ValueError(f"{type(module).__name__} got {BOUNDS} without input_ids or inputs_embeds.")
+    return DocumentRows.of(given[BOUNDS], tokens.shape[0], tokens.shape[1], is_left=is_left)
 
 
 @cache

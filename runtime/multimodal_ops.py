@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from patchgen.runtime import parallel
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from patchgen.runtime.parallel.media import TowerRows
 
@@ -22,15 +22,14 @@ if TYPE_CHECKING:
 
 def is_sliced() -> bool:
     """Whether this process holds a slice of the sequence: what spans a sequence cannot be checked here."""
-    state = parallel.current()
-    return state is not None and state.sp > 1
+    return parallel.slicing() is not None
 
 
 def require_whole_sequence(what: str) -> None:
     """Raises where this process holds a slice of the sequence, from which `what` cannot be computed."""
-    if is_sliced():
+    if (state := parallel.slicing()) is not None:
         raise ValueError(
-            f"{what} cannot be computed from a slice of the sequence (sp={parallel.current().sp}). Compute them for "
+            f"{what} cannot be computed from a slice of the sequence (sp={state.sp}). Compute them for "
             "the whole sequence in the data pipeline and hand over this rank's slice "
             "(runtime.parallel.batch.slice_batch cuts it)."
         )
@@ -49,11 +48,12 @@ def local_features(features: Tensor, mask: Tensor) -> Tensor:
     Raises:
         ValueError: the placeholders of all ranks are not as many as the features.
     """
-    if not is_sliced():
+    state = parallel.slicing()
+    if state is None:
         return features
     from patchgen.runtime.parallel import media
 
-    return media.local_features(features, mask, parallel.current())
+    return media.local_features(features, mask, state)
 
 
 def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
@@ -66,11 +66,12 @@ def local_levels(levels: Sequence[object], mask: Tensor) -> Sequence[object]:
     Returns:
         A list with a tuple of one tensor `[F_local, H]` per level; without sequence parallelism the argument itself.
     """
-    if not is_sliced():
+    state = parallel.slicing()
+    if state is None:
         return levels
     from patchgen.runtime.parallel import media
 
-    return media.local_levels(levels, mask, parallel.current())
+    return media.local_levels(levels, mask, state)
 
 
 def mark_replicated(*modules: object) -> None:
@@ -80,7 +81,7 @@ def mark_replicated(*modules: object) -> None:
     media.mark_replicated(modules)
 
 
-def tower_rows(layers: object, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
+def tower_rows(layers: nn.Module, hidden_states: Tensor, *, group: int = 1) -> TowerRows:
     """How the rows of a tower are divided over the ranks that share a sequence; all methods of it change nothing in one
     process, and where the heads of the layers do not divide by the ranks: the tower is then computed whole.
 

@@ -9,6 +9,7 @@ serves every head that builds it. It is looked for beside the head's own folder,
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,8 +104,8 @@ def part_files(head: type[PreTrainedModel], config: PreTrainedConfig) -> list[Pa
     Raises:
         UnknownPartError: a part has none.
     """
-    if not registry.read_model(Path(sys.modules[head.__module__].__file__).parent).parts:
+    if not registry.read_model(Path(inspect.getfile(head)).parent).parts:
         return []
     with torch.device("meta"):
         model = head._from_config(copy.deepcopy(config))
-    return list(dict.fromkeys(Path(file.__file__) for _, _, file in parts_of(model)))
+    return list(dict.fromkeys(Path(inspect.getfile(file)) for _, _, file in parts_of(model)))

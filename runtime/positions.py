@@ -54,8 +54,8 @@ class PositionIds:
 
     def __reduce__(self) -> tuple[Callable[..., PositionIds], tuple]:
         """By the file of the class as well as its name: a generated folder is no package that a worker finds by name."""
-        module = sys.modules[self.model_class.__module__]
-        file = str(Path(module.__file__).resolve()) if getattr(module, "__file__", None) else None
+        said = getattr(sys.modules[self.model_class.__module__], "__file__", None)
+        file = str(Path(said).resolve()) if said else None
         where = (self.model_class.__module__, self.model_class.__qualname__, file)
         return _restored, (*where, self.config, dict(self.attributes))
 
@@ -79,7 +79,7 @@ class PositionIds:
             given.setdefault("audio_feature_lengths", given["feature_attention_mask"].sum(-1))
         given.setdefault("mm_token_type_ids", self._token_types(input_ids.reshape(1, -1)))
         given.setdefault("attention_mask", torch.ones_like(ids))
-        rope_index = self._detached().get_rope_index
+        rope_index: Any = self._detached().get_rope_index
         if "use_audio_in_video" in inspect.signature(rope_index).parameters:
             positions = self._by_sound(rope_index, ids, given)
         else:
@@ -191,8 +191,8 @@ class _Part:
         return self
 
     def after(self, start: int) -> _Part:
-        counts = (self.num_images, self.num_videos, self.num_audios)
-        return _Part(start, first=tuple(a + b for a, b in zip(self.first, counts, strict=True)))
+        images, videos, sounds = self.first
+        return _Part(start, first=(images + self.num_images, videos + self.num_videos, sounds + self.num_audios))
 
 
 def _arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def _read(file: Path, _changed: int, _size: int) -> Project | None:
         raise ValueError(
             f"{file}: {section}takes the texts {', '.join(TEXTS)} and the list of texts {', '.join(LISTS)}, not {said}."
         )
-    return Project(file, **texts, **{name: tuple(value) for name, value in lists.items()})
+    return Project(file, **texts, passes=tuple(lists.get("passes", ())))
 
 
 def _is_texts(value: object) -> bool:

@@ -32,6 +32,7 @@ from patchgen.runtime.compatibility import ReleaseMismatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _LazyAutoMapping
 
 PACKAGE = "patchgen.generated_models"
 AUTO_CLASSES = (
@@ -153,8 +154,8 @@ def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
     What both import from their neighbours is one module, with one set of classes; what was not generated along comes from
     the file's own folder.
     """
-    package = importlib.import_module(generated.__package__)
-    name = f"{generated.__package__}.source_of_{generated.__name__.rpartition('.')[2]}"
+    package = importlib.import_module(generated.__name__.rpartition(".")[0])
+    name = f"{package.__name__}.source_of_{generated.__name__.rpartition('.')[2]}"
     if str(file.parent) not in package.__path__:
         package.__path__.append(str(file.parent))
     return _import_as(name, file)
@@ -163,6 +164,8 @@ def _import_beside(file: Path, generated: ModuleType) -> ModuleType:
 def _import_as(name: str, file: Path) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{file} is no file of Python's, to import it by the name {name}.")
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
@@ -321,7 +324,7 @@ def register_all(directory: Path | None = None) -> tuple[GeneratedModel, ...]:
     return tuple(registered)
 
 
-def _served_configs(class_name: str) -> Iterator[tuple[object, type[PreTrainedConfig]]]:
+def _served_configs(class_name: str) -> Iterator[tuple[_LazyAutoMapping, type[PreTrainedConfig]]]:
     """The auto mappings, with config class, in which upstream has a class of this name."""
     import transformers
     from transformers.models.auto import modeling_auto

@@ -1,4 +1,4 @@
-"""Values that follow from what a tensor holds, computed once: for all layers of a step, not for each.
+"""Values that follow from what a tensor holds, or from a module, computed once: for all layers of a step, not for each.
 
 longest = TensorCache(lambda bounds: int(bounds.diff().max()))
 longest(cu_seq_lens)          # waits for the device the first time
@@ -7,23 +7,23 @@ longest(cu_seq_lens)          # waits for the device the first time
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """`compute(tensor)`, remembered as long as the tensor lives and nobody writes to it."""
+    """`compute(tensor)`, remembered as long as the tensor (or module) lives and nobody writes to it."""
 
-    def __init__(self, compute: Callable[[Tensor], T]) -> None:
+    def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
         self._kept = WeakIdKeyDictionary()
 
-    def __call__(self, tensor: Tensor) -> T:
-        version = None if tensor.is_inference() else tensor._version
+    def __call__(self, tensor: Tensor | nn.Module) -> T:
+        version = tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else None
         kept = self._kept.get(tensor)
         if kept is None or kept[0] != version:
             kept = self._kept[tensor] = (version, self._compute(tensor))

@@ -91,6 +91,5 @@ def _on_slices(forward: Callable, names: tuple[str, ...], *args: Any, **kwargs: 
 def _gathered(slices: Any, dim: int, state: ParallelState) -> Any:
     if isinstance(slices, tuple):
         return tuple(_gathered(one, dim, state) for one in slices)
-    turned, operation = slices.transpose(0, dim), "gather a sequence for its attention"
-    rows = gather_rows(turned, state.sp_group, operation=operation)  # pyright: ignore[reportCallIssue]  # torch's decorator
+    rows = gather_rows(slices.transpose(0, dim), state.sp_group, operation="gather a sequence for its attention")
     return rows.transpose(0, dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,7 +47,7 @@ def shifted_cross_entropy(
     *,
     attention_mask: Tensor | None = None,
     shift_labels: Tensor | None = None,
-    **more: object,
+    **more: Any,
 ) -> Tensor:
     """The cross entropy that heads write out over `logits[..., :-1, :]` and `labels[..., 1:]`.
 

@@ -11,7 +11,8 @@ rest.py                 what a checkpoint holds beside the model that trains
 
 tensor_sources.py       how tensors are made of other tensors, without having them
 layout.py               transformers' own conversions on such tensors
-safetensor_files.py     bytes of safetensors files         writing.py   and files of them
+safetensor_files.py     headers of safetensors files       writing.py   and files of them
+file_reader.py          the bytes behind them
 placement.py            which rank holds which part        staging.py   copies while training goes on
 """
 

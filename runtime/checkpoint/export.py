@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Origin, class_name, disassemble
 from patchgen.runtime.checkpoint.load import finish, tied_groups
 from patchgen.runtime.checkpoint.placement import (
@@ -39,7 +40,6 @@ from patchgen.runtime.checkpoint.placement import (
     world,
 )
 from patchgen.runtime.checkpoint.rest import Passed, Rest, find_rest
-from patchgen.runtime.checkpoint.safetensor_files import FileReader
 from patchgen.runtime.checkpoint.tensor_sources import Box, Moved, Pull, leaf, pull, whole
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, PlannedFile, plan
 

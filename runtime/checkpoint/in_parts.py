@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import saved_tensors, with_rest
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.initialise import initialise
 from patchgen.runtime.checkpoint.load import (
     NUM_THREADS,
@@ -28,7 +29,7 @@ from patchgen.runtime.checkpoint.load import (
 )
 from patchgen.runtime.checkpoint.offline import are_equal
 from patchgen.runtime.checkpoint.rest import Passed
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.tensor_sources import leaves
 
 

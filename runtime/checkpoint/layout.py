@@ -17,9 +17,10 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -38,6 +39,8 @@ from transformers.core_model_loading import (
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.tensor_sources import Moved, UnknownMove, is_turned
+
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 
 PER_EXPERT, STACKED = "per-expert", "stacked"
 LAYOUTS = (PER_EXPERT, STACKED)
@@ -152,7 +155,8 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
             continue
         if name not in pending:
             pending[name] = deepcopy(by_pattern[pattern])
-        pending[name].add_tensor(name, key, pattern, stored[key])
+        part: Any = stored[key]  # in the place of a future: transformers takes either
+        pending[name].add_tensor(name, key, pattern, part)
     for name, converter in pending.items():
         keys = found.sources.pop(name)
         # Stacking counts keys and does not look at their numbers.
@@ -168,7 +172,7 @@ def assemble(model: PreTrainedModel, stored: Mapping[str, Moved]) -> Assembly:
             found.problems.append(f"{name} cannot be made of {_some_keys(keys)}: {reason}{_gaps(keys)}")
             found.sources[name] = keys
             continue
-        for target, tensor in made.items():
+        for target, tensor in cast("dict[str, Any]", made).items():
             found.parameters[target] = tensor[0] if isinstance(tensor, list) else tensor
             found.sources[target] = keys
     for name, tensor in found.parameters.items():
@@ -183,7 +187,7 @@ def _fit(found: Assembly, name: str, tensor: Moved, shape: torch.Size) -> None:
     if tensor.shape == shape:
         return
     if tensor.ndim == 3 and (*tensor.shape[:1], tensor.shape[2], tensor.shape[1]) == shape:
-        found.parameters[name] = tensor.transpose(1, 2)
+        found.parameters[name] = tensor.turned()
         return
     keys = found.sources[name]
     found.problems.append(
@@ -200,10 +204,10 @@ def _turn_squares(found: Assembly, stored: Mapping[str, Moved]) -> None:
         if tensor.ndim == 3 and all(stored[key].ndim == 3 for key in found.sources[name])
     }
     for name in _squares_of_turned(stacks, {name for name, tensor in stacks.items() if is_turned(tensor)}):
-        found.parameters[name] = stacks[name].transpose(1, 2)
+        found.parameters[name] = stacks[name].turned()
 
 
-def _squares_of_turned(stacks: Mapping[str, Moved], turned: Collection[str]) -> list[str]:
+def _squares_of_turned(stacks: Mapping[str, Tensor], turned: Collection[str]) -> list[str]:
     """The square stacks, themselves not turned, of modules in which every stack that is not square was turned."""
     modules: dict[str, list[str]] = {}
     for name in stacks:
@@ -267,8 +271,8 @@ def _merged_experts(converters: Sequence[WeightConverter]) -> list[WeightConvert
 
 
 def disassemble(
-    model: PreTrainedModel, tensors: Mapping[str, Moved], *, layout: str | None, origin: Origin | None
-) -> dict[str, Moved]:
+    model: PreTrainedModel, tensors: Mapping[str, AnyTensor], *, layout: str | None, origin: Origin | None
+) -> dict[str, AnyTensor]:
     """The keys and tensors to write for a model.
 
     Args:
@@ -298,7 +302,7 @@ def disassemble(
     before = getattr(model, "_weight_conversions", None)
     model._weight_conversions = chosen
     try:
-        written = revert_weight_conversion(model, dict(tensors))
+        written: dict[str, Any] = revert_weight_conversion(model, dict(tensors))
     finally:
         if before is None:
             del model._weight_conversions
@@ -345,7 +349,7 @@ def _splits_experts(entry: WeightTransform) -> bool:
     )
 
 
-def _lay_transposed(tensor: Moved, shape: tuple[int, ...] | None) -> bool:
+def _lay_transposed(tensor: Tensor, shape: tuple[int, ...] | None) -> bool:
     """Whether a stack had its last two dimensions exchanged in the original."""
     return (
         shape is not None

@@ -25,9 +25,10 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint import host_memory, initialise
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.file_reader import STAGING, FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name
 from patchgen.runtime.checkpoint.placement import box_of_rank, has_copies, local_tensor, together
-from patchgen.runtime.checkpoint.safetensor_files import STAGING, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_sources import Box, Leaf, Moved, Pull, leaf, leaves, pull
 from patchgen.runtime.parallel import sharding
 

@@ -22,12 +22,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from patchgen.runtime import registry
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import saved_tensors, with_rest
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import finish, keys_of_buffers, require_same_type, stored_leaves, tied_groups
 from patchgen.runtime.checkpoint.model_files import empty_models, generated_folders, on_meta
 from patchgen.runtime.checkpoint.offline import fill, write_folder
 from patchgen.runtime.checkpoint.rest import find_rest
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.tensor_sources import Box, Moved, leaf, leaves, pull, whole
 from patchgen.runtime.checkpoint.writing import MAX_FILE, Output, ReadOutput
 

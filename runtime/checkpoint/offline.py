@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.export import outputs, saved_tensors, with_rest
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import describe
 from patchgen.runtime.checkpoint.layout import Assembly, Origin, assemble, class_name, disassemble
 from patchgen.runtime.checkpoint.load import (
@@ -40,10 +41,11 @@ from patchgen.runtime.checkpoint.manifest import examine, require_content
 from patchgen.runtime.checkpoint.model_files import GENERATION_CONFIG, config_files, empty_models, side_files
 from patchgen.runtime.checkpoint.placement import intersection, within
 from patchgen.runtime.checkpoint.rest import Passed
-from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import INCOMPLETE, INDEX, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.checkpoint.tensor_index import read_index
 from patchgen.runtime.checkpoint.tensor_sources import Box, Moved, box_shape, leaf, leaves, pull, whole
-from patchgen.runtime.checkpoint.train_state import MODEL, Checkpointer
+from patchgen.runtime.checkpoint.train_state import MODEL
 from patchgen.runtime.checkpoint.writing import MAX_FILE, FolderWriter, Output, ReadOutput, plan
 
 CHUNK = 64 << 20
@@ -127,7 +129,7 @@ def export_run(
     folder = find_checkpoint(Path(run), step)
     manifest, _ = examine(folder)
     assert manifest is not None, "`find_checkpoint` finds whole ones"
-    others = [other for other in Checkpointer.reader(folder.parent).complete() if other != manifest.step]
+    others = [other for other in SavedSteps(folder.parent).complete() if other != manifest.step]
     advice = f"--step takes another: {', '.join(map(str, others))}." if others else ""
     require_content(folder, manifest, sorted(manifest.checksums), advice)
     stored = _stored_shards(folder)
@@ -171,7 +173,7 @@ def find_checkpoint(run: Path, step: int | None = None) -> Path:
     known: list[int] = []
     broken: dict[str, str] = {}
     for parent in (run, run / "checkpoints"):
-        checkpointer = Checkpointer.reader(parent)
+        checkpointer = SavedSteps(parent)
         known += checkpointer.complete()
         broken |= checkpointer.broken()
         found = checkpointer.latest() if step is None else step if step in known else None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.tensor_sources import Box, whole
@@ -45,6 +46,8 @@ def box_of_rank(tensor: Tensor, rank: int | None = None) -> Box | None:
     for dimension, placement in cuts:
         if isinstance(placement, Replicate):
             continue
+        if not isinstance(placement, Shard | _StridedShard):
+            raise TypeError(f"{placement} divides a tensor into no boxes.")
         start, stop = box[placement.dim]
         chunk = -(-(stop - start) // mesh.size(dimension))  # as torch.chunk: the last ones may be short or empty
         first = min(start + place[dimension] * chunk, stop)
@@ -94,7 +97,7 @@ def together(work: Callable[[], Result], what: str, group: dist.ProcessGroup | N
         told = (text, caught.problems if is_told and caught.problems else (text,))
     ranks = all_gather(told, group)
     if not any(text for text, _ in ranks):
-        return result
+        return cast(Result, result)  # this rank's work came to its end
     if isinstance(error, CheckpointError) and all(text == told[0] for text, _ in ranks):
         raise error
     where = [
@@ -121,4 +124,7 @@ def within(tensor: Tensor, outer: Box, inner: Box) -> Tensor:
 
 def part_of_rank(tensor: Tensor, like: DTensor) -> Tensor:
     """The part of a whole tensor, of the shape of `like`, that this rank holds of `like`; this rank is on its mesh."""
-    return within(tensor, whole(tensor.shape), box_of_rank(like))
+    box = box_of_rank(like)
+    if box is None:
+        raise ValueError(f"This rank holds nothing of a tensor on {like.device_mesh}.")
+    return within(tensor, whole(tensor.shape), box)

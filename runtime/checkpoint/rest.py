@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.layout import Origin, assemble, class_name, pattern_of
 from patchgen.runtime.checkpoint.load import DERIVED, stored_leaves, unexpected_by_upstream
 from patchgen.runtime.checkpoint.model_files import config_files, names_that_loading_opens, read_config, side_files
-from patchgen.runtime.checkpoint.safetensor_files import CONFIG, FileReader, StoredTensor, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, StoredTensor, read_folder
 from patchgen.runtime.checkpoint.tensor_sources import Moved, leaf, whole
 from patchgen.runtime.checkpoint.writing import ReadOutput
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -65,6 +66,9 @@ class _Reshape:
     parent: Moved
 
 
+_Origin: TypeAlias = "Leaf | _Cat | _Slice | _Permute | _Reshape"
+
+
 class UnknownMove(NotImplementedError):
     """An operation that does more than move elements."""
 
@@ -72,16 +76,22 @@ class UnknownMove(NotImplementedError):
 class Moved(Tensor):
     """A tensor of known shape and dtype, without elements; `origin` says how it is made."""
 
-    origin: object
+    origin: _Origin
     shadow: Tensor
 
     @staticmethod
-    def __new__(cls, shadow: Tensor, origin: object) -> Moved:
+    def __new__(cls, shadow: Tensor, origin: _Origin) -> Moved:
         moved = torch.Tensor._make_wrapper_subclass(
             cls, shadow.shape, strides=shadow.stride(), dtype=shadow.dtype, device=shadow.device
         )
         moved.shadow, moved.origin = shadow, origin
         return moved
+
+    def turned(self) -> Moved:
+        """It with its last two dimensions of three exchanged."""
+        turned = self.transpose(1, 2)
+        assert isinstance(turned, Moved), "what `__torch_dispatch__` makes of one"
+        return turned
 
     def __repr__(self, *, tensor_contents=None) -> str:
         return f"Moved({list(self.shape)}, {self.dtype}, {type(self.origin).__name__})"
@@ -100,7 +110,7 @@ def leaf(name: str, shape: Sequence[int], dtype: torch.dtype, source: object) ->
     return Moved(torch.empty(tuple(shape), dtype=dtype, device="meta"), Leaf(name, source))
 
 
-def _shadows(tree: object) -> object:
+def _shadows(tree: Any) -> Any:
     return tree_map_only(Moved, lambda moved: moved.shadow, tree)
 
 

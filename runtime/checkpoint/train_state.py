@@ -19,12 +19,12 @@ On disk, below the directory:
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +53,7 @@ from patchgen.runtime.checkpoint.manifest import (
 )
 from patchgen.runtime.checkpoint.model_files import config_files
 from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
+from patchgen.runtime.checkpoint.saved_steps import SavedSteps, folder_name, step_name
 from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
@@ -71,7 +72,7 @@ TIMEOUT = datetime.timedelta(hours=2)
 """How long ranks wait for the slowest disk."""
 
 
-class Checkpointer:
+class Checkpointer(SavedSteps):
     """Saves and loads the state of a run. Every rank makes one, and every rank calls save, wait and load.
 
     Attributes:
@@ -82,7 +83,8 @@ class Checkpointer:
     def __init__(self, directory: str | Path, *, keep: int = 3) -> None:
         if keep < 1:
             raise ValueError(f"Checkpointer.keep must be at least 1, not {keep}.")
-        self.directory, self.keep = Path(directory), keep
+        super().__init__(directory)
+        self.keep = keep
         self._rank, self._world = world()
         # Writing happens in a thread, so its exchanges need a group of their own, and one for host memory.
         group = dist.new_group(backend="gloo", timeout=TIMEOUT) if dist.is_initialized() else None
@@ -93,13 +95,6 @@ class Checkpointer:
         self._staged: Staged | None = None
         self._pending: Future | None = None
         self._hooked: set[int] = set()
-
-    @classmethod
-    def reader(cls, directory: str | Path) -> Checkpointer:
-        """One that only finds checkpoints, on this rank alone."""
-        found = cls.__new__(cls)
-        found.directory, found.keep = Path(directory), 1
-        return found
 
     # ------------------------------------------------------------------------------------------- save
 
@@ -188,7 +183,7 @@ class Checkpointer:
 
     def _write(self, tensors: Mapping[str, Tensor], small: Mapping[str, bytes], manifest: Manifest) -> None:
         """Writes everything, then gives it its name; all ranks fail or none."""
-        partial = self.directory / f".{_folder(manifest.step)}.partial"
+        partial = self.directory / f".{folder_name(manifest.step)}.partial"
         if self._rank == 0:
             self._agree(lambda: self._make_room(partial), manifest.step)
         else:
@@ -221,7 +216,7 @@ class Checkpointer:
     def _make_room(self, partial: Path) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         for replaced in self.directory.glob(".step-*.replaced"):
-            if not (final := self.directory / _step_name(replaced)).exists():
+            if not (final := self.directory / step_name(replaced)).exists():
                 replaced.rename(final)  # a crash came between the two renames of `_commit`
         for leftover in self.directory.glob(".step-*"):
             shutil.rmtree(leftover)
@@ -233,18 +228,18 @@ class Checkpointer:
             name: manifest.checksums[name] if name in manifest.checksums else checksum(partial / name)
             for name in files
         }
-        serial = 1 + max((known.serial for _, known, problem in self._found() if known and not problem), default=0)
+        serial = 1 + max((known.serial for _, known, problem in self.found() if known and not problem), default=0)
         fields = {**vars(manifest), "serial": serial, "files": files, "checksums": sums, "format": FORMAT}
         write_file(partial / MANIFEST, json.dumps(fields, indent=1).encode())
         sync_folder(partial)
-        final = self.directory / _folder(manifest.step)
+        final = self.directory / folder_name(manifest.step)
         if final.exists():  # a run that was resumed before this step saves it again
             final.rename(self.directory / f".{final.name}.replaced")
         partial.rename(final)
         sync_folder(self.directory)
         for old in self.complete()[: -self.keep]:
-            doomed = self.directory / f".{_folder(old)}.old"
-            (self.directory / _folder(old)).rename(doomed)  # it must not look like a damaged one while it goes
+            doomed = self.directory / f".{folder_name(old)}.old"
+            (self.directory / folder_name(old)).rename(doomed)  # it must not look like a damaged one while it goes
             shutil.rmtree(doomed)
         for leftover in self.directory.glob(".step-*.replaced"):
             shutil.rmtree(leftover)
@@ -267,46 +262,6 @@ class Checkpointer:
                 "are as they were:",
                 failed,
             )
-
-    # ------------------------------------------------------------------------------------------- find
-
-    def complete(self) -> list[int]:
-        """The steps of the checkpoints that are whole, in the order in which they were saved."""
-        whole = [(known.serial, known.step) for _, known, problem in self._found() if known and not problem]
-        return [step for _, step in sorted(whole)]
-
-    def broken(self) -> dict[str, str]:
-        """Folders that are no whole checkpoint -> why."""
-        found = {folder.name: problem for folder, _, problem in self._found() if problem}
-        for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
-            found[leftover.name] = "its save did not come to an end"
-        return found
-
-    def latest(self) -> int | None:
-        """The step of the newest whole checkpoint, None if there is none. Broken ones are named in a warning."""
-        broken = self.broken()
-        if broken:
-            listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
-            warnings.warn(f"{self.directory} holds checkpoints that are not whole:\n{listed}", stacklevel=2)
-        complete = self.complete()
-        return complete[-1] if complete else None
-
-    def _found(self) -> Iterator[tuple[Path, Manifest | None, str]]:
-        """Folders, their manifests, and why they are not whole."""
-        folders = sorted(self.directory.glob("step-*")) if self.directory.is_dir() else []
-        folders += [folder for folder in self.directory.glob(".step-*.replaced") if not self._has_final(folder)]
-        for folder in folders:
-            if re.fullmatch(r"step-\d+", _step_name(folder)):
-                yield folder, *examine(folder)
-
-    def _has_final(self, replaced: Path) -> bool:
-        return (self.directory / _step_name(replaced)).exists()
-
-    def folder_of(self, step: int) -> Path:
-        """Where a step lies: under its name, or set aside by a save that came just short of its end."""
-        final = self.directory / _folder(step)
-        replaced = self.directory / f".{final.name}.replaced"
-        return replaced if replaced.exists() and not final.exists() else final
 
     # ------------------------------------------------------------------------------------------- load
 
@@ -339,37 +294,8 @@ class Checkpointer:
         is_compared = step is None
         step = self._unchanged() if step is None else step
         folder = self.folder_of(step)
-
-        def prepare() -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
-            manifest, problem = examine(folder)
-            if manifest is None or problem:
-                raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
-            if manifest.model_class != class_name(model):
-                raise CheckpointError(
-                    f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
-                )
-            if not is_compared:
-                self._require_content(step)
-            shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
-            saved = read_index(folder).state_dict_metadata
-            tensors = distinct_state(model)
-            _require_same_tensors(folder, tensors, saved)
-            wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
-            state = {}
-            if optimizer is not None:
-                if "groups" not in shared:
-                    raise CheckpointError(f"{folder} was saved without an optimizer.")
-                own = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
-                stored = {
-                    k: v for k, v in own.items() if isinstance(v, TensorStorageMetadata)
-                }  # as all of an index are
-                state = optimizer_state.empty_state(model, optimizer, stored)
-                wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
-            if scheduler is not None and "scheduler" not in shared:
-                raise CheckpointError(f"{folder} was saved without a scheduler.")
-            return manifest, shared, wanted, state
-
         unread = f"{folder} cannot be loaded; nothing was changed in the model:"
+        prepare = functools.partial(self._prepare, step, model, optimizer, scheduler, compare=not is_compared)
         manifest, shared, wanted, state = together(prepare, unread, self._group)
         with torch.no_grad():
             try:
@@ -377,7 +303,7 @@ class Checkpointer:
                 load(wanted, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
             except FAILURES as error:
                 raise CheckpointError(
-                    f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self._others(step)
+                    f"{folder} cannot be read; the model is not usable: {_cause(error)}", advice=self.others(step)
                 ) from error
         ranks = RankStates(folder, manifest.world)
 
@@ -398,13 +324,54 @@ class Checkpointer:
             model.checkpoint_origin = Origin.from_json(manifest.origin)  # pyright: ignore[reportArgumentType]
         return {"step": step, "shared": shared["extra"], "rank": own, "ranks": ranks, "world": manifest.world}
 
+    def _prepare(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        *,
+        compare: bool,
+    ) -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
+        """What a load reads: the manifest, what is shared, the tensors to fill, and those of them that are the optimizer's.
+
+        Raises:
+            CheckpointError: what is saved is not whole, or does not fit.
+        """
+        folder = self.folder_of(step)
+        manifest, problem = examine(folder)
+        if manifest is None or problem:
+            raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self.others(step))
+        if manifest.model_class != class_name(model):
+            raise CheckpointError(
+                f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
+            )
+        if compare:
+            self._require_content(step)
+        shared = torch.load(folder / SHARED, weights_only=True, map_location="cpu")
+        saved = read_index(folder).state_dict_metadata
+        tensors = distinct_state(model)
+        _require_same_tensors(folder, tensors, saved)
+        wanted = {f"{MODEL}{name}": tensor for name, tensor in tensors.items()}
+        state = {}
+        if optimizer is not None:
+            if "groups" not in shared:
+                raise CheckpointError(f"{folder} was saved without an optimizer.")
+            own = {k.removeprefix(OPTIMIZER): v for k, v in saved.items() if k.startswith(OPTIMIZER)}
+            stored = {k: v for k, v in own.items() if isinstance(v, TensorStorageMetadata)}  # as all of an index are
+            state = optimizer_state.empty_state(model, optimizer, stored)
+            wanted |= {f"{OPTIMIZER}{key}": tensor for key, tensor in state.items()}
+        if scheduler is not None and "scheduler" not in shared:
+            raise CheckpointError(f"{folder} was saved without a scheduler.")
+        return manifest, shared, wanted, state
+
     def _unchanged(self) -> int:
         """The newest whole checkpoint with the bytes that were saved; those before it that have others are named.
 
         As rank 0 finds them, so that ranks that see the folder differently do not part.
         """
         what = f"{self.directory} cannot be searched for checkpoints:"
-        steps = [together(self._newest_first if self._rank == 0 else list, what, self._group)]
+        steps = [together(self.newest_first if self._rank == 0 else list, what, self._group)]
         if self._group is not None:
             dist.broadcast_object_list(steps, src=0, group=self._group)
         damaged: list[str] = []
@@ -412,28 +379,20 @@ class Checkpointer:
             try:
                 together(lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group)
             except CheckpointError as error:
-                damaged += [f"{_folder(step)}: {problem}" for problem in error.problems]
+                damaged += [f"{folder_name(step)}: {problem}" for problem in error.problems]
                 continue
             if damaged and self._rank == 0:
                 listed = "\n".join(f"  {problem}" for problem in damaged)
-                warnings.warn(f"{self.directory} is damaged; {_folder(step)} is loaded:\n{listed}", stacklevel=3)
+                warnings.warn(f"{self.directory} is damaged; {folder_name(step)} is loaded:\n{listed}", stacklevel=3)
             return step
         raise CheckpointError(f"{self.directory} holds no whole checkpoint{':' if damaged else '.'}", damaged)
-
-    def _newest_first(self) -> list[int]:
-        self.latest()  # names those that are not whole
-        return self.complete()[::-1]
 
     def _require_content(self, step: int) -> None:
         """Compares this rank's share of a checkpoint's files with their checksums: each is read by one rank."""
         folder = self.folder_of(step)
         manifest = read_manifest(folder)
         mine = sorted(manifest.checksums)[self._rank :: self._world]
-        require_content(folder, manifest, mine, self._others(step))
-
-    def _others(self, step: int) -> str:
-        others = [_folder(other) for other in self.complete() if other != step]
-        return f"Whole ones: {', '.join(others)}." if others else "There is no other whole one."
+        require_content(folder, manifest, mine, self.others(step))
 
 
 def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Mapping) -> None:
@@ -447,15 +406,6 @@ def _require_same_tensors(folder: Path, tensors: Mapping[str, Tensor], saved: Ma
     ]
     if problems:
         raise CheckpointError(f"{folder} does not fit the model:", problems)
-
-
-def _folder(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _step_name(folder: Path) -> str:
-    """`step-...` of a folder that stands aside."""
-    return folder.name.removeprefix(".").partition(".")[0]
 
 
 def _origin(model: nn.Module) -> tuple[str, dict | None]:

@@ -23,17 +23,10 @@ from torch import Tensor
 from transformers.core_model_loading import dot_natural_key
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
 from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
-from patchgen.runtime.checkpoint.safetensor_files import (
-    CONFIG,
-    DTYPE_NAMES,
-    INCOMPLETE,
-    INDEX,
-    SINGLE,
-    WEIGHTS,
-    FileReader,
-)
+from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
 from patchgen.runtime.checkpoint.tensor_sources import Moved
 
 MAX_FILE = 5_000_000_000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from patchgen.runtime.data.agreement import highest
@@ -72,25 +72,33 @@ def build_loader(
             config, documents, pad_token_id=pad_token_id, batch_index=batch_index, num_batches=num_batches
         )
 
+    stream = _stream(config, sources, Share(batch_index, num_batches))
+    settings = _settings(config, sources, stream, encodings)
+    return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
+
+
+def _stream(config: DataConfig, sources: Sequence[Any], share: Share) -> MixedStream:
     given = [source.weight for source in config.sources if source.weight is not None]  # all have one, or none has
-    weights: list[float] = given or [1 if streaming else len(source) for source in sources]
-    shuffled = [config.shuffle and not source.streaming for source in config.sources]
-    stream = MixedStream(
+    streaming = any(source.streaming for source in config.sources)
+    return MixedStream(
         sources,
-        weights,
+        given or [1 if streaming else len(source) for source in sources],
         repeat=bool(given),
         seed=config.seed,
-        shuffled=shuffled,
+        shuffled=[config.shuffle and not source.streaming for source in config.sources],
         epochs=config.epochs,
-        share=Share(batch_index, num_batches),
+        share=share,
     )
+
+
+def _settings(config: DataConfig, sources: Sequence[Any], stream: MixedStream, encodings: list[Any]) -> dict[str, Any]:
+    """What decides which samples a stream gives, and in which batches: a run goes on with no other."""
+    of_sources = [source.contents() if isinstance(source, Files) else source.fingerprint() for source in sources]
     settings = {
-        "sources": [
-            digest(source.contents() if isinstance(source, Files) else source.fingerprint()) for source in sources
-        ],
+        "sources": [digest(one) for one in of_sources],
         "encodings": digest(encodings),
-        "weights": weights,
-        "shuffled": shuffled,
+        "weights": stream.weights,
+        "shuffled": stream.shuffled,
         "seed": config.seed,
         "tokens_per_batch": config.tokens_per_batch,
         "packing": config.packing,
@@ -100,4 +108,4 @@ def build_loader(
     }
     if config.separate_modalities:
         settings["separate_modalities"] = [list(pair) for pair in config.separate_modalities]
-    return StreamedLoader(config, stream, prepare, settings=settings, pad_token_id=pad_token_id, agree=agree)
+    return settings

@@ -72,9 +72,9 @@ class MixedStream:
     ) -> None:
         self._sources = sources
         self._repeat = repeat
-        self._weights = weights
+        self.weights = weights
         self._seed = seed
-        self._shuffled = shuffled
+        self.shuffled = shuffled
         self._epochs = epochs
         self.share = share
         self.epoch = 0
@@ -100,7 +100,7 @@ class MixedStream:
         if all(cursor.ended for cursor in self._cursors):
             return None
         due = [
-            ((cursor.count + 0.5) / self._weights[number], number)
+            ((cursor.count + 0.5) / self.weights[number], number)
             for number, cursor in enumerate(self._cursors)
             if self._repeat or not cursor.ended
         ]
@@ -110,7 +110,7 @@ class MixedStream:
         """Whether the source had another record, and the record if it is wanted."""
         cursor, source = self._cursors[number], self._sources[number]
         record = None
-        if self._shuffled[number]:
+        if self.shuffled[number]:
             k, numbered = cursor.position or 0, cast(records.Sequence, source)  # streams are not shuffled
             there = k < len(numbered)
             if there and wanted:

@@ -91,9 +91,7 @@ class Batch:
         sums = values.new_zeros(self.num_documents, *values.shape[1:]).index_add(0, self.index, values)
         if self.state.sp == 1:
             return sums
-        told = "add up what slices hold of each document"
-        # torch.compiler.disable has no types: what it decorates is taken for the decorator that it returns without one.
-        parts = gather_rows(sums, self.state.sp_group, operation=told)  # pyright: ignore[reportCallIssue]
+        parts = gather_rows(sums, self.state.sp_group, operation="add up what slices hold of each document")
         return parts.unflatten(0, (self.state.sp, -1)).sum(0)
 
     def document_log_probs(self) -> Tensor:

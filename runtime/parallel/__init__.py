@@ -21,18 +21,30 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from patchgen.runtime.parallel.config import ParallelConfig, mesh_text
+from patchgen.runtime.parallel.live import Running
 
 if TYPE_CHECKING:
     from patchgen.runtime.parallel.state import ParallelState
 
-__all__ = ["ParallelConfig", "activate", "current", "mesh_text", "using"]
+__all__ = ["ParallelConfig", "activate", "current", "mesh_text", "running", "slicing", "using"]
 
 _ACTIVE: ParallelState | None = None
+_ALONE = Running()
 
 
 def current() -> ParallelState | None:
     """The parallel state of this process; None: one process, every parallel meaning is the identity."""
     return _ACTIVE
+
+
+def running() -> Running:
+    """What goes on under the state of this process, or without one."""
+    return _ALONE if _ACTIVE is None else _ACTIVE.running
+
+
+def slicing() -> ParallelState | None:
+    """The parallel state where this process holds a slice of the sequence, else None."""
+    return _ACTIVE if _ACTIVE is not None and _ACTIVE.sp > 1 else None
 
 
 def activate(state: ParallelState | None) -> None:

@@ -51,34 +51,18 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
     B, S = tokens.shape[:2]
     padding = -S % sp
 
-    positions, stacked = out.get("position_ids"), out.pop("stacked_position_ids", None)
-    if stacked is not None or (positions is not None and positions.ndim == 3):
-        positions = rows_first(positions, stacked, B)
-    if positions is None:
-        if sp > 1 and any(out.get(key) is not None for key in GRIDS):
-            raise ValueError(
-                "This batch has image or video grids and no position_ids. Models that take grids count positions in "
-                "three dimensions over the whole sequence: compute them before the batch is sliced, (3, B, S)."
-            )
-        positions = torch.arange(S).expand(B, S)
+    positions = _positions(out, B, S, is_sliced=sp > 1)
     lengths = out.pop("cu_seq_lens_q", None)
     starts = document_starts(B, S, positions, lengths)
     for key in ("cu_seq_lens_k", "max_length_q", "max_length_k"):
         out.pop(key, None)
 
-    mask = out.pop("attention_mask", None)
-    real = _real_tokens(out.pop("real_tokens", None), mask, B, S)
-    if padding or not bool(real.all()):
-        out["real_tokens"] = real
-    if mask is not None and not bool(mask.all()):
-        out["attention_mask"] = mask
-    elif lengths is None and text_positions(positions) is None:
+    _tell_padding(out, B, S, is_padded=padding > 0)
+    if "attention_mask" not in out and lengths is None and text_positions(positions) is None:
         _require_one_document(positions)
-
     if out.get("labels") is not None and out.get("shift_labels") is None:
-        shifted = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:]
         ends = F.pad(starts[:, 1:], (0, 1), value=True)
-        out["shift_labels"] = shifted.masked_fill(ends, IGNORED)
+        out["shift_labels"] = F.pad(out["labels"], (0, 1), value=IGNORED)[:, 1:].masked_fill(ends, IGNORED)
 
     # From here on the padding counts: it starts a document at its first token, unless a mask says what it is.
     starts = F.pad(starts, (0, padding), value=False)
@@ -92,6 +76,31 @@ def slice_batch(batch: dict[str, Any], *, sp: int, sp_rank: int, pad_token_id: i
             fill = pad_token_id if name == "input_ids" else rule.pad_value
             out[name] = rule.part(out[name], sp=sp, sp_rank=sp_rank, fill=fill)
     return out
+
+
+def _positions(out: dict[str, Any], B: int, S: int, *, is_sliced: bool) -> Tensor:
+    """The position ids of a whole batch, in upstream's layout; those that a collator stacked are taken out of it."""
+    positions, stacked = out.get("position_ids"), out.pop("stacked_position_ids", None)
+    if stacked is not None or (positions is not None and positions.ndim == 3):
+        positions = rows_first(positions, stacked, B)
+    if positions is not None:
+        return positions
+    if is_sliced and any(out.get(key) is not None for key in GRIDS):
+        raise ValueError(
+            "This batch has image or video grids and no position_ids. Models that take grids count positions in "
+            "three dimensions over the whole sequence: compute them before the batch is sliced, (3, B, S)."
+        )
+    return torch.arange(S).expand(B, S)
+
+
+def _tell_padding(out: dict[str, Any], B: int, S: int, *, is_padded: bool) -> None:
+    """Leaves in a batch the mask that has zeros, and `real_tokens` where any token is padding or will be."""
+    mask = out.pop("attention_mask", None)
+    real = _real_tokens(out.pop("real_tokens", None), mask, B, S)
+    if is_padded or not bool(real.all()):
+        out["real_tokens"] = real
+    if mask is not None and not bool(mask.all()):
+        out["attention_mask"] = mask
 
 
 def _real_tokens(given: Tensor | None, mask: Tensor | None, B: int, S: int) -> Tensor:
@@ -137,7 +146,7 @@ def _require_one_document(position_ids: Tensor) -> None:
         )
 
 
-def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor:
+def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> Tensor | None:
     """Position ids of three dimensions in upstream's layout `(rows, B or 1, S)`.
 
     Args:
@@ -148,6 +157,8 @@ def rows_first(position_ids: Tensor | None, stacked: Tensor | None, B: int) -> T
         ValueError: both are given, or the shape is not what the name says.
     """
     if stacked is None:
+        if position_ids is None:
+            return None
         rows, samples = position_ids.shape[:2]
         if rows in (1, TEXT_ROWS - 1, TEXT_ROWS) and samples in (1, B):
             return position_ids

@@ -61,6 +61,13 @@ class FieldRule:
         if isinstance(self.pad_value, str) and self.pad_value != COUNTING:
             raise ValueError(f"pad_value is a number or '{COUNTING}', not '{self.pad_value}'.")
 
+    @property
+    def number(self) -> int:
+        """What fills up, where it does not count."""
+        if isinstance(self.pad_value, str):
+            raise ValueError(f"pad_value is '{self.pad_value}': there is no one number that fills up.")
+        return self.pad_value
+
     def part(self, value: Tensor, *, sp: int, sp_rank: int, fill: int | str) -> Tensor:
         """What rank `sp_rank` of `sp` holds of a whole value; `fill` in the place of `pad_value`."""
         if not self.pad_scale:
@@ -69,7 +76,7 @@ class FieldRule:
         padding = -value.shape[dim] % (self.pad_scale * sp)
         if padding:
             shape = [*value.shape[:dim], padding, *value.shape[dim + 1 :]]
-            if fill == COUNTING:
+            if isinstance(fill, str):  # which counts
                 counts = torch.arange(padding, dtype=value.dtype, device=value.device)
                 tail = counts.view(-1, *(1 for _ in shape[dim + 1 :])).expand(shape)
             else:
@@ -225,7 +232,7 @@ def pack(field: str, values: Sequence[Any], beside: Collection[str] = ()) -> Any
     for value in values:
         missing = [0 if dim == along else sizes[dim] - value.shape[dim] for dim in range(dims)]
         if any(missing):
-            if rule.pad_value == COUNTING:
+            if isinstance(rule.pad_value, str):
                 raise ValueError(
                     f"Samples differ in {field} beside dimension {along}, where nothing can fill up the shorter ones: "
                     f"{[tuple(v.shape) for v in values]}."

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -208,12 +208,11 @@ def apply(model: nn.Module, mode: str) -> int:
             f"{type(model).__name__} has no GradientCheckpointingLayer, so activation checkpointing '{mode}' would do "
             "nothing. Use 'none'."
         )
+    compute: Any = _in_host_memory
+    if mode != "offload":
+        compute = partial(torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode))
     for layer in layers:
         layer.gradient_checkpointing = mode != "none"
-        if mode == "offload":
-            layer._gradient_checkpointing_func = _in_host_memory
-        elif mode != "none":
-            layer._gradient_checkpointing_func = partial(
-                torch_checkpoint.checkpoint, use_reentrant=False, context_fn=partial(contexts, mode)
-            )
+        if mode != "none":
+            layer._gradient_checkpointing_func = compute
     return len(layers)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime.parallel import watch
+from patchgen.runtime.uncompiled import uncompiled
 
 
 @dataclass
@@ -73,7 +74,7 @@ class _Wait(torch.autograd.Function):
         return gradient, None
 
 
-@torch.compiler.disable  # a compiled layer stops here: progress is noted on the host, and sizes may come from there
+@uncompiled  # a compiled layer stops here: progress is noted on the host, and sizes may come from there
 def start_all_to_all(
     rows: Tensor,
     group: dist.ProcessGroup,
@@ -100,7 +101,7 @@ def start_all_to_all(
     return lambda: _Wait.apply(received, exchange)
 
 
-@torch.compiler.disable
+@uncompiled
 def all_to_all(rows: Tensor, group: dist.ProcessGroup, **options) -> Tensor:
     """`start_all_to_all` with the same arguments, waited for at once."""
     return start_all_to_all(rows, group, **options)()
@@ -140,7 +141,7 @@ class _GatherRows(torch.autograd.Function):
         return own, None, None
 
 
-@torch.compiler.disable
+@uncompiled
 def gather_rows(rows: Tensor, group: dist.ProcessGroup, *, operation: str) -> Tensor:
     """`[R, ...]` of each rank, the same R, to `[R * ranks, ...]` in rank order; differentiable."""
     return _GatherRows.apply(rows, group, operation)

@@ -96,28 +96,33 @@ def install(
     Raises:
         ValueError: wanted, where no unit has bytes to save.
     """
-    saves = computed is not None and summed is not None and computed.itemsize < summed.itemsize
+    narrow = computed if computed is not None and summed is not None and computed.itemsize < summed.itemsize else None
     asked = wanted is None and state.dense_mesh.device_type == "cuda"
     own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
-    hosts = _hosts() if saves and asked else []
+    hosts = _hosts() if narrow is not None and asked else []
     exchanges = []
     _replace_copy_in()
     for is_expert, mesh, dimension in ((False, state.dense_mesh, "fsdp"), (True, state.expert_mesh, "ep_shard")):
-        world = mesh.size(mesh.mesh_dim_names.index(dimension))
-        if not saves or world == 1 or not (wanted or (asked and share_hosts(mesh, dimension, hosts))):
+        world = mesh.size(place_of(mesh, dimension))
+        if narrow is None or world == 1 or not (wanted or (asked and share_hosts(mesh, dimension, hosts))):
             continue
         for module in model.modules():
             if isinstance(module, FSDPModule) and id(module) not in as_is and (id(module) in own_mesh) == is_expert:
-                exchanges.append(ExchangeReduce(world, computed))
+                exchanges.append(ExchangeReduce(world, narrow))
                 module.set_custom_reduce_scatter(exchanges[-1])
     if wanted and not exchanges:
-        why = "no gradients are divided over ranks" if saves else "there are no bytes to save"
+        why = "no gradients are divided over ranks" if narrow is not None else "there are no bytes to save"
         raise ValueError(
             f"exchange_gradients: gradients are computed in {computed or 'the dtype of the parameters'} and summed in "
             f"{summed or 'the same'}, over {dist.get_world_size()} rank(s): {why}. Leave it out, or set param_dtype=bfloat16 "
             "and reduce_dtype=float32 on several shards."
         )
     return exchanges
+
+
+def place_of(mesh: DeviceMesh, dimension: str) -> int:
+    """Which dimension of a mesh has this name."""
+    return (mesh.mesh_dim_names or ()).index(dimension)
 
 
 def fill(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
@@ -139,7 +144,7 @@ def fill(gradients: Sequence[Tensor], buffer: Tensor, world: int) -> None:
             targets.append(target[: source.numel()])
             sources.append(source)
         start += size
-    torch._foreach_copy_(targets, sources)
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _fill_by_copies(copy_in: Callable[..., None]) -> Callable[..., None]:
@@ -167,7 +172,7 @@ def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
     Args:
         hosts: the host of each rank.
     """
-    place = mesh.mesh_dim_names.index(dimension)
+    place = place_of(mesh, dimension)
     groups = mesh.mesh.movedim(place, -1).reshape(-1, mesh.mesh.shape[place])
     return all(len({hosts[rank] for rank in group}) == 1 for group in groups.tolist())
 

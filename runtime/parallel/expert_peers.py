@@ -55,6 +55,8 @@ def over_peers(
         compute: this rank's experts over the tokens of all ranks, called once per round.
         num_experts: of the model.
     """
+    if state.peers is None:
+        raise ValueError("The ranks of this state share no memory: `over_rows` exchanges their tokens.")
     exchange = _Exchange.agree(state.peers, hidden_states, top_k_index, top_k_weights, num_experts)
     rows, weights = _Send.apply(hidden_states, top_k_weights, top_k_index, exchange)
     overlap.compute_announced()
@@ -64,22 +66,22 @@ def over_peers(
 
 def _in_rounds(compute: Compute, rows: Tensor, exchange: _Exchange, weights: Tensor) -> Tensor:
     """The sums of all rounds. All but the first compute again in the backward: what they keep has no bound but the worst."""
-    index, most = exchange.index, exchange.rows_per_round
+    index, most = exchange.known(exchange.index), exchange.rows_per_round
     if exchange.num_rounds == 1:
         return compute(rows, index, weights)
     order = torch.sort(index.reshape(-1), stable=True).indices
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
     round_of_slot = place.view(index.shape).div(most, rounding_mode="floor")
-    total: Tensor | None = None
-    for number in range(exchange.num_rounds):
-        own = index.masked_fill(round_of_slot != number, exchange.own_experts)
-        if number == 0:
-            total = compute(rows, own, weights, most)
-        else:
-            total = total + torch_checkpoint.checkpoint(
-                compute, rows, own, weights, most, use_reentrant=False, preserve_rng_state=False
-            )
+
+    def own(number: int) -> Tensor:
+        return index.masked_fill(round_of_slot != number, exchange.own_experts)
+
+    total = compute(rows, own(0), weights, most)
+    for number in range(1, exchange.num_rounds):
+        total = total + torch_checkpoint.checkpoint(
+            compute, rows, own(number), weights, most, use_reentrant=False, preserve_rng_state=False
+        )
     return total
 
 
@@ -117,6 +119,13 @@ class _Exchange:
         returned = aligned(tokens.total * row) + tokens.total * slot
         peers.reserve(max(weights_offset + most * slot, returned))
         return cls(peers, tokens, num_experts, top_k, index_offset, weights_offset)
+
+    @staticmethod
+    def known(index: Tensor | None) -> Tensor:
+        """`index` or `slots`, of an exchange that has sent its tokens."""
+        if index is None:
+            raise RuntimeError("This exchange has not sent its tokens yet: nothing says whose they are.")
+        return index
 
     @property
     def own_experts(self) -> int:
@@ -156,7 +165,7 @@ class _Exchange:
         with self.peers.beside():
             published = self.peers.publish([(0, gradient)])
             rows = peer_rows.read_tokens(
-                published, self.tokens, self.index, self.own_experts, gradient.shape[1], gradient.dtype
+                published, self.tokens, self.known(self.index), self.own_experts, gradient.shape[1], gradient.dtype
             )
         self.peers.wait()
         return rows
@@ -171,7 +180,7 @@ class _Exchange:
 
     def start_gradients(self, rows: Tensor, weights: Tensor) -> None:
         """The gradients of this rank's tokens and weights start on their way: `travelling`, to be waited for."""
-        rows, weights, index = rows.contiguous(), weights.contiguous(), self.slots
+        rows, weights, index = rows.contiguous(), weights.contiguous(), self.known(self.slots)
         offset = aligned(rows.numel() * rows.element_size())
         with self.peers.beside():
             published = self.peers.publish([(0, rows), (offset, weights)])

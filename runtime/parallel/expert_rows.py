@@ -112,14 +112,11 @@ def over_rows(
 
 # ---------------------------------------------------------------------------------------------- planning
 
-DROPPED = "rows left out by expert_capacity"
-_dropped: dict[torch.device, Tensor] = {}
 
-
-def dropped_rows() -> int:
+def dropped_rows(state: ParallelState) -> int:
     """Rows that `expert_capacity` left out on this rank since the last call. Waits for the device."""
-    total = sum(int(count) for count in _dropped.values())
-    _dropped.clear()
+    total = sum(int(count) for count in state.running.dropped.values())
+    state.running.dropped.clear()
     return total
 
 
@@ -133,7 +130,7 @@ def _plan(state: ParallelState, top_k_index: Tensor, num_experts: int) -> tuple[
     place_TK = place_of_slot.view(top_k_index.shape)
     if state.expert_capacity is None:
         sizes = checkpointing.remember(lambda: _exchange_sizes(state, expert_S, num_experts))
-        sent = sum(sizes.send_sizes)
+        sent = sum(sizes.send_sizes or ())
         return Route(slot_S[:sent], place_TK, top_k_index >= num_experts), sizes
     return _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts)
 
@@ -168,7 +165,8 @@ def _bounded(state, top_k_index, expert_S, slot_S, place_TK, num_experts) -> tup
     slot_of_row, expert_of_row = slot_of_row[:-1], expert_of_row[:-1]
     if not checkpointing.is_replay():
         over = ((expert_S < num_experts) & ~carried_S).sum()
-        _dropped[device] = _dropped.get(device, 0) + over.detach()
+        dropped = state.running.dropped
+        dropped[device] = dropped.get(device, 0) + over.detach()
     row_TK = row_S.clamp(max=n * capacity - 1)[place_TK]
     expert_Q = checkpointing.remember(
         lambda: all_to_all(expert_of_row, state.ep_group, operation="tell which expert each row is for")

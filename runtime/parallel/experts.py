@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +18,12 @@ from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
 from patchgen.runtime.parallel.expert_rows import dropped_rows, over_rows
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.uncompiled import uncompiled
 
 __all__ = ["dropped_rows", "fused_moe"]
 
 
-@torch.compiler.disable
+@uncompiled
 def fused_moe(
     state: ParallelState,
     hidden_states: Tensor,
@@ -40,17 +40,17 @@ def fused_moe(
 ) -> Tensor:
     """`ops.fused_moe` over the experts of all ranks; index and `num_experts` are the model's, weights this rank's."""
     own = num_experts // state.ep
-    tensors = (gate_up_proj, down_proj, gate_up_bias, down_bias)
-    gate_up_e, down_e, gate_up_bias_e, down_bias_e = (_own_experts(tensor, own) for tensor in tensors)
+    gate_up_e, down_e = _own_experts(gate_up_proj, own), _own_experts(down_proj, own)
+    given = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    biases = {name: None if bias is None else _own_experts(bias, own) for name, bias in given.items()}
     if adapters is not None:
         options["adapters"] = ExpertAdapters(*(_own_factors(one, own) for one in adapters))
     compute = partial(experts_kernel(), num_experts=own, **options)
 
     def experts(rows: Tensor, index: Tensor, weights: Tensor, max_rows: int | None = None) -> Tensor:
-        more = {"gate_up_bias": gate_up_bias_e, "down_bias": down_bias_e}
-        if max_rows is not None:  # only then: an implementation that a user registered need not know it
-            more["max_rows"] = max_rows
-        return compute(rows, index, weights, gate_up_e, down_e, **more)
+        # Only then: an implementation that a user registered need not know it.
+        more = {} if max_rows is None else {"max_rows": max_rows}
+        return compute(rows, index, weights, gate_up_e, down_e, **biases, **more)
 
     exchange = over_rows if state.peers is None else over_peers
     return exchange(state, hidden_states, top_k_index, top_k_weights, experts, num_experts=num_experts)
@@ -60,9 +60,7 @@ def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
     return added and LowRank(_own_experts(added.left, own), _own_experts(added.right, own), added.scale)
 
 
-def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
-    if tensor is None:
-        return None
+def _own_experts(tensor: Tensor, own: int) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.shape[0] != own:
         raise ValueError(

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from patchgen.runtime import parallel
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.parallel.collectives import all_gather, all_reduce
 from patchgen.runtime.parallel.sequence import slice_dimension
@@ -58,12 +59,11 @@ class Step:
 
 _ALONE = Step()
 """A micro-batch outside of any step is a step of its own."""
-_STEP = _ALONE
 
 
 def current_step() -> Step:
     """The step of which losses are shares now."""
-    return _STEP
+    return parallel.running().step or _ALONE
 
 
 @contextlib.contextmanager
@@ -81,24 +81,25 @@ def step(
     Args:
         num_tokens: needed where a router loss is accumulated over micro-batches.
     """
-    global _STEP
-    before, _STEP = _STEP, Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)
-    try:
+    with _within(Step(num_items, num_micro_batches, num_tokens, router_loss, objective, read_losses)):
         yield
-    finally:
-        _STEP = before
 
 
 @contextlib.contextmanager
 def counted_targets() -> Iterator[None]:
     """Within the block, a decoder is handed the labels that the step counted."""
-    global _STEP
-    before = _STEP
-    _STEP = replace(before, counts_targets=True) if in_step() else before
+    with _within(replace(current_step(), counts_targets=True)) if in_step() else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _within(step: Step) -> Iterator[None]:
+    now = parallel.running()
+    before, now.step = now.step, step
     try:
         yield
     finally:
-        _STEP = before
+        now.step = before
 
 
 LOCAL_TERMS = "local_loss_terms"
@@ -147,13 +148,13 @@ def _not_shared(name: str, terms: tuple[str, ...]) -> str:
 
 def require_shares(terms: tuple[str, ...], state: ParallelState) -> None:
     """Raises ValueError where a loss with `terms` of one rank's tokens would be added up over ranks or micro-batches."""
-    if terms and (state.config.world > 1 or _STEP.num_micro_batches > 1):
+    if terms and (state.config.world > 1 or current_step().num_micro_batches > 1):
         raise ValueError(_not_shared("The model", terms))
 
 
 def in_step() -> bool:
     """Whether the loss that is computed now is a share of a step: nobody reads the logits."""
-    return _STEP is not _ALONE
+    return current_step() is not _ALONE
 
 
 def count_items(micro_batches: Iterable[Mapping[str, Any]], device: torch.device | str) -> Tensor:
@@ -212,8 +213,8 @@ def global_labels(
             shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
     arguments["shift_labels"] = slice_dimension(shifted, s, state, dim=1).contiguous()
     if arguments.get("num_items_in_batch") is None:
-        if _STEP.num_items is not None:
-            arguments["num_items_in_batch"] = _STEP.num_items
+        if current_step().num_items is not None:
+            arguments["num_items_in_batch"] = current_step().num_items
         else:
             count = (arguments["shift_labels"] != IGNORED).sum()
             arguments["num_items_in_batch"] = all_reduce(count, operation="count the labels of a batch").clamp(min=1)

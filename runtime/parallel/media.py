@@ -26,8 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from patchgen.runtime import parallel
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.tensor_cache import TensorCache
 
 HELD = "patchgen_holds_whole"
 _HEADS = ("num_heads", "num_attention_heads")
@@ -57,22 +59,17 @@ def is_replicated(module: nn.Module) -> bool:
     return getattr(module, HELD, False)
 
 
-_INSIDE = 0
-
-
 def _enter_whole(module: nn.Module, arguments: object) -> None:
-    global _INSIDE
-    _INSIDE += 1
+    parallel.running().inside_whole += 1
 
 
 def _leave_whole(module: nn.Module, arguments: object, output: object) -> None:
-    global _INSIDE
-    _INSIDE -= 1
+    parallel.running().inside_whole -= 1
 
 
 def inside_whole() -> bool:
     """Whether a module that holds whole inputs runs now: masks made here are of its own sequence."""
-    return _INSIDE > 0
+    return parallel.running().inside_whole > 0
 
 
 # ------------------------------------------------------------------------------------- the rows of a tower
@@ -95,7 +92,7 @@ class TowerRows:
     def per_rank(self) -> int:
         """The rows of a rank: P padded to a multiple of `group * n`, divided by n."""
         groups = -(-self.total // self.group)
-        return -(-groups // self.state.sp) * self.group
+        return -(-groups // (self.state.sp if self.state is not None else 1)) * self.group
 
     def shard(self, rows: Any) -> Any:
         """This rank's rows of a tensor `(P, ...)`, zeros where it ends before them; of each tensor in a tuple or list."""
@@ -153,12 +150,13 @@ def chunk_rows(chunks: Tensor, state: ParallelState | None) -> TowerRows:
     return TowerRows(state if state is not None and state.sp > 1 else None, chunks.shape[0], 1)
 
 
-_DIVIDES = WeakIdKeyDictionary()  # layers -> {number of ranks: whether their heads divide}
+# layers -> {number of ranks: whether their heads divide}
+_DIVIDES: TensorCache[dict[int, bool]] = TensorCache(lambda _layers: {})
 
 
 def _heads_divide(layers: nn.Module, size: int) -> bool:
     """Whether every attention below has heads that `size` ranks can share; unknown numbers do not."""
-    known = _DIVIDES.setdefault(layers, {})
+    known = _DIVIDES(layers)
     if size not in known:
         counts = [
             getattr(module, name)
@@ -176,8 +174,8 @@ def describe(model: nn.Module, size: int) -> dict[str, str]:
     for path, module in model.named_modules():
         if any(path.startswith(f"{outer}.") for outer in found):
             continue
-        if module in _DIVIDES and size in _DIVIDES[module]:
-            found[path] = "each rank a slice of the rows" if _DIVIDES[module][size] else "whole: heads do not divide"
+        if (divides := _DIVIDES(module).get(size)) is not None:
+            found[path] = "each rank a slice of the rows" if divides else "whole: heads do not divide"
         elif path and is_replicated(module):
             found[path] = "whole on every rank"
     return found

@@ -104,7 +104,7 @@ class Call:
         names = [name for name, each in inspect.signature(function).parameters.items() if each.kind in kinds]
         if len(args) > len(names):
             raise TypeError(f"{_name(function)} takes {names}, not {len(args)} arguments by position.")
-        return cls(function, roles, dict(zip(names, args, strict=False)) | kwargs, len(args))
+        return cls(function, roles, {**dict(zip(names, args, strict=False)), **kwargs}, len(args))
 
     @property
     def name(self) -> str:
@@ -127,7 +127,7 @@ class Call:
         return replace(self, values=values, positional=positional)
 
     def with_values(self, changed: Mapping[str, Any]) -> Call:
-        return replace(self, values=self.values | changed)
+        return replace(self, values={**self.values, **changed})
 
     def run(self) -> Any:
         values = list(self.values.items())
@@ -170,7 +170,8 @@ def keeps_documents_apart(function: Callable[..., Any], package: str) -> bool:
 def _closure(function: Callable[..., Any], variable: str, default: Any) -> Any:
     """A variable of transformers' decorator around a function that a kernel may serve."""
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    return function.__closure__[names.index(variable)].cell_contents if variable in names else default
+    cells = getattr(function, "__closure__", None) or ()
+    return cells[names.index(variable)].cell_contents if variable in names else default
 
 
 def _name(function: Callable[..., Any]) -> str:

@@ -64,9 +64,9 @@ def fused_scan(kernel: Callable[..., Any], *args: Any, state: ParallelState | No
 
 def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool = False) -> Tensor:
     """A call on `(B, C, s)`, by each rank for some channels of the whole sequence; `keeps_apart`: it takes `seq_idx`."""
-    size = state.sp if state is not None else 1
+    state = state if state is not None and state.sp > 1 else None
     call, bounds = _take_lengths(call)
-    if size == 1 and bounds is None:
+    if state is None and bounds is None:
         return call.run()
     call.require_roles()
     B, channels, s = next(iter(call.having(Role.SEQUENCE).values())).shape
@@ -87,7 +87,8 @@ def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool
         )
     call = call.without(Role.DOCUMENTS)
     tensors = {name: value.transpose(1, 2) for name, value in call.having(Role.SEQUENCE, Role.STATES).items()}
-    if size > 1:
+    if state is not None:
+        size = state.sp
         if channels % size:
             raise ValueError(f"{call.name} over {channels} channels cannot be divided over sp={size} ranks.")
         is_whole = call.having(Role.STATES)  # each rank gets all of it
@@ -111,7 +112,7 @@ def _over_channels(call: Call, state: ParallelState | None, *, keeps_apart: bool
         out_BSC = run(*flat, seq_idx=_documents(bounds, flat[0])).view_as(values[0])
     else:
         out_BSC = _per_document(run, values, bounds)
-    if size > 1:
+    if state is not None:
         out_BsC1 = sequence.gather_heads(out_BSC.unsqueeze(-1), state, operation=f"return channels of {call.name}")
         out_BSC = out_BsC1.squeeze(-1)
     return out_BSC.transpose(1, 2)
@@ -146,15 +147,15 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
 
     `lengths` is the argument that tells it the documents of one row; empty where it knows none.
     """
-    size = state.sp if state is not None else 1
+    state = state if state is not None and state.sp > 1 else None
     call, bounds = _take_lengths(call)
-    if size == 1 and bounds is None:
+    if state is None and bounds is None:
         return call.run()
     call.require_roles()
     keys, values = (list(call.having(role).values()) for role in TOKENS)
     call.require_shapes(dict(zip(TOKENS, (tuple(keys[0].shape[:3]), tuple(values[0].shape[:3])), strict=True)))
     asked = call.values.get("output_final_state") or call.values.get("return_final_states")
-    if call.having(Role.STATE) or (size > 1 and asked):
+    if call.having(Role.STATE) or (state is not None and asked):
         raise ValueError(
             "A linear-attention cache cannot be used while the sequence is divided or packed: set use_cache=False."
         )
@@ -163,7 +164,7 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
             f"{call.name} is told by seq_idx the documents of a slice: hand over cu_seq_lens_q of the whole."
         )
     call = call.without(Role.DOCUMENTS)
-    if size > 1:
+    if state is not None:
         call = _scatter(call, state)
 
     if bounds is None:
@@ -172,7 +173,7 @@ def _over_heads(call: Call, state: ParallelState | None, lengths: str) -> Any:
         result = _flattened(call, bounds, lengths)
     else:
         result = _rule_per_document(call, bounds)
-    if size == 1:
+    if state is None:
         return result
     if isinstance(result, tuple):
         return (sequence.gather_heads(result[0], state, operation="return heads of a recurrence"), *result[1:])

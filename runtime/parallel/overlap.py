@@ -14,8 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-# Weak: the MoE block that announced a computation holds it. One that an error left behind is gone with its frame.
-_announced: list[weakref.ref[Beside]] = []
+from patchgen.runtime import parallel
 
 
 class Beside:
@@ -35,6 +34,8 @@ class Beside:
         """The result, handed out once: it is not kept alive here."""
         self.compute()
         result, self._result = self._result, None
+        if result is None:
+            raise RuntimeError("The result of a computation that was announced is handed out once.")
         return result
 
 
@@ -46,13 +47,14 @@ def announce(function: Callable[..., Tensor], *args: Tensor) -> Callable[[], Ten
     if torch.compiler.is_compiling():
         return functools.partial(function, *args)
     beside = Beside(function, *args)
-    _announced[:] = [weakref.ref(beside)]
+    parallel.running().announced[:] = [weakref.ref(beside)]
     return beside
 
 
 def compute_announced() -> None:
     """Computes what was announced; called while an exchange is under way."""
-    while _announced:
-        beside = _announced.pop()()
+    announced = parallel.running().announced
+    while announced:
+        beside = announced.pop()()
         if beside is not None:
             beside.compute()

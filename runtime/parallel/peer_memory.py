@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy
 import torch
@@ -81,9 +81,11 @@ def _try_buffers(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str | None]:
     own: dist.ProcessGroup | None = None
     for ranks in groups:  # every rank takes part in making every group
         made = dist.new_group(ranks, backend="gloo")
-        own = made if dist.get_rank() in ranks else own
+        own = made if isinstance(made, dist.ProcessGroup) and dist.get_rank() in ranks else own
     device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
     error: str | None = None
+    if own is None:
+        raise ValueError(f"Rank {dist.get_rank()} is on no group of {mesh}.")
     try:
         buffers = PeerBuffers(mesh.get_group("ep"), own, torch.device(device))
         buffers.reserve(1)
@@ -221,6 +223,8 @@ class PeerBuffers:
         published = self._turns[0]
         for offset, tensor in parts:
             published.read(self.rank, offset, tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        if self._memory is None:
+            raise RuntimeError("Nothing is published before memory is reserved for it: call `reserve` first.")
         self._memory.barrier()
         return published
 
@@ -340,7 +344,7 @@ class _SharedNumbers:
 
 def _map_files(num_bytes: int, group: dist.ProcessGroup) -> list[mmap.mmap]:
     """A file of zeros of each rank, mapped by all ranks; gone when they end."""
-    folders: list[str | None] = [None] * dist.get_world_size(group)
+    folders: list[Any] = [None] * dist.get_world_size(group)
     with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
         with (Path(folder) / "bytes").open("wb") as file:
             file.truncate(num_bytes)

@@ -100,7 +100,7 @@ class PeerShards:
         self._memory: peer_memory.Memory | None = None
         self.is_written = False  # since the last barrier before a gather
         self._turn = 0
-        self._reductions_under_way: deque[tuple[torch.cuda.Event | None, list[Tensor]]] = deque()
+        self._reductions_under_way: deque[tuple[torch.Event | None, list[Tensor]]] = deque()
         on_gpu = device.type == "cuda"
         self._gathers = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._reductions = torch.cuda.Stream(device, priority=-1) if on_gpu else None
@@ -131,8 +131,15 @@ class PeerShards:
                 [self._view(rank, starts[id(group)], group.region, group.dtype) for rank in range(self.num_ranks)]
             )
 
+    @property
+    def memory(self) -> peer_memory.Memory:
+        """What all ranks of the group see, once it is laid out."""
+        if self._memory is None:
+            raise RuntimeError("The shards of other ranks are read once their places are known: call `lay_out` first.")
+        return self._memory
+
     def _view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        return self._memory.parts[rank][offset : offset + numel * dtype.itemsize].view(dtype)
+        return self.memory.parts[rank][offset : offset + numel * dtype.itemsize].view(dtype)
 
     # ------------------------------------------------------------------------------------------------ streams
 
@@ -147,10 +154,10 @@ class PeerShards:
             yield
 
     @staticmethod
-    def _event(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    def _event(stream: torch.cuda.Stream | None) -> torch.Event | None:
         return None if stream is None else stream.record_event()
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: torch.Event | None) -> None:
         """What is launched from now on comes after the event. The host goes on."""
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
@@ -163,29 +170,30 @@ class PeerShards:
             return
         if self._gathers is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._gathers)
-        self._memory.barrier(_WRITE)
+        self.memory.barrier(_WRITE)
         self.is_written = True
 
     def have_been_read(self) -> None:
         """Says that gathers have run since copies were written: those of a replayed graph, of which the host knows nothing."""
         self.is_written = False
 
-    def gather(self, group: PeerGroup) -> torch.cuda.Event | None:
+    def gather(self, group: PeerGroup) -> torch.Event | None:
         """Reads the shards of all ranks into the parameters of a unit."""
         targets = [slot.param.all_gather_outputs[0] for slot in group.slots]
-        with self._on(self._gathers), torch.autograd._unsafe_preserve_version_counter(tuple(targets)):
+        kept = torch.autograd._unsafe_preserve_version_counter  # pyright: ignore[reportPrivateImportUsage]
+        with self._on(self._gathers), kept(tuple(targets)):
             if self.is_written:
-                self._memory.barrier(_READ)
+                self.memory.barrier(_READ)
                 self.is_written = False
             for target, source in group.large_copies:
                 target.copy_(source)
             if group.small_copies[0]:
-                torch._foreach_copy_(*group.small_copies)
+                torch._foreach_copy_(*group.small_copies)  # pyright: ignore[reportPrivateImportUsage]
         return self._event(self._gathers)
 
     # ---------------------------------------------------------------------------------------------- gradients
 
-    def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.cuda.Event | None:
+    def reduce(self, group: PeerGroup, gradients: list[tuple[Slot, Tensor]]) -> torch.Event | None:
         """Sums gradients `[D, ...]` over the ranks: each parameter gets this rank's part of the sum.
 
         Args:
@@ -246,8 +254,8 @@ class PeerShards:
                     else:
                         target.copy_(source)
         if small_targets:
-            torch._foreach_copy_(small_targets, small_sources)
-        self._memory.barrier(_REDUCE)
+            torch._foreach_copy_(small_targets, small_sources)  # pyright: ignore[reportPrivateImportUsage]
+        self.memory.barrier(_REDUCE)
 
     def _sum(self, group: PeerGroup, own: Tensor, word: int, out: Tensor) -> None:
         received, words, _ = self._turns[self._turn]

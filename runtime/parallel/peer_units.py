@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
@@ -32,10 +33,14 @@ class PeerGroup(FSDPParamGroup):
     shards: PeerShards
     number: int
     """Among the units of `shards`."""
-    _arriving: tuple[torch.cuda.Event | None] | None = None
+    mesh_info: FSDPMeshInfo
+    dtype: torch.dtype
+    """What the unit computes in."""
+    _arriving: tuple[torch.Event | None] | None = None
 
     def lay_out(self) -> None:
         """Where the shards lie in the region of this unit: small ones first. Sizes do not change any more."""
+        assert self.mp_policy.param_dtype is not None, "`_readable` says so"
         self.dtype = self.mp_policy.param_dtype
         self.itemsize = self.dtype.itemsize
         self.stored_dtype = self.fsdp_params[0].orig_dtype
@@ -196,6 +201,8 @@ def _reduce_early(reference: weakref.ref[PeerGroup], place: int, computed: Tenso
     layer's experts are done before its attention, and the root's head before all layers, whose backward hides what they send.
     """
     group = reference()
+    if group is None or computed.grad is None:
+        raise RuntimeError("A gradient came whose unit is gone, or that was taken away before it could leave.")
     param = group.slots[place].param
     if group.reduce_grads and param.unsharded_accumulated_grad is None:
         gradient, computed.grad = param._get_grad_inner_tensor(computed.grad), None
@@ -223,41 +230,42 @@ def install(model: torch.nn.Module, exchange: peer_memory.ShardExchange) -> int:
         raise ValueError(f"shard_exchange must be 'auto', 'collectives' or 'peer_memory', not {exchange!r}.")
     if exchange == "collectives":
         return 0
-    found: dict[int, list[FSDPParamGroup]] = {}
+    found: dict[dist.ProcessGroup, list[FSDPParamGroup]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in undivided.param_groups(module):
-                if type(group) is FSDPParamGroup and _can_be_read(group):
-                    found.setdefault(id(group.mesh_info.shard_process_group), []).append(group)
+                mesh_info = _readable(group) if type(group) is FSDPParamGroup else None
+                if mesh_info is not None:
+                    found.setdefault(mesh_info.shard_process_group, []).append(group)
     if exchange == "peer_memory" and not found:
         raise ValueError(
             "shard_exchange='peer_memory': no parameters are divided over ranks and computed with in a narrower dtype than "
             "they are stored in. Use 'auto'."
         )
     count = 0
-    for groups in found.values():
-        mesh_info = groups[0].mesh_info
-        if peer_memory.is_unavailable(mesh_info.mesh, exchange):
+    for ranks, groups in found.items():
+        if peer_memory.is_unavailable(groups[0].mesh_info.mesh, exchange):
             continue
         members: list[PeerGroup] = []
-        shards = PeerShards(mesh_info.shard_process_group, groups[0].device, members)
+        shards = PeerShards(ranks, groups[0].device, members)
         for group in groups:
             group.__class__ = PeerGroup
+            assert isinstance(group, PeerGroup), "from here on"
             group.shards, group.number = shards, len(members)
             members.append(group)
         count += len(members)
     return count
 
 
-def _can_be_read(group: FSDPParamGroup) -> bool:
-    """Whether a unit's shards can be read by other ranks; the same answer on every rank."""
+def _readable(group: FSDPParamGroup) -> FSDPMeshInfo | None:
+    """The mesh of a unit whose shards other ranks can read, else None; the same answer on every rank."""
     mesh = group.mesh_info
     if type(mesh) is not FSDPMeshInfo or mesh.shard_mesh_size == 1 or group.post_forward_mesh_info not in (None, mesh):
-        return False
+        return None
     computed, summed = group.mp_policy.param_dtype, group.mp_policy.reduce_dtype
     if computed is None or summed != torch.float32:
-        return False
-    return all(
+        return None
+    can_be_read = all(
         param.fsdp_placement.dim == 0
         and not param.offload_to_cpu
         and param.sharded_param.dtype == torch.float32
@@ -265,3 +273,4 @@ def _can_be_read(group: FSDPParamGroup) -> bool:
         and not hasattr(undivided.local(param.sharded_param), "fsdp_pre_all_gather")
         for param in group.fsdp_params
     )
+    return mesh if can_be_read else None

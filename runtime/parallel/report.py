@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,7 +115,8 @@ def attention_users(model: nn.Module) -> dict[str, Counter]:
     found: dict[str, Counter] = {}
     for module in model.modules():
         if attends(module):
-            name = f"attention:{module.config._attn_implementation}"
+            config: Any = module.config
+            name = f"attention:{config._attn_implementation}"
             found.setdefault(name, Counter())[_own_name(module)] += 1
     return found
 
@@ -231,7 +233,8 @@ def called_seams(function: Callable) -> set[str]:
         return set()
     names = {name for code in _codes(function) for name in code.co_names}
     for name in list(names):
-        other = inspect.unwrap(function.__globals__.get(name, None)) if name in function.__globals__ else None
+        known = function.__globals__.get(name)
+        other = inspect.unwrap(known) if callable(known) else None
         if isinstance(other, FunctionType) and other.__module__ == function.__module__:
             names |= {inner for code in _codes(other) for inner in code.co_names}
     return set(seams.names()) & names if "ops" in names else set()

@@ -27,7 +27,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from patchgen.runtime import model_calls
+from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
@@ -36,7 +36,7 @@ Scope = Literal["row", "global"]
 
 
 @dataclass(frozen=True)
-class _Group:
+class Group:
     """What `means` must know of the group whose loss is computed.
 
     Attributes:
@@ -49,17 +49,14 @@ class _Group:
     state: ParallelState
 
 
-_GROUP: _Group | None = None
-
-
 @contextlib.contextmanager
-def _computing(group: _Group) -> Iterator[None]:
-    global _GROUP
-    before, _GROUP = _GROUP, group
+def _computing(group: Group) -> Iterator[None]:
+    now = group.state.running
+    before, now.router_group = now.router_group, group
     try:
         yield
     finally:
-        _GROUP = before
+        now.router_group = before
 
 
 def router_loss(
@@ -95,7 +92,7 @@ def router_loss(
             mask = torch.where(own[rows].sum() > 0, real_Bs[rows], True).long()
         of_rows = tuple(logits.unflatten(0, (B, s))[rows].flatten(0, 1) for logits in gate_logits)
         bound.arguments.update(gate_logits=of_rows, attention_mask=mask)
-        with _computing(_Group(own[rows].sum(), total, state)):
+        with _computing(Group(own[rows].sum(), total, state)):
             return function(*bound.args, **bound.kwargs)
 
     if state.router_loss == "global":
@@ -105,7 +102,7 @@ def router_loss(
 
 def means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
     """`ops.router_means` while a parallel state is live; see the head of this file."""
-    group = _GROUP
+    group = parallel.running().router_group
     if group is None:
         raise RuntimeError(
             "A load-balancing loss was called directly while a parallel state is live: nothing says which of its tokens "

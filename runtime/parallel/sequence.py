@@ -47,13 +47,13 @@ def start_scatter_heads(
         started.append((places, widths, wait))
 
     def finish() -> list[Tensor]:
-        results: list[Tensor | None] = [None] * len(shapes)
+        results: dict[int, Tensor] = {}
         for places, widths, wait in started:
             whole_BSF = wait().permute(1, 0, 2, 3).flatten(1, 2)
             for place, part in zip(places, whole_BSF.split(widths, dim=-1), strict=True):
                 N, D = shapes[place][2:]
                 results[place] = part.unflatten(-1, (N // size, D))
-        return results
+        return [results[place] for place in range(len(shapes))]
 
     return finish
 
@@ -111,8 +111,13 @@ def attend_over_heads(
         start_scatter_heads(heads, state, operation=f"exchange q, k and v of {where}")
         for heads in zip(*sent, strict=True)
     ]
+
+    def attend_to(arrive: Callable[[], list[Tensor]], sink: Tensor | None) -> Tensor:
+        q_arrived, k_arrived, v_arrived = arrive()
+        return attend(q_arrived, k_arrived, v_arrived, sink)
+
     returning = [
-        start_gather_heads(attend(*arrive(), sink), state, operation=f"return the heads of {where}")
+        start_gather_heads(attend_to(arrive, sink), state, operation=f"return the heads of {where}")
         for arrive, sink in zip(arriving, own_sinks, strict=True)
     ]
     by_rank = [wait() for wait in returning]

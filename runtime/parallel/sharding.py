@@ -10,12 +10,14 @@ expert gradients are gradients of the same number whatever mesh they live on, an
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -85,60 +87,56 @@ def shard_model(
         check_plan(model, paths, state.ep)
     layers = find_layers(model, layer_classes)
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if options.cpu_offload else OffloadPolicy()
-    policy = {
-        "mp_policy": MixedPrecisionPolicy(param_dtype=options.param_dtype, reduce_dtype=options.reduce_dtype),
-        "offload_policy": offload,
-    }
-
+    unit = functools.partial(
+        fully_shard,
+        mesh=state.fsdp_mesh,
+        reshard_after_forward=options.reshard_after_forward,
+        mp_policy=MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype),
+        offload_policy=offload,
+    )
     # Units inside a layer take their inputs as they are: the layer cast them, and upstream's code says what it widens,
     # routing weights for example.
     experts = divide_experts(model, paths, state) if state.ep > 1 else []
+    as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
+    place = functools.partial(expert_placement, state=state)
     for module in experts:
-        as_is = MixedPrecisionPolicy(options.param_dtype, options.reduce_dtype, cast_forward_inputs=False)
-        fully_shard(
-            module,
-            mesh=state.expert_fsdp_mesh,
-            reshard_after_forward=options.reshard_after_forward,
-            shard_placement_fn=lambda parameter: expert_placement(parameter, state),
-            **policy | {"mp_policy": as_is},
-        )
+        unit(module, mesh=state.expert_fsdp_mesh, mp_policy=as_is, shard_placement_fn=place)
         checkpointing.hide_hooks(module)
     kept = kept_in_fp32(model, options.param_dtype)
+    wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
     for module in kept:
-        wide = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-        fully_shard(
-            module,
-            mesh=state.fsdp_mesh,
-            reshard_after_forward=options.reshard_after_forward,
-            **policy | {"mp_policy": wide},
-        )
+        unit(module, mp_policy=wide)
         checkpointing.hide_hooks(module)
     for layer in layers:
         if options.compile_layers:
             layer.compile()
-        fully_shard(layer, mesh=state.fsdp_mesh, reshard_after_forward=options.reshard_after_forward, **policy)
+        unit(layer)
     # The root holds embeddings, final norm and head: its forward spans the model, so freeing between is no saving, and
     # a fused loss may read the head's weight at any time.
-    fully_shard(model, mesh=state.fsdp_mesh, reshard_after_forward=False, **policy)
+    unit(model, reshard_after_forward=False)
+    _set_exchanges(model, state, experts, kept, options)
+    set_prefetch(layers, [*experts, *kept], options.prefetch)
+    setattr(model, HOST_MEMORY, options.cpu_offload)
+    return model
+
+
+def _set_exchanges(
+    model: nn.Module,
+    state: ParallelState,
+    experts: Sequence[nn.Module],
+    kept: Sequence[nn.Module],
+    options: ShardingOptions,
+) -> None:
+    """How the units of a model that was just divided add up their gradients and gather their parameters."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    exchanges = exchange_reduce.install(
-        model,
-        state,
-        experts,
-        kept,
-        computed=options.param_dtype,
-        summed=options.reduce_dtype,
-        wanted=options.exchange_gradients,
-    )
+    dtypes = {"computed": options.param_dtype, "summed": options.reduce_dtype}
+    exchanges = exchange_reduce.install(model, state, experts, kept, **dtypes, wanted=options.exchange_gradients)
     setattr(model, exchange_reduce.ATTRIBUTE, exchanges)
     undivided.install(model)
     setattr(model, peer_units.ATTRIBUTE, peer_units.install(model, options.shard_exchange))
-    set_prefetch(layers, [*experts, *kept], options.prefetch)
-    setattr(model, HOST_MEMORY, options.cpu_offload)
-    return model
 
 
 # --------------------------------------------------------------------------------------------- the plan
@@ -296,12 +294,14 @@ def set_prefetch(layers: Sequence[nn.Module], inner: Sequence[nn.Module], ahead:
     """
     known = {id(module) for module in inner}
 
-    def units(layer: nn.Module) -> list[nn.Module]:
-        return [layer, *(module for module in layer.modules() if id(module) in known)]
+    def units(layer: nn.Module) -> list[FSDPModule]:
+        inside = (module for module in layer.modules() if module is layer or id(module) in known)
+        return [module for module in inside if isinstance(module, FSDPModule)]
 
     for place, layer in enumerate(layers):
         following = layers[place + 1 : place + 1 + ahead]
         preceding = layers[max(0, place - ahead) : place][::-1]
+        assert isinstance(layer, FSDPModule), "layers are units"
         layer.set_modules_to_forward_prefetch([unit for other in following for unit in units(other)])
         layer.set_modules_to_backward_prefetch([unit for other in preceding for unit in units(other)])
 
@@ -315,8 +315,9 @@ def reduce_gradients(model: nn.Module, *, is_last: bool, keep_whole: bool = Fals
         is_last: replicas (HSDP) add up their gradients in this backward only.
         keep_whole: shards, too, are reduced in the last backward only: less communication, whole gradients in memory.
     """
-    model.set_requires_all_reduce(is_last)
-    model.set_requires_gradient_sync(is_last or not keep_whole)
+    root: Any = model  # a unit of FSDP2, or what hands its methods on
+    root.set_requires_all_reduce(is_last)
+    root.set_requires_gradient_sync(is_last or not keep_whole)
     for exchange in getattr(model, exchange_reduce.ATTRIBUTE, ()):
         exchange.as_computed = not keep_whole  # FSDP2 accumulates whole gradients in the dtype of their sum
 
@@ -380,8 +381,8 @@ def compute_buffers(model: nn.Module) -> None:
                 pending.setdefault(path, []).append((module, name))
     for buffers in pending.values():
         for module, name in buffers:
-            if module._buffers[name].is_floating_point():
-                module._buffers[name].fill_(float("nan"))  # to see what is left as it was
+            if (buffer := module.get_buffer(name)).is_floating_point():
+                buffer.fill_(float("nan"))  # to see what is left as it was
     for path in list(pending):
         _run_initialiser(model, path)
     untouched = []
@@ -399,7 +400,7 @@ def compute_buffers(model: nn.Module) -> None:
 
 
 def _unset(buffers: Sequence[tuple[nn.Module, str]]) -> list[str]:
-    values = ((name, module._buffers[name]) for module, name in buffers)
+    values = ((name, module.get_buffer(name)) for module, name in buffers)
     return [name for name, value in values if value.is_floating_point() and bool(value.isnan().any())]
 
 
@@ -418,7 +419,7 @@ def _run_initialiser(model: nn.Module, path: str) -> None:
 
 def initialiser_of(model: nn.Module, path: str) -> Callable[[nn.Module], None]:
     """What initialises the module at `path`: `_init_weights` of the innermost transformers model around it."""
-    owner = model
+    owner: Any = model
     module = model
     for name in path.split(".") if path else ():
         module = getattr(module, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from patchgen.runtime.parallel import peer_memory
 from patchgen.runtime.parallel.config import ParallelConfig
+from patchgen.runtime.parallel.live import Running
 
 
 @dataclass(frozen=True, eq=False)
 class ParallelState:
-    """What parallel code needs to know of this rank; made once by `create` and immutable.
+    """What parallel code needs to know of this rank; made once by `create` and immutable, but for `running`.
 
     The three meshes are views of the same ranks in the same order (`ParallelConfig` draws them):
 
@@ -32,6 +33,7 @@ class ParallelState:
             with the exchange of others; where fewer divide a rank's key heads, so many.
         router_loss: over which tokens the loads of the experts are counted: those of a "row", or of the whole step
             ("global"); see `router_loss.py`.
+        running: what goes on under it now.
         peers: what the ranks of an EP group read from each other; None: tokens travel by all-to-all.
     """
 
@@ -43,6 +45,7 @@ class ParallelState:
     head_groups: int = 1
     router_loss: Literal["row", "global"] = "row"
     peers: peer_memory.PeerBuffers | None = None
+    running: Running = field(default_factory=Running, repr=False)
 
     @classmethod
     def create(
@@ -149,7 +152,10 @@ def _mesh(device_type: str, **dimensions: int) -> DeviceMesh:
     Each mesh makes a process group per dimension, and none is freed before the process ends: with gloo, a thread each that
     wakes a hundred times a second, with NCCL, memory of the device.
     """
-    made = _MESHES.setdefault(dist.group.WORLD, {})
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("A mesh is made of ranks: call torch.distributed.init_process_group first.")
+    made = _MESHES.setdefault(world, {})
     key = (device_type, *dimensions.items())
     if key not in made:
         made[key] = init_device_mesh(device_type, tuple(dimensions.values()), mesh_dim_names=tuple(dimensions))

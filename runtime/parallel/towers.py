@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import minimal_media
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
+from patchgen.runtime.tensor_cache import TensorCache
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens", "stacked_position_ids")
 """What says where the documents of a packed text end, which of its tokens are padding, and where its tokens stand."""
@@ -39,7 +39,8 @@ def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in PACKING}
 
 
-_LONGEST = WeakIdKeyDictionary()  # bounds -> the longest: layers after the first do not ask the device
+longest = TensorCache(lambda bounds: int(bounds.diff().max()))
+"""Of rows between bounds: layers after the first do not ask the device."""
 
 
 def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
@@ -47,25 +48,23 @@ def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
     known = kwargs.pop("max_seqlen", None) if kwargs is not None else None
     if known is not None:
         return known
-    if cu_seqlens not in _LONGEST:
-        _LONGEST[cu_seqlens] = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    return _LONGEST[cu_seqlens]
+    return longest(cu_seqlens)
 
 
 def absent_tower(
     inputs_embeds: Tensor, inputs: object, features: Callable[..., Any], state: ParallelState | None
 ) -> Tensor:
     """See `ops.absent_tower`."""
-    if not needs_every_tower(state):
+    if state is None or not needs_every_tower(state):
         return inputs_embeds
     # Ranks with inputs ask as well: what no rank can do without is found in the first forward, on all of them.
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=inputs_embeds)
     if minimal is None:
         _require_everywhere(inputs, features, inputs_embeds, state)
-    if inputs is not None:
+    if inputs is not None or minimal is None:
         return inputs_embeds
     values = minimal_media.feature_tensors(features(**minimal))
-    nothing = sum(value.float().mean() for value in values) * 0.0
+    nothing = torch.stack([value.float().mean() for value in values]).sum() * 0.0
     return inputs_embeds + nothing.to(inputs_embeds.dtype)
 
 
@@ -97,14 +96,17 @@ def encode_vision(
     """See `ops.encode_vision`."""
     if state is None:
         return outputs, inputs_embeds
-    if images[0] is None or videos[0] is None:
+    image_pixels, image_grids = images
+    video_pixels, video_grids = videos
+    if image_pixels is None or video_pixels is None:
         # Models whose images and videos go together take grids: a minimal one is always known.
-        only = videos[0] if images[0] is None else images[0]
+        only = video_pixels if image_pixels is None else image_pixels
         return outputs, absent_tower(inputs_embeds, only, features, state)
-    pixels = torch.cat([images[0], videos[0]])
-    grids = torch.cat([images[1], videos[1]])
+    if image_grids is None or video_grids is None:
+        raise ValueError("Images and videos that go through a tower together need the grids of both.")
+    pixels, grids = torch.cat([image_pixels, video_pixels]), torch.cat([image_grids, video_grids])
     together = features(pixels, grids, return_dict=True, **join_precomputed(kwargs))
-    count = len(images[1])
+    count = len(image_grids)
     split = {"image": _items(together, slice(None, count)), "video": _items(together, slice(count, None))}
     return {**(outputs or {}), **split}, inputs_embeds
 

@@ -34,12 +34,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
 
 
-_steps_of_others = 0  # of optimizers that write no copies: torch's change DTensors without counting versions
+class _Steps:
+    """Those of optimizers that write no copies: torch's change DTensors without counting versions."""
+
+    of_others = 0
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    global _steps_of_others
-    _steps_of_others += not getattr(optimizer, "writes_copies", False)
+    _Steps.of_others += not getattr(optimizer, "writes_copies", False)
 
 
 register_optimizer_step_post_hook(_count_step)
@@ -70,7 +72,7 @@ class ComputeCopy:
 
 def _identity(parameter: nn.Parameter) -> tuple[int, ...]:
     own = local(parameter)
-    return id(own), own.data_ptr(), own._version, parameter._version, _steps_of_others
+    return id(own), own.data_ptr(), own._version, parameter._version, _Steps.of_others
 
 
 def copy_of(parameter: nn.Parameter) -> ComputeCopy | None:
@@ -169,7 +171,7 @@ def _provide(param: FSDPParam, *, may_be_old: bool, trusts_optimizer: bool) -> N
     setattr(parameter, COPY, copy)
     if not may_be_old and not (trusts_optimizer and copy.is_current(parameter)):
         copy.written = None
-        with torch.autograd._unsafe_preserve_version_counter(copy.tensor):
+        with torch.autograd._unsafe_preserve_version_counter(copy.tensor):  # pyright: ignore[reportPrivateImportUsage]
             copy.tensor.copy_(source.view(-1))
     _use(param, copy.tensor)
 
@@ -205,6 +207,7 @@ def _hand_over_gradient(param: FSDPParam) -> None:
 
 def _laid_out(param: FSDPParam, gradient: Tensor) -> DTensor:
     spec = param._sharding_spec
+    assert spec.tensor_meta is not None, "FSDP2 sets it when it divides a parameter"
     meta = spec.tensor_meta._replace(dtype=gradient.dtype)
     return DTensor(gradient, dataclasses.replace(spec, tensor_meta=meta), requires_grad=False)
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from patchgen.runtime import attention, attention_kinds
-from patchgen.runtime.attention_backends import BACKENDS, FLOAT32, of_dtype
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_calls import FLOAT32, of_dtype
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train.recipe import RecipeError

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from patchgen.runtime.checkpoint import Checkpointer
+from patchgen.runtime.checkpoint.saved_steps import SavedSteps
 from patchgen.runtime.train.nested import flat
 from patchgen.runtime.train.recipe import ObjectiveConfig, Recipe, RecipeError, to_dict
 
@@ -29,7 +29,7 @@ def changes(recipe: Recipe) -> str:
     Raises:
         RecipeError: in a way that cannot be meant.
     """
-    checkpointer = Checkpointer.reader(recipe.directory / "checkpoints")
+    checkpointer = SavedSteps(recipe.directory / "checkpoints")
     steps = checkpointer.complete()
     if not steps:
         return ""

@@ -21,7 +21,7 @@ from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify.media import MediaMaker
-from patchgen.runtime.verify.multimodal_inputs import SampleBuilder
+from patchgen.runtime.verify.media_samples import SampleBuilder
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_inputs import Documents
 from patchgen.runtime.verify.training_path import on_cpu, one_rank

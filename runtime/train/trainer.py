@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -25,7 +24,6 @@ from torch import Tensor
 
 from patchgen.kernels import choices
 from patchgen.runtime import parallel
-from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import DataConfig, DataError, Loader
 from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
@@ -34,17 +32,15 @@ from patchgen.runtime.parallel import gradients, loss, peer_memory, report, shar
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.train import continuing, first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
+from patchgen.runtime.train import first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
 from patchgen.runtime.train import model as models
 from patchgen.runtime.train.captured import CapturedStep
 from patchgen.runtime.train.feed import Batches, End, Feed, StepBatches, micro_batches_per_step
-from patchgen.runtime.train.recipe import Recipe, RecipeError, to_dict, to_yaml
+from patchgen.runtime.train.recipe import Recipe, to_dict
 from patchgen.runtime.train.records import Evaluation, Listener, RunStart, StepRecord, Summary, TrainingStopped
+from patchgen.runtime.train.run_checkpoints import RunCheckpoints
 from patchgen.runtime.train.signals import StopRequest
 from patchgen.runtime.train.sources import Sources
-
-FAILED_SAVE_SECONDS = 10.0
-"""How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
 
 
 class Trainer:
@@ -101,8 +97,7 @@ class Trainer:
         self.optimizer = optimizers.build(self.model, recipe.optim)
         self.captured = CapturedStep(self.model, self.state, device, self.micro_batch) if train.cuda_graph else None
         self.load = ExpertLoad(self.model) if recipe.log.expert_load and sharding.own_plan(self.model) else None
-        self.checkpointer = setup.checkpointer(recipe)
-        self.step, self.skipped, self.saved_step, self.evaluated_step = 0, 0, 0, 0
+        self.step, self.skipped, self.evaluated_step = 0, 0, 0
 
     def open_data(self) -> tuple[setup.DataParts, Loader, Loader | None]:
         """Tokenizer and processor, and the loaders: both now, for what is wrong with the evaluation's would else be told
@@ -116,15 +111,16 @@ class Trainer:
     def run(self) -> Summary:
         """Trains until the last step, the end of the data, or a request to stop; saves; returns what came of it."""
         recipe, steps = self.recipe, self.recipe.train.steps
+        self.saved = RunCheckpoints(recipe, self.model, self.optimizer, self.loader)
         with ExitStack() as whole, ExitStack() as watched:
             whole.enter_context(run_lock.held(recipe.directory))
-            whole.push(self.tell_failed_save)
+            whole.push(self.saved.tell_failed)
             for listener in self.listeners:
                 whole.callback(listener.close)
             stop = whole.enter_context(StopRequest())
             self.refer(stop.requested)
-            position = self.resume()
-            self.first_step = self.step
+            position = self.saved.resume()
+            self.first_step = self.step = self.saved.saved_step
             if self.step >= steps and dist.get_rank() == 0:
                 print(
                     f"Nothing to train: {recipe.directory} has {self.step} of {steps} steps. --fresh starts anew; raise "
@@ -157,7 +153,7 @@ class Trainer:
                     self.tell_choices()
                 profiler.step()
                 if recipe.checkpoint.every and self.step % recipe.checkpoint.every == 0 and self.step < steps:
-                    self.save(position, asynchronous=recipe.checkpoint.asynchronous)
+                    self.saved.save(self.step, position, asynchronous=recipe.checkpoint.asynchronous)
                 if recipe.train.eval_every and self.step % recipe.train.eval_every == 0:
                     self.evaluate()
             if (
@@ -167,9 +163,9 @@ class Trainer:
             ):
                 self.evaluate()
             watched.close()  # what is left is writing, which takes as long as it takes
-            self.settle()
-            if self.saved_step != self.step:
-                self.save(position, asynchronous=False)
+            self.saved.settle()
+            if self.saved.saved_step != self.step:
+                self.saved.save(self.step, position, asynchronous=False)
             return self.finish(upcoming.reason)
 
     def feed(self, loader: Batches, num_micro_batches: int, should_stop: Callable[[], bool] = lambda: False) -> Feed:
@@ -250,8 +246,8 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.skipped >= config.max_skipped:
             saved = (
-                f"The last checkpoint is that of step {self.saved_step}."
-                if self.saved_step
+                f"The last checkpoint is that of step {self.saved.saved_step}."
+                if self.saved.saved_step
                 else "No checkpoint was saved."
             )
             raise TrainingStopped(
@@ -301,81 +297,7 @@ class Trainer:
             listener.on_evaluation(result)
         return result
 
-    # ------------------------------------------------------------------------------------ saving, resuming
-
-    def resume(self) -> dict[str, Any]:
-        """Continues from the newest unchanged checkpoint of the run, if there is one; returns the loader's position.
-
-        Raises:
-            RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
-        """
-        found = [(None, "", "")]
-        if dist.get_rank() == 0:  # what it sees on the disk counts for all
-            try:
-                found = [(self.checkpointer.latest(), continuing.changes(self.recipe), "")]
-            except RecipeError as error:
-                found = [(None, "", str(error))]
-        dist.broadcast_object_list(found, src=0)
-        latest, changed, refusal = found[0]
-        if refusal:
-            raise RecipeError(refusal)
-        if latest is None:
-            return self.loader.state_dict()
-        if changed and dist.get_rank() == 0:
-            print(changed, flush=True)
-        groups = self.optimizer.param_groups
-        wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
-        for group, options in zip(groups, wanted, strict=True):
-            group.update(options)  # the recipe decides, changed or not since then
-        own = saved["rank"]["loader"] if saved["rank"] is not None else None
-        position = self.loader.position_of(own, lambda: [rank["loader"] for rank in saved["ranks"]])
-        self.step = self.saved_step = saved["step"]
-        self.loader.load_state_dict(position)
-        return position
-
-    def save(self, position: dict[str, Any], *, asynchronous: bool) -> None:
-        """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
-        with watch.paused():
-            self.settle()
-            try:
-                self.checkpointer.save(
-                    self.step,
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    extra_state={"rank": {"loader": position}},
-                    files={continuing.RECIPE: to_yaml(self.recipe)},
-                    asynchronous=asynchronous,
-                )
-            except CheckpointError as error:
-                self.go_on_without(error)
-                return
-        self.saved_step = self.step
-
-    def settle(self) -> None:
-        """Waits for the save that still writes; one that failed ends the run, or not, as the recipe says."""
-        try:
-            self.checkpointer.wait()
-        except CheckpointError as error:
-            self.go_on_without(error)
-
-    def go_on_without(self, error: CheckpointError) -> None:
-        """Tells of a save that failed; all ranks have the same error.
-
-        Raises:
-            CheckpointError: `checkpoint.on_failed` is to stop.
-        """
-        if self.recipe.checkpoint.on_failed == "stop":
-            raise error
-        self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
-        if dist.get_rank() == 0:
-            print(f"{error}\nThe run goes on without it (checkpoint.on_failed: continue).", flush=True)
-
-    def tell_failed_save(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
-        """When the run ends by an error: what went wrong in a save behind it, which nobody asks for any more."""
-        failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
-        if failed is not None and failed is not error and dist.get_rank() == 0:
-            print(failed, file=sys.stderr, flush=True)
+    # --------------------------------------------------------------------------------------------- the end
 
     def finish(self, reason: str) -> Summary:
         """Exports what was trained, unless the run was stopped before its end.

@@ -10,9 +10,9 @@
 
 | file | does |
 | --- | --- |
-| `small_config.py` | a small config from any config class, with `field_semantics.py`, `field_relations.py`, `layer_selection.py` |
+| `small_config.py` | a small config from any config class, with `small_*.py` and the rules of `field_*.py` |
 | `inputs.py` | the fixed inputs of text: plain, padded, packed |
-| `multimodal_inputs.py` | batches with images, videos and audio, upstream telling what the config does not; items in `media.py` |
+| `multimodal_inputs.py` | batches with images, videos and audio, with `media_samples.py`, `media.py` |
 | `model_pair.py` | builds both models with the same weights and compares their structure |
 | `correspondence.py` | upstream's tensors by our names: lists of experts become stacks, weights and gradients alike |
 | `comparison.py` | one training step, and how far two of them are apart |

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ def floating_tensors(value: object, path: str = "") -> list[tuple[str, Tensor]]:
     return [found for key, item in items for found in floating_tensors(item, f"{path}.{key}" if path else str(key))]
 
 
-def difference(actual: Tensor | None, expected: Tensor | None, floor: float = 0.0) -> Difference:
+def difference(actual: Tensor | None, expected: Tensor | None, *, floor: float = 0.0) -> Difference:
     """The difference of two tensors; one that exists on one side only, or has another shape, is infinitely far.
 
     Args:
@@ -112,7 +113,7 @@ def compare_gradients(actual: Step, expected: Step) -> dict[str, Difference]:
     norms = [gradient.double().norm().item() for gradient in expected.gradients.values() if gradient is not None]
     floor = GRADIENT_FLOOR * max(norms, default=0.0)
     names = dict.fromkeys([*expected.gradients, *actual.gradients])
-    return {name: difference(actual.gradients.get(name), expected.gradients.get(name), floor) for name in names}
+    return {name: difference(actual.gradients.get(name), expected.gradients.get(name), floor=floor) for name in names}
 
 
 def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -121,4 +122,5 @@ def _projection(outputs: Mapping[str, Tensor]) -> Tensor:
     generator = torch.Generator().manual_seed(SEED)
     told = [outputs["logits"]] if "logits" in outputs else [one for one in outputs.values() if one.requires_grad]
     weights = [torch.randn(one.shape, generator=generator).to(one.device) for one in told]
-    return sum((one * weight).mean() for one, weight in zip(told, weights, strict=True))
+    parts = [(one * weight).mean() for one, weight in zip(told, weights, strict=True)]
+    return functools.reduce(torch.add, parts)

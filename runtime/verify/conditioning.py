@@ -64,7 +64,8 @@ def is_rounding(key: str, actual: Step, expected: Step, shaken: Sequence[Step]) 
     mine, theirs = pick(actual), pick(expected)
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return False
-    moved = max((float((pick(one).double() - theirs.double()).norm()) for one in shaken), default=0.0)
+    others = [one for step in shaken if (one := pick(step)) is not None]  # all of them: it is there in the first
+    moved = max((float((one.double() - theirs.double()).norm()) for one in others), default=0.0)
     norm = max(float(theirs.double().norm()), _floor(key, expected))
     last_bit = torch.finfo(theirs.dtype).eps * _floor(key, expected) / GRADIENT_FLOOR  # of the largest gradient
     # All terms of its sum cancel upstream, bit by bit: another order of operations leaves a last bit.

@@ -88,14 +88,14 @@ def correspondence(upstream: PreTrainedModel, generated: PreTrainedModel) -> Cor
 
 
 def _made(moved: Moved, theirs: Mapping[str, Tensor | None]) -> Tensor | None:
-    present = [theirs[part.name] for part in leaves(moved) if theirs.get(part.name) is not None]
+    present = [one for part in leaves(moved) if (one := theirs.get(part.name)) is not None]
     if not present:
         return None
     out = torch.zeros(moved.shape, dtype=present[0].dtype)
     found = pull(moved, whole(moved.shape), out)
     for part, box, target in found.reads:
-        if theirs.get(part.name) is not None:
-            target.copy_(theirs[part.name].detach()[tuple(slice(*bounds) for bounds in box)])
+        if (one := theirs.get(part.name)) is not None:
+            target.copy_(one.detach()[tuple(slice(*bounds) for bounds in box)])
         else:
             target.zero_()
     for finish in found.finishes:

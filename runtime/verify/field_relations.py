@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from patchgen.runtime.verify import field_semantics as sizes
 
@@ -32,8 +32,10 @@ GROUPS = re.compile(r"\.(?:reshape|view)\([^()]*\bconfig\.(\w+)\.(\w+)\s*,?\s*\)
 class Part(Protocol):
     """A sub-config: as its class gives it, and its small form."""
 
-    full: PreTrainedConfig
-    config: PreTrainedConfig
+    @property
+    def full(self) -> PreTrainedConfig: ...
+    @property
+    def config(self) -> PreTrainedConfig: ...
 
 
 def relate_parts(parts: Mapping[str, Part], source: str) -> None:
@@ -94,7 +96,7 @@ def layer_numbers(values: Mapping[str, object], parts: Mapping[str, Part]) -> di
         match = LAYERS_OF_A_TOWER.match(name)
         tower = parts.get(f"{match[1]}_config") if match else None
         count = getattr(tower.config, "num_hidden_layers", None) if tower else None
-        numbers = value if isinstance(value, (list, tuple)) else [value]
+        numbers: Any = value if isinstance(value, (list, tuple)) else [value]
         if type(count) is not int or any(type(number) is not int for number in numbers):
             continue
         small = [_small_number(number, numbers, count) for number in numbers]

@@ -85,6 +85,13 @@ def prepared(config: PreTrainedConfig, kind: str | None) -> PreTrainedConfig:
     return config
 
 
+def num_labels(config: PreTrainedConfig) -> int:
+    """How many classes a head tells apart."""
+    if config.num_labels is None:
+        raise ValueError(f"{type(config).__name__} does not say how many labels there are (num_labels).")
+    return config.num_labels
+
+
 def batch_of(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any], batch: Mapping[str, Any]) -> dict:
     """A text batch with the labels of a kind in place of the next tokens.
 
@@ -96,10 +103,10 @@ def batch_of(kind: str, config: PreTrainedConfig, parameters: Mapping[str, Any],
     ids, labels, mask = batch["input_ids"], batch.get("labels"), batch.get("attention_mask")
     rows = torch.arange(len(ids))
     if kind == CLASSIFICATION:
-        out["labels"] = rows % config.num_labels
+        out["labels"] = rows % num_labels(config)
         out["input_ids"] = _ended(config, ids, mask)
     elif kind == TOKEN:
-        out["labels"] = torch.where(labels == IGNORED, labels, ids % config.num_labels)
+        out["labels"] = torch.where(batch["labels"] == IGNORED, batch["labels"], ids % num_labels(config))
     elif kind == ANSWERS:
         out |= {"start_positions": 3 + rows, "end_positions": 5 + rows}
     elif kind == CONDITIONAL:
@@ -157,9 +164,11 @@ def scored(model_class: type[PreTrainedModel], kind: str, *, of_rows: bool) -> t
         num_items_in_batch: Tensor | None = None,
         **rows: Any,
     ) -> CausalLMOutput:
-        if labels is None and shift_labels is None:
+        targets = shift_labels
+        if targets is None and labels is not None:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        if targets is None:
             return CausalLMOutput(logits=_scores(self, model_class, kind, of_rows, rows))
-        targets = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if shift_labels is None else shift_labels
         items = num_items(kind, rows | {"shift_labels": targets})
         share = 1.0 if num_items_in_batch is None else items / num_items_in_batch
         is_packed = BOUNDS in rows and kind in (CLASSIFICATION, ANSWERS)
@@ -222,11 +231,11 @@ def _own_loss(
 
 
 def _classes(model: PreTrainedModel, targets: Tensor) -> Tensor:
-    return torch.where(targets == IGNORED, targets, targets % model.config.num_labels)
+    return torch.where(targets == IGNORED, targets, targets % num_labels(model.config))
 
 
 def _class_of(model: PreTrainedModel, targets: Tensor) -> Tensor:
-    return targets.masked_fill(targets == IGNORED, 0).sum(dim=1) % model.config.num_labels
+    return targets.masked_fill(targets == IGNORED, 0).sum(dim=1) % num_labels(model.config)
 
 
 def _of_documents(
@@ -241,11 +250,13 @@ def _of_documents(
     from patchgen.runtime.objectives.batch import share, split
 
     state = parallel.current()
+    if state is None:
+        raise ValueError("The share of a step is asked for where no parallel state is live.")
     document = mask_functions.document_of(rows[BOUNDS], *targets.shape)[0]
     alone = [targets[:, document == number] for number in range(int(document.max()) + 1)]
     told = {"document_sources": torch.zeros(len(alone), dtype=torch.long)}
     if kind == CLASSIFICATION:
-        objective = classification.Classification(model.config.num_labels)
+        objective = classification.Classification(num_labels(model.config))
         told["document_labels"] = torch.cat([_class_of(model, one) for one in alone])
     else:
         objective = tokens.QuestionAnswering()
@@ -258,7 +269,8 @@ def _of_documents(
 def _scores(model: PreTrainedModel, model_class: type, kind: str, of_rows: bool, rows: Mapping[str, Any]) -> Tensor:
     is_decoded = "decoder_input_ids" in inspect.signature(model_class.forward).parameters
     if kind == CLASSIFICATION and not of_rows:
-        return model.score(getattr(model, model.base_model_prefix)(**rows).last_hidden_state)
+        score: Any = model.score
+        return score(getattr(model, model.base_model_prefix)(**rows).last_hidden_state)
     if is_decoded and kind in (BASE, CONDITIONAL):
         rows = {**rows, "decoder_input_ids": rows["input_ids"]}
     if kind == CLASSIFICATION:

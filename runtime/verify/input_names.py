@@ -60,7 +60,8 @@ def _entries(table: ast.expr) -> Iterator[tuple[str, ast.expr]]:
             pairs = zip(node.keys, node.values, strict=True)
         else:
             pairs = [node.elts] if isinstance(node, ast.Tuple) and len(node.elts) == 2 else []
-        yield from ((key.value, value) for key, value in pairs if isinstance(key, ast.Constant))
+        named = ((key, value) for key, value in pairs if isinstance(key, ast.Constant))
+        yield from ((key.value, value) for key, value in named if isinstance(key.value, str))
 
 
 def _constants(node: ast.AST) -> Iterator[str]:

@@ -97,9 +97,11 @@ def drawable_ids(config: PreTrainedConfig) -> list[int]:
 
 def special_ids(config: PreTrainedConfig) -> list[int]:
     """The ids that fields of the config and of its sub-configs give a special meaning."""
+    from transformers import PreTrainedConfig
+
     found = []
     for name, value in vars(config).items():
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, PreTrainedConfig):
             found += special_ids(value)
         elif sizes.is_special_id(name) and value is not None:
             found += value if isinstance(value, (list, tuple)) else [value]

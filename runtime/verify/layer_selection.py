@@ -18,6 +18,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 INDEX_LIST_NAME = re.compile(r".*(layers|_idxs|_ids|_indices|_indexes)$")
 
@@ -30,7 +31,7 @@ class LayerSelection:
     overrides: dict[str, list] = field(default_factory=dict)
 
 
-def select_layers(values: Mapping[str, object], num_layers: int, min_layers: int) -> LayerSelection:
+def select_layers(values: Mapping[str, Any], num_layers: int, min_layers: int) -> LayerSelection:
     """Keeps one layer of each kind.
 
     Args:
@@ -66,7 +67,7 @@ def _is_index_list(name: str, value: object, num_layers: int) -> bool:
     return numbers and all(a < b for a, b in itertools.pairwise(value))
 
 
-def _is_per_layer(name: str, value: object, num_layers: int) -> bool:
+def _is_per_layer(name: str, value: Any, num_layers: int) -> bool:
     is_list = isinstance(value, (list, tuple)) and len(value) == num_layers
     # Of a single layer a list of one number says nothing of layers; a name is that of its kind.
     tells_kinds = num_layers > 1 or (is_list and isinstance(value[0], str))

@@ -241,13 +241,13 @@ class MediaMaker:
 
     def _accepted_form(self) -> tuple[tuple[int, ...], bool]:
         """The form of a whole image that upstream takes: `[N, C, H, W]`, or in so many crops `[N, crops, C, H, W]`."""
-        refusal: Exception | None = None
+        refusal: Exception = TypeError("there is no form of an image to try")
         for dimensions, with_sizes in image_forms(takes_sizes="image_sizes" in self.known):
             try:
                 self.count(self._whole_image(dimensions, with_sizes))
             except REFUSALS as error:
                 # The first refusal says most, but that an argument is missing says least.
-                refusal = error if refusal is None or isinstance(refusal, TypeError) else refusal
+                refusal = error if isinstance(refusal, TypeError) else refusal
             else:
                 return dimensions, with_sizes
         raise refusal
@@ -256,7 +256,7 @@ class MediaMaker:
         if "video_grid_thw" in self.known:
             grids = VIDEO_GRIDS
             if self._takes_one_frame_only:
-                grids = [(1, *merged) for _, *merged in VIDEO_GRIDS]
+                grids = [(1, height, width) for _, height, width in VIDEO_GRIDS]
             return self.with_seconds(self.patches(VIDEO, grids[number]), SECONDS_PER_GRID[number])
         if SIDE_BY_SIDE[INPUTS[VIDEO]] in self.known:
             return self.side_by_side(VIDEO, VIDEO_GRIDS[number])

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from patchgen.runtime import parallel, seams
 from patchgen.runtime.document_rows import Separated
@@ -30,7 +31,7 @@ from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify.conditioning import ROUNDING, moved_gradients, relative_difference
 from patchgen.runtime.verify.media import AUDIO
-from patchgen.runtime.verify.multimodal_inputs import Sample
+from patchgen.runtime.verify.media_samples import Sample
 from patchgen.runtime.verify.ranks import CaseFailed, RankPool
 from patchgen.runtime.verify.yardstick import NotApplicable, Subject, Yardstick, find, state_of, yardstick
 
@@ -198,7 +199,7 @@ def differences(
         for parameter, gradient in got.items()
         if parameter not in expected and bool(gradient.any())
     }
-    worst = max(found, key=found.get)
+    worst = max(found, key=found.__getitem__)
     beyond = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
     if any(name in expected for name in beyond):
         bars = moved(least)
@@ -207,7 +208,7 @@ def differences(
     if not row["loss"] <= TOLERANCE:
         row["reason"] = f"loss {got_loss:.7f}, upstream {expected_loss:.7f}"
     elif beyond:
-        furthest = max(beyond, key=beyond.get)
+        furthest = max(beyond, key=beyond.__getitem__)
         row["reason"] = f"gradient of {furthest} differs by {beyond[furthest]:.1e}"
     return row
 
@@ -238,7 +239,7 @@ def on_ranks(
     gradients = {}
     for name, parameter in model.named_parameters():
         if fsdp:
-            if parameter.grad is not None:
+            if isinstance(parameter.grad, DTensor):
                 gradients[name] = parameter.grad.full_tensor().clone()
             continue
         if parameter.grad is None:
@@ -296,7 +297,8 @@ def _packed_inputs(known: Yardstick, state: ParallelState) -> tuple[list[dict[st
 
 def divided(samples: Sequence[Sample], num_batches: int) -> list[list[Sample]]:
     """The samples of each batch index."""
-    return [[samples[place] for place in places] for places in torch.arange(len(samples)).tensor_split(num_batches)]
+    shares = torch.arange(len(samples)).tensor_split(num_batches)
+    return [[samples[place] for place in places.tolist()] for places in shares]
 
 
 # --------------------------------------------------------------------------------------------- all of it

@@ -32,6 +32,13 @@ class ModelPair:
     """Classes in the generated model that live in modeling files of other models; towers of their own right."""
 
 
+def config_class_of(model_class: type[PreTrainedModel]) -> type[PreTrainedConfig]:
+    """The class of the configs that a model is built from."""
+    if model_class.config_class is None:
+        raise TypeError(f"{model_class.__name__} names no config_class: nothing says which configs it takes.")
+    return model_class.config_class
+
+
 def build_pair(
     upstream_class: type[PreTrainedModel], generated_class: type[PreTrainedModel], config: PreTrainedConfig
 ) -> ModelPair:

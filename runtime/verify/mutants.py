@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -34,12 +35,13 @@ from patchgen.errors import PatchgenError
 from patchgen.kernels import elementwise
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime import registry, seams
+from patchgen.runtime.attention_kinds import Names
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify.changed_modules import importable, lines_run
 from patchgen.runtime.verify.comparison import Step, compare_gradients, compare_outputs, train_step
 from patchgen.runtime.verify.conditioning import SHAKES, is_rounding, shaken_step
 from patchgen.runtime.verify.inputs import Case, text_cases
-from patchgen.runtime.verify.model_pair import build_model, paired, perturb
+from patchgen.runtime.verify.model_pair import build_model, config_class_of, paired, perturb
 from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media
 from patchgen.runtime.verify.seam_proof import all_eager
 from patchgen.runtime.verify.small_config import small_config
@@ -83,7 +85,7 @@ class Check:
     way: str
     case: Case
     expected: str
-    attention: str = "eager"
+    attention: Names = "eager"
     kernels: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -116,7 +118,7 @@ class Judge:
     def executed(self) -> set[int]:
         """The lines of upstream's file that a training step runs."""
         module = importlib.import_module(self.origin.module)
-        with lines_run(module.__file__) as lines:
+        with lines_run(inspect.getfile(module)) as lines:
             model = build_model(getattr(module, self.head), self._small)
             for case in self._cases:
                 train_step(model, case)
@@ -195,7 +197,7 @@ class Judge:
         return tuple(holds), others
 
 
-def _checks(cases: tuple[Case, ...], attention: str, kernels: Mapping[str, str]) -> Iterator[Check]:
+def _checks(cases: tuple[Case, ...], attention: Names, kernels: Mapping[str, str]) -> Iterator[Check]:
     """Every case eager, and each with kernels once: a step costs as much as the reading of a file."""
     for case in cases:
         yield Check("eager", case, case.name)
@@ -210,11 +212,15 @@ def _checks(cases: tuple[Case, ...], attention: str, kernels: Mapping[str, str])
         yield Check("run", handed, case.name, attention, kernels)
 
 
+def _as_transformers_takes(names: Names) -> str | dict:
+    return names if isinstance(names, str) else dict(names)
+
+
 def _found(
     check: Check, generated: PreTrainedModel, upstream: PreTrainedModel, expected: Step, cases: tuple[Case, ...]
 ) -> str:
     """What differs in one comparison; empty where nothing."""
-    generated.set_attn_implementation(check.attention)
+    generated.set_attn_implementation(_as_transformers_takes(check.attention))
     try:
         with all_eager(), seams.using(**check.kernels):
             actual = train_step(generated, check.case)
@@ -253,7 +259,7 @@ def _fails_too(upstream: PreTrainedModel, check: Check, error: Exception) -> boo
 
 
 @contextlib.contextmanager
-def attending_as_a_run(upstream: PreTrainedModel, attention: str) -> Iterator[None]:
+def attending_as_a_run(upstream: PreTrainedModel, attention: Names) -> Iterator[None]:
     """Upstream's model under the attention of a run, which takes lengths of media as flash attention does.
 
     A change may lie in what only another attention runs, and where upstream's file holds two forms of one computation, in one
@@ -261,7 +267,7 @@ def attending_as_a_run(upstream: PreTrainedModel, attention: str) -> Iterator[No
     """
     module = vars(sys.modules[type(upstream).__module__])
     asks = {name: value for name, value in module.items() if value is is_flash_attention_requested}
-    upstream.set_attn_implementation(attention)
+    upstream.set_attn_implementation(_as_transformers_takes(attention))
     module.update(dict.fromkeys(asks, lambda *_, **__: True))
     try:
         yield
@@ -296,7 +302,7 @@ def _beyond(actual: Step, expected: Step, tolerance: float) -> dict[str, float]:
 def _worst(beyond: Mapping[str, float]) -> str:
     if not beyond:
         return ""
-    name = max(beyond, key=beyond.get)
+    name = max(beyond, key=beyond.__getitem__)
     return f"{name} differs by {beyond[name]:.1e}"
 
 
@@ -331,7 +337,7 @@ def _finite_step(model: torch.nn.Module, case: Case) -> Step:
 
 def _config_of(model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """A small config, with the router loss where there is one."""
-    config = small_config(model_class.config_class).config
+    config = small_config(config_class_of(model_class)).config
     for one in (config, config.get_text_config(decoder=True)):
         if hasattr(one, "output_router_logits"):
             one.output_router_logits = True

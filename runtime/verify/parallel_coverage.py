@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from patchgen.runtime import model_calls, parallel, registry, seams
 from patchgen.runtime.document_rows import Separated
@@ -72,7 +75,7 @@ class Row:
         return max((one for one in found if one == one), default=None)  # NaN: not measured
 
 
-def generated_class(head: str, file: str) -> type[nn.Module]:
+def generated_class(head: str, file: str) -> type[PreTrainedModel]:
     """The head of a generated modeling file."""
     return getattr(registry.import_file(Path(file)), head)
 
@@ -83,10 +86,12 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
     state = state_of(sp, ep)
     takes_media = head is None
     head = head or head_with_media(Path(file).parent)
+    if head is None:
+        raise ValueError(f"{file} has no head that takes images, video or sound: name one.")
     upstream_class = getattr(registry.read_model(Path(file).parent).upstream(), head)
     config = training_config(upstream_class)
     generated = generated_class(head, file)
-    row = {"model_type": model_type}
+    row: dict[str, Any] = {"model_type": model_type}
     if ep > 1 and not sharding.own_plan(build_model(generated, config)):
         return row | {"applies": False, "seconds": time.perf_counter() - started}
     if takes_media:
@@ -117,7 +122,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         # Some gradients are zero but for rounding (biases of keys): they are measured against the largest of all.
         least = 1e-4 * max(float(gradient.abs().max()) for gradient in expected.values())
         differences = {name: relative_difference(got[name], expected[name], least) for name in expected}
-        worst = max(differences, key=differences.get)
+        worst = max(differences, key=differences.__getitem__)
         beyond = [name for name, difference in differences.items() if not difference <= TOLERANCE]
         if beyond:
             moved = moved_gradients(yardstick, one_rank, expected, least)
@@ -128,7 +133,7 @@ def compare(model_type: str, head: str | None, file: str, sp: int, ep: int, sepa
         if abs(got_loss - expected_loss) / abs(expected_loss) > TOLERANCE:
             row["reason"] = f"{prefix}loss {got_loss:.7f}, upstream {expected_loss:.7f}"
         elif beyond:
-            far = max(beyond, key=differences.get)
+            far = max(beyond, key=differences.__getitem__)
             row["reason"] = f"{prefix}gradient of {far} differs by {differences[far]:.1e}"
         if row.get("reason"):
             break
@@ -174,7 +179,7 @@ def _all_ranks(
     total = share.detach().clone()
     dist.all_reduce(total)
     gradients = {
-        name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
         for name, p in model.named_parameters()
         if p.grad is not None
     }

@@ -56,8 +56,10 @@ class RankPool:
                 for rank, connection in enumerate(self._connections)
                 if rank not in results and rank not in errors
             }
-            for connection in wait(list(pending), timeout=1.0):
-                rank = pending[connection]
+            ready = wait(list(pending), timeout=1.0)
+            for connection, rank in pending.items():
+                if connection not in ready:
+                    continue
                 try:
                     good, value = connection.recv()
                 except EOFError:
@@ -111,7 +113,7 @@ def _serve(rank: int, world: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world),
+        store=dist.FileStore(store, world),  # pyright: ignore[reportPrivateImportUsage]  # documented there
         rank=rank,
         world_size=world,
         timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT),

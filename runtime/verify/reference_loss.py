@@ -11,6 +11,7 @@ router logits, and is called for each row afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +91,7 @@ def forget_positions(model: nn.Module) -> None:
     """Some fusion models keep the offset of their last batch for generating."""
     for module in model.modules():
         if getattr(module, "rope_deltas", None) is not None:
-            module.rope_deltas = None
+            setattr(module, "rope_deltas", None)  # noqa: B010  # no tensor and no module, as its type wants them
 
 
 @contextlib.contextmanager
@@ -146,7 +147,8 @@ def _joined(rows: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 def _over_rows(asked: RouterLoss, rows: Sequence[Sequence[Tensor]]) -> Tensor:
     tokens = [layers[0].shape[0] for layers in rows]
-    return sum(
+    shares = [
         asked.function(tuple(layers), **asked.arguments) * (count / sum(tokens))
         for layers, count in zip(rows, tokens, strict=True)
-    )
+    ]
+    return functools.reduce(torch.add, shares)

@@ -89,7 +89,7 @@ def write_proof(proof: Proof, directory: Path, made_with: Mapping[str, str] | No
         made_with: the sources and releases that the proof depends on.
     """
     path = directory / FILE_NAME
-    record = proof_record(proof) | {"made_with": dict(made_with or {})}
+    record: dict[str, Any] = proof_record(proof) | {"made_with": dict(made_with or {})}
     if copies := _copies(directory, proof.model):
         record["copies"] = copies
     if path.is_file():

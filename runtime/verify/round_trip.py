@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -78,9 +78,10 @@ def _some(names: Iterable[object]) -> str:
 def _load_problems(
     model_class: type[PreTrainedModel], directory: Path, same: PreTrainedModel, direction: str
 ) -> list[str]:
-    loaded, info = model_class.from_pretrained(
+    loaded_with_info: Any = model_class.from_pretrained(
         directory, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
+    loaded, info = loaded_with_info
     problems = [
         f"{direction}: {kind.replace('_', ' ')} {_some(info[kind])}."
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")

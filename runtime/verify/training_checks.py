@@ -21,7 +21,6 @@ from patchgen.runtime import attention, attention_kinds, model_calls, parallel, 
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import loss, report
-from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import training_inputs as inputs
 from patchgen.runtime.verify.comparison import (
@@ -84,7 +83,7 @@ class Comparison:
         self.media = inputs.media_documents(self.reference) if media or self.needs_media else {}
         if self.needs_media and self.media:  # rows of text alone are none that it is trained on
             self.text = next(iter(self.media.values()))
-            self.plain = dict(self.text.together)
+            self.plain = dict(self.text.whole_batch())
         self.seams: dict[str, str] = {}
         self.ran_seams: dict[str, str] = {}
         self.positions: Any = None
@@ -135,7 +134,7 @@ class Comparison:
         packed = [self.text.packed(), *(one.packed(self.positions) for one in self.media.values())]
         with attention.recording() as asked, torch.no_grad(), all_eager():
             for rows in packed:
-                model(**inputs.without_labels(_handed(rows)), use_cache=False)
+                model(**inputs.without_labels(inputs.handed(rows)), use_cache=False)
         return attention_kinds.asked_by(model, asked)
 
     def _runnable(self, model: PreTrainedModel, seam: str) -> str:
@@ -171,7 +170,9 @@ class Comparison:
             steps = [one for one in steps if one[0] in self.only]
         for name, media in self.media.items():
             if self.only:
-                steps.append((f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.together)))
+                steps.append(
+                    (f"rows with {name}", lambda n=name, d=media: self.rows(f"rows with {n}", d.whole_batch()))
+                )
                 continue
             packed_media = lambda n=name, d=media: self.documents(f"packed {n}", d, d.packed(self.positions))  # noqa: E731
             steps.append((f"packed {name}", packed_media))
@@ -182,8 +183,8 @@ class Comparison:
             except Exception as error:
                 self.failures.append(f"{_SUBJECT.get(name, name)}: {told(error)}")
             media = self.media.get(name.partition(" ")[2])
-            takes_it = media is not None and self.reference._supports_sdpa and len(self.failures) > before
-            if takes_it and (own := self._beside_sdpa(media)) > TOLERANCE:
+            takes_it = self.reference._supports_sdpa and len(self.failures) > before
+            if takes_it and media is not None and (own := self._beside_sdpa(media)) > TOLERANCE:
                 reason = (
                     f"{name}: upstream's own logits under sdpa differ from its eager ones by {own:.0e} of their size."
                 )
@@ -201,7 +202,7 @@ class Comparison:
         place = slice(self.plain["input_ids"].shape[1] - UNSEEN, None)
         changed = inputs.changed(self.plain, place, self.draw)
         upstream = [self._reference_logits(self.reference, rows)[:, : place.start] for rows in (self.plain, changed)]
-        own = [self._logits(_handed(rows))[:, : place.start] for rows in (self.plain, changed)]
+        own = [self._logits(inputs.handed(rows))[:, : place.start] for rows in (self.plain, changed)]
         if difference(*upstream).relative > TOLERANCE:
             return  # it sees later tokens upstream, too: the rows below are compared with it
         found = difference(*own)
@@ -216,7 +217,7 @@ class Comparison:
         items = self.items(rows) + spare
         counts = rows.get("attention_mask", torch.ones_like(rows["input_ids"])).bool()
         failed = len(self.failures)
-        handed = _handed(rows)
+        handed = inputs.handed(rows)
         if "attention_mask" in rows:  # a run never pads by a mask: others may
             targets = loss.upstream_labels(self.generated_class, rows)["labels"]
             handed = rows if targets is rows["labels"] else {**rows, "shift_labels": targets}
@@ -243,7 +244,7 @@ class Comparison:
         items = sum(map(self.items, documents.rows))
         rows = documents.reference()
         with largest_chunk(chunk) if chunk else contextlib.nullcontext():
-            actual = self._step([_handed(packed)], items, {"logits": self._logits(_handed(packed))})
+            actual = self._step([inputs.handed(packed)], items, {"logits": self._logits(inputs.handed(packed))})
         self._compare(
             name,
             actual,
@@ -252,7 +253,7 @@ class Comparison:
 
     def leak(self, packed: Batch) -> None:
         """Other tokens in one document change no logits of the others."""
-        worst = self._leak(packed, lambda rows: self._logits(_handed(rows)))
+        worst = self._leak(packed, lambda rows: self._logits(inputs.handed(rows)))
         self.checks.append(Check("leak", logits=worst))
         if not worst.relative <= TOLERANCE:
             self.failures.append(
@@ -300,7 +301,7 @@ class Comparison:
         second = packed if self.needs_media else self.plain
         self._compare(
             "accumulation",
-            self._step([_handed(packed), _handed(second)], items),
+            self._step([inputs.handed(packed), inputs.handed(second)], items),
             lambda model: self._reference_step(model, rows, items),
         )
 
@@ -323,7 +324,7 @@ class Comparison:
             items = self.items(row)
             self._compare(
                 "router loss",
-                self._step([_handed(row)], items),
+                self._step([inputs.handed(row)], items),
                 lambda model: self._reference_step(model, [row], items),
             )
 
@@ -358,7 +359,7 @@ class Comparison:
 
     @staticmethod
     def _reference_logits(model: nn.Module, rows: Batch) -> Tensor:
-        handed = _in_dtype_of(model, inputs.without_labels(rows))
+        handed = inputs.in_dtype_of(model, inputs.without_labels(rows))
         with torch.no_grad(), all_eager():
             return model(**handed, use_cache=False).logits
 
@@ -374,7 +375,7 @@ class Comparison:
             if not labels:
                 continue
             torch.manual_seed(SEED)
-            handed = _in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
+            handed = inputs.in_dtype_of(model, loss.upstream_labels(self.generated_class, copy.deepcopy(dict(row))))
             with all_eager():
                 mean = model(**handed, use_cache=False).loss
                 share = mean * (labels / items)
@@ -436,23 +437,10 @@ def _size(found: Difference) -> str:
     return f"{found.relative:.0e} of its size"
 
 
-def _handed(rows: Batch) -> Batch:
-    """The rows as the trainer hands them to a model, on one rank."""
-    return slice_batch(rows, sp=1, sp_rank=0)
-
-
 @contextlib.contextmanager
 def _selected(chosen: Mapping[str, str]) -> Iterator[None]:
     with all_eager(), seams.using(**chosen):
         yield
-
-
-def _in_dtype_of(model: nn.Module, rows: Mapping[str, Any]) -> Batch:
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in rows.items()
-    }
 
 
 def told(error: Exception) -> str:

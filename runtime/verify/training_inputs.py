@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from patchgen.runtime.data.collate import collate
-from patchgen.runtime.parallel.batch import IGNORED
+from patchgen.runtime.parallel.batch import IGNORED, slice_batch
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.inputs import drawable_ids
-from patchgen.runtime.verify.multimodal_inputs import TYPES, SampleBuilder, takes_media
+from patchgen.runtime.verify.media_samples import TYPES, SampleBuilder
+from patchgen.runtime.verify.multimodal_inputs import takes_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -40,6 +41,12 @@ class Documents:
     together: Batch | None = None
     """The same as one padded batch, where upstream's own result of a document depends on what else is in the batch: towers
     that pad sounds to the longest."""
+
+    def whole_batch(self) -> Batch:
+        """All documents as one padded batch."""
+        if self.together is None:
+            raise ValueError("These documents are rows of their own: nothing was made of them together.")
+        return self.together
 
     def reference(self) -> list[Batch]:
         """What upstream is handed."""
@@ -172,3 +179,17 @@ def media_documents(model: PreTrainedModel) -> dict[str, Documents]:
 def same_rows(documents: Sequence[Documents]) -> list[Batch]:
     """The rows of several sets of documents, one after the other."""
     return [row for one in documents for row in one.rows]
+
+
+def handed(rows: Batch) -> Batch:
+    """The rows as the trainer hands them to a model, on one rank."""
+    return slice_batch(rows, sp=1, sp_rank=0)
+
+
+def in_dtype_of(model: nn.Module, rows: Batch) -> Batch:
+    """The rows with floating-point inputs in the dtype of a model."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in rows.items()
+    }

@@ -39,6 +39,7 @@ from patchgen.runtime.document_rows import LEFT, Separated
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import head_kinds
+from patchgen.runtime.verify.model_pair import config_class_of
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.training_checks import Check, Comparison, told
 
@@ -120,29 +121,18 @@ def prove_training_path(
         path, asked = choices_of(path, asked_config or config, named_seams or {})
     except Exception as error:
         own = path.upstream_refusal()
-        whose = (
-            f"upstream's own class fails on a document: {told(own)}" if own else f"its first step fails: {told(error)}"
-        )
-        return TrainingPath(named_attention or "", "", failures=(whose,))
+        whose = "upstream's own class fails on a document" if own else "its first step fails"
+        return TrainingPath(named_attention or "", "", failures=(f"{whose}: {told(own or error)}",))
     chosen = named_attention or attention_kinds.choose(asked, config)
     found = TrainingPath(chosen, chosen, path.seams, asked)
     if lacking := attention_kinds.lacking(chosen, asked):
         able = attention_kinds.choose(asked, config)
-        return replace(
-            found,
-            failures=(f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can.",),
-        )
+        failure = f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can."
+        return replace(found, failures=(failure,))
     path.ran_with = on_cpu(chosen, asked, config)
     with one_rank() as state:
         path.state = state
-        path.run()
-        # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
-        if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-            for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
-                apart.run()
-                if not apart.failures:
-                    path = apart
-                    break
+        path = _run(path)
     return replace(
         found,
         ran_with=path.ran_with,
@@ -151,6 +141,18 @@ def prove_training_path(
         left_out=path.left_out,
         separates_documents=path.separates_documents,
     )
+
+
+def _run(path: Comparison) -> Comparison:
+    """All comparisons, packed or, where that fails, with each document in a row of its own; returns which of them holds."""
+    path.run()
+    # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
+    if path.failures and not path.separates_documents and path.mixes_documents_upstream():
+        for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+            apart.run()
+            if not apart.failures:
+                return apart
+    return path
 
 
 def choices_of(
@@ -172,7 +174,7 @@ def choices_of(
 
 @functools.lru_cache(maxsize=8)
 def _asked(generated_class: type[PreTrainedModel], config_text: str) -> tuple[Kind, ...]:
-    config = generated_class.config_class.from_dict(json.loads(config_text))
+    config = config_class_of(generated_class).from_dict(json.loads(config_text))
     small = shrink(config).config
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):  # a run that asks while it starts has its own
@@ -210,7 +212,8 @@ def merge_paths(paths: Mapping[str, TrainingPath]) -> TrainingPath:
 @contextlib.contextmanager
 def one_rank() -> Iterator[ParallelState]:
     """The parallel state of a run on one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # documented there
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield ParallelState.create(ParallelConfig.for_world(1), "cpu")
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -12,16 +12,16 @@ from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.coverage import REFUSALS
-from patchgen.runtime.verify.inputs import text_cases
+from patchgen.runtime.verify.inputs import Case, text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
-from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
+from patchgen.runtime.verify.small_config import SmallConfig, SmallConfigError, applicable_variants, small_config
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
 from patchgen.runtime.verify.yardstick import Subject, find
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 BASE = "base"
 CHECKPOINTING = "checkpointing"
@@ -61,16 +61,10 @@ def verify_model(
         SmallConfigError: upstream's config class refuses every small config.
     """
     generated = find(model)
-    head = head or generated.heads[0]
-    if head not in generated.classes:
-        raise registry.UnknownModelError(
-            f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
-            f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
-        )
+    head = _known(head or generated.heads[0], generated)
     upstream_class = getattr(generated.upstream(), head)
     generated_class = getattr(generated.load(), head)
-    config_class = upstream_class.config_class
-    kind = head_kinds.kind_of(head)
+    config_class, kind = upstream_class.config_class, head_kinds.kind_of(head)
     chosen = tuple(variants) if variants is not None else _variants(upstream_class)
     if not chosen:
         raise ValueError("No variant was asked for: nothing would be proven. Leave `variants` out for all of them.")
@@ -87,32 +81,8 @@ def verify_model(
                 raise
             refused[variant] = error.reason
             continue
-        cases = text_cases(small.config, upstream_class)
-        is_first = not proofs
-        cases = cases if is_first or variant in ALL_CASES else cases[:1]
-        media = MediaCases()
-        if takes_media(upstream_class):
-            built = build_model(upstream_class, small.config).train(variant != EVALUATION)
-            media = media_cases(built)
-            if media.cases:  # what upstream refuses in its own words is no case: those with media prove
-                cases, refusal = without_media(built, cases)
-                media.refused.update({TEXT_ALONE: refusal} if refusal else {})
-        cases = (*cases, *media.cases)
-        fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
-        proof = prove(
-            upstream_class,
-            generated_class,
-            small.config,
-            cases,
-            variant=variant,
-            gradient_checkpointing=variant == CHECKPOINTING,
-            training=variant != EVALUATION,
-            implementations=implementations if is_first else (),
-            round_trip=is_first or variant in ("tied", "untied"),
-        )
-        proof.overrides, proof.unclassified = small.overrides, small.unclassified
-        proof.refused_inputs = media.refused
-        proof.not_compared = media.missing
+        pair = upstream_class, generated_class
+        proof = _proof_of(pair, small, variant, fed, is_first=not proofs, implementations=implementations)
         proofs.append(proof)
         if variant in TRAINED:
             trained[variant] = small.config
@@ -126,6 +96,58 @@ def verify_model(
     if training_path and merged.is_equal:
         merged.training = _training_path(upstream_class, generated_class, trained)
     return merged
+
+
+def _proof_of(
+    pair: tuple[type[PreTrainedModel], type[PreTrainedModel]],
+    small: SmallConfig,
+    variant: str,
+    fed: set[str],
+    *,
+    is_first: bool,
+    implementations: Collection[str] | None,
+) -> Proof:
+    """The proof of one variant; the first has all that is proven once. The names of what it is fed are added to `fed`."""
+    cases, media = _cases(pair[0], small.config, variant, takes_all=is_first or variant in ALL_CASES)
+    fed.update(name for case in cases for name, value in case.batch.items() if isinstance(value, Tensor))
+    proof = prove(
+        *pair,
+        small.config,
+        cases,
+        variant=variant,
+        gradient_checkpointing=variant == CHECKPOINTING,
+        training=variant != EVALUATION,
+        implementations=implementations if is_first else (),
+        round_trip=is_first or variant in ("tied", "untied"),
+    )
+    proof.overrides, proof.unclassified = small.overrides, small.unclassified
+    proof.refused_inputs, proof.not_compared = media.refused, media.missing
+    return proof
+
+
+def _known(head: str, generated: registry.GeneratedModel) -> str:
+    if head not in generated.classes:
+        raise registry.UnknownModelError(
+            f"The generated model '{generated.name}' has no class '{head}'. Heads: {', '.join(generated.heads)}; "
+            f"other classes: {', '.join(sorted(set(generated.classes) - set(generated.heads)))}."
+        )
+    return head
+
+
+def _cases(
+    upstream_class: type[PreTrainedModel], config: PreTrainedConfig, variant: str, *, takes_all: bool
+) -> tuple[tuple[Case, ...], MediaCases]:
+    """What a variant is compared on: text, all cases of it or the first, and media."""
+    texts = text_cases(config, upstream_class)
+    cases: Sequence[Case] = texts if takes_all else texts[:1]
+    media = MediaCases()
+    if takes_media(upstream_class):
+        built = build_model(upstream_class, config).train(variant != EVALUATION)
+        media = media_cases(built)
+        if media.cases:  # what upstream refuses in its own words is no case: those with media prove
+            cases, refusal = without_media(built, cases)
+            media.refused.update({TEXT_ALONE: refusal} if refusal else {})
+    return (*cases, *media.cases), media
 
 
 def _without_example(upstream_class: type, fed: Collection[str]) -> dict[str, str]:

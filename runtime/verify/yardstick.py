@@ -21,8 +21,9 @@ from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.verify import reference_loss
 from patchgen.runtime.verify.correspondence import Correspondence, correspondence
-from patchgen.runtime.verify.model_pair import build_model, perturb
-from patchgen.runtime.verify.multimodal_inputs import REFUSALS, Sample, SampleBuilder, takes_media
+from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
+from patchgen.runtime.verify.model_pair import build_model, config_class_of, perturb
+from patchgen.runtime.verify.multimodal_inputs import REFUSALS, takes_media
 from patchgen.runtime.verify.small_config import small_config
 from patchgen.runtime.verify.training_checks import Comparison
 from patchgen.runtime.verify.training_path import choices_of, on_cpu
@@ -89,7 +90,7 @@ def switch_dropout_off(model: nn.Module) -> None:
 
 def training_config(upstream_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """A small config as a run has it: no cache, and the router loss where there is one."""
-    config = small_config(upstream_class.config_class).config
+    config = small_config(config_class_of(upstream_class)).config
     for one in (config, config.get_text_config(decoder=True)):
         one.use_cache = False
         if hasattr(one, "output_router_logits"):
@@ -117,13 +118,13 @@ class Yardstick:
         self.generated_class = getattr(generated.load(), head)
         self.config = training_config(self.upstream_class)
         self.router_functions = router_functions(generated.directory)
-        self.attention, self.seams, self.separates = choices(self.upstream_class, self.generated_class, self.config)
+        self.attention, self.seams, _ = choices(self.upstream_class, self.generated_class, self.config)
         self.model = build_model(self.upstream_class, self.config)
         perturb(self.model)
         switch_dropout_off(self.model)
         self.builder = SampleBuilder(self.model, seed=SEED)
         self.pad = int(self.builder.drawable[0])
-        self.separates = False
+        self.separates: Separated = False  # said by who compares
         self._refused: dict[str, str] = {}
 
     @functools.cached_property

@@ -350,10 +350,9 @@ def capacity_drops_and_counts() -> None:
     whole = _tensors(2 * world, biased=False)
     own = {name: tensor.chunk(world)[rank] for name, tensor in whole.items()}
     hidden, index, weights = routing("all on one expert", rank, 2 * world)
-    experts.dropped_rows()
     with parallel.using(state):
         out = ops.fused_moe(hidden, index, weights, **own, num_experts=2 * world, activation=silu)
-    assert experts.dropped_rows() == TOKENS * SLOTS - kept
+    assert experts.dropped_rows(state) == TOKENS * SLOTS - kept
     left = index.clone().view(-1)
     left[kept:] = 2 * world  # rows are kept in slot order
     expected = one_process(hidden, left.view_as(index), weights, **whole, num_experts=2 * world, activation=silu)

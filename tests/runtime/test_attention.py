@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from patchgen.runtime import attention, attention_backends
-from patchgen.runtime.attention_backends import BACKENDS, Attention, Documents
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_calls import Attention, Documents
 
 SIZES = {
     "vocab_size": 40,

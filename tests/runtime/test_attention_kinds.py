@@ -15,7 +15,8 @@ from transformers.models.llama4.modeling_llama4 import Llama4ForCausalLM
 
 from patchgen.kernels import choices
 from patchgen.runtime import attention, attention_kinds
-from patchgen.runtime.attention_backends import BACKENDS, FLOAT32
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_calls import FLOAT32
 from patchgen.runtime.attention_kinds import Kind
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train import attention_choice, model

@@ -15,7 +15,8 @@ from transformers import BloomConfig, LlamaConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from patchgen.runtime import attention, model_calls
-from patchgen.runtime.attention_backends import BACKENDS, FEATURES, Attention
+from patchgen.runtime.attention_backends import BACKENDS
+from patchgen.runtime.attention_calls import FEATURES, Attention
 from patchgen.runtime.attention_masks import MaskStructure
 from patchgen.runtime.parallel.batch import slice_batch
 from patchgen.runtime.verify import training_path

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
-from patchgen.runtime import ops, seams
+from patchgen.runtime import ops, parallel, seams
 
 
 def cross_entropy(logits, labels, vocab_size, scale=1.0):
@@ -75,7 +75,7 @@ def test_positions_are_untouched_in_one_process(positions):
 def test_the_layout_of_multimodal_positions_is_what_their_name_says(batch_size, rows, live, monkeypatch):
     """Three samples of three rows have one shape in both layouts."""
     if live:
-        monkeypatch.setattr(ops.parallel, "current", object)
+        monkeypatch.setattr(parallel, "current", object)
     upstream = torch.arange(rows * batch_size * 7).view(rows, batch_size, 7)
     tokens, stacked = torch.zeros(batch_size, 7), upstream.transpose(0, 1)
     assert ops.mrope_position_ids(upstream, tokens) is upstream

@@ -15,8 +15,8 @@ from patchgen.runtime import registry
 from patchgen.runtime.media_sizes import AUDIO, IMAGE, VIDEO
 from patchgen.runtime.positions import PLACEHOLDER_IDS, TOKEN_TYPES, PositionIds
 from patchgen.runtime.verify.media import SOUND, with_sound
+from patchgen.runtime.verify.media_samples import Sample, SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.multimodal_inputs import Sample, SampleBuilder
 from patchgen.runtime.verify.small_config import small_config
 
 MODELS = (

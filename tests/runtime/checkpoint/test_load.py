@@ -13,10 +13,10 @@ from patchgen.runtime.checkpoint import (
     CheckpointError,
     convert,
     export_pretrained,
+    file_reader,
     fingerprint,
     load,
     load_pretrained,
-    safetensor_files,
 )
 from patchgen.runtime.checkpoint.layout import Origin
 from patchgen.runtime.parallel import sharding
@@ -128,7 +128,7 @@ def test_onto_a_gpu(staging, dtype, original, checkpoint, tmp_path, monkeypatch)
     """Through pinned buffers, and cast there: bit for bit what the CPU has."""
     wanted = original.state_dict()
     # Buffers that are used again and again, and tensors that are larger than one.
-    monkeypatch.setattr(safetensor_files, "STAGING", staging)
+    monkeypatch.setattr(file_reader, "STAGING", staging)
     for layout in ("per-expert", "transposed"):
         folder = small_models.rewrite(checkpoint, tmp_path / layout, small_models.LAYOUTS[layout])
         model = empty(dtype)
@@ -262,7 +262,7 @@ def test_files_beside_which_memory_is_short_do_not_stay_in_the_page_cache(
     monkeypatch.setattr(load, "MAX_CACHED", share)
     made = []
 
-    class Recorded(safetensor_files.FileReader):
+    class Recorded(file_reader.FileReader):
         def __init__(self, *, keeps_pages: bool, **options) -> None:
             made.append(keeps_pages)
             super().__init__(keeps_pages=keeps_pages, **options)

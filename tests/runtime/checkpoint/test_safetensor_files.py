@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from patchgen.runtime.checkpoint import CheckpointError, safetensor_files
+from patchgen.runtime.checkpoint import CheckpointError, file_reader
+from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.finite import is_finite
-from patchgen.runtime.checkpoint.safetensor_files import FileReader, read_folder
+from patchgen.runtime.checkpoint.safetensor_files import read_folder
 from patchgen.runtime.checkpoint.writing import Output, plan
 
 
@@ -51,13 +52,13 @@ def test_boxes(folder, name, data):
     if expected.ndim > 1 and data.draw(st.booleans()):
         out = torch.zeros(*expected.shape[::-1], dtype=dtype).permute(*range(expected.ndim)[::-1])
     # Small limits reach the paths that large tensors take.
-    before = safetensor_files.STAGING, safetensor_files.SHORT_RUN
-    safetensor_files.STAGING, safetensor_files.SHORT_RUN = data.draw(st.sampled_from([(1 << 20, 1 << 16), (64, 8)]))
+    before = file_reader.STAGING, file_reader.SHORT_RUN
+    file_reader.STAGING, file_reader.SHORT_RUN = data.draw(st.sampled_from([(1 << 20, 1 << 16), (64, 8)]))
     try:
         with FileReader() as reader:
             reader.read(stored, tuple(box), out)
     finally:
-        safetensor_files.STAGING, safetensor_files.SHORT_RUN = before
+        file_reader.STAGING, file_reader.SHORT_RUN = before
     assert torch.equal(out, expected.to(dtype))
 
 
@@ -90,9 +91,9 @@ def test_stretches_of_a_file(folder, data):
             expected[name] = wanted.to(out.dtype)
         limits = {"BLOCK": [5, 64, 1 << 20], "STAGING": [512, 1 << 20], "MAX_BUFFERS": [1, 2, 1024]}
         for limit, choices in limits.items():
-            patch.setattr(safetensor_files, limit, data.draw(st.sampled_from(choices)))
+            patch.setattr(file_reader, limit, data.draw(st.sampled_from(choices)))
         most = data.draw(st.sampled_from([1, 7, 1 << 20]))
-        patch.setattr(safetensor_files.os, "preadv", functools.partial(short_preadv, os.preadv, most))
+        patch.setattr(file_reader.os, "preadv", functools.partial(short_preadv, os.preadv, most))
         with FileReader(keeps_pages=data.draw(st.booleans())) as reader:
             problems = reader.read_in_order(reads)
     bad = [name for name, wanted in expected.items() if wanted.isnan().any()]
@@ -138,7 +139,7 @@ def test_what_is_wrong_in_a_stretch_is_told_by_key(dtype, tmp_path):
 
 def test_a_thread_keeps_few_files_open(tmp_path):
     """Fewer than there are, over and over; each read is of the right file, and all are closed in the end."""
-    for number in range(3 * safetensor_files.OPEN_FILES):
+    for number in range(3 * file_reader.OPEN_FILES):
         save_file({f"k{number:02}": torch.full((4,), float(number))}, tmp_path / f"{number:02}.safetensors")
     stored = read_folder(tmp_path)
     before = set(os.listdir("/proc/self/fd"))
@@ -148,7 +149,7 @@ def test_a_thread_keeps_few_files_open(tmp_path):
                 out = torch.empty(4)
                 reader.read(tensor, ((0, 4),), out)
                 assert torch.equal(out, torch.full((4,), float(number)))
-                assert len(set(os.listdir("/proc/self/fd")) - before) <= safetensor_files.OPEN_FILES + 1
+                assert len(set(os.listdir("/proc/self/fd")) - before) <= file_reader.OPEN_FILES + 1
     assert len(set(os.listdir("/proc/self/fd")) - before) <= 1  # that of the listing itself
 
 

@@ -11,8 +11,8 @@ from patchgen.runtime import registry
 from patchgen.runtime.train import modalities, preflight
 from patchgen.runtime.train.recipe import RecipeError, from_dict
 from patchgen.runtime.verify.media import REFUSALS
+from patchgen.runtime.verify.media_samples import SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model
-from patchgen.runtime.verify.multimodal_inputs import SampleBuilder
 from patchgen.runtime.verify.small_config import small_config
 
 EVALUATION = {"eval_data": {"kind": "multimodal"}, "train": {"eval_every": 1}}

@@ -12,7 +12,8 @@ from transformers import PreTrainedConfig
 
 from patchgen.runtime.verify import field_semantics as sizes
 from patchgen.runtime.verify.field_relations import chunks_of_hops, layer_numbers, relate_parts
-from patchgen.runtime.verify.small_config import _SECTIONS_READ, _split, small_config
+from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_values import _SECTIONS_READ, split
 
 
 @dataclass
@@ -76,7 +77,7 @@ def test_a_chunk_of_samples_holds_whole_hops():
 @given(st.integers(1, 20).flatmap(lambda a: st.tuples(st.just(a), st.integers(1, 20))), st.integers(0, 3))
 def test_equal_sections_stay_equal(sizes, extra):
     twin, single = sizes
-    parts = _split(8 + 2 * extra, [twin, twin, single])
+    parts = split(8 + 2 * extra, [twin, twin, single])
     assert sum(parts) == 8 + 2 * extra
     assert parts[0] == parts[1] or single == twin
 

@@ -16,8 +16,9 @@ from patchgen.runtime.verify import verdict
 from patchgen.runtime.verify.comparison import compare_gradients, train_step
 from patchgen.runtime.verify.inputs import IGNORED, text_cases
 from patchgen.runtime.verify.media import MediaMaker
+from patchgen.runtime.verify.media_samples import SampleBuilder
 from patchgen.runtime.verify.model_pair import build_model, build_pair
-from patchgen.runtime.verify.multimodal_inputs import SampleBuilder, media_cases, takes_media, without_media
+from patchgen.runtime.verify.multimodal_inputs import media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof
 from patchgen.runtime.verify.small_config import small_config
 

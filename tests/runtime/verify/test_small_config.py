@@ -14,7 +14,8 @@ from patchgen.runtime.verify.inputs import special_ids
 from patchgen.runtime.verify.layer_selection import select_layers
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink
-from patchgen.runtime.verify.small_config import SmallConfigError, _split, applicable_variants, small_config
+from patchgen.runtime.verify.small_config import SmallConfigError, applicable_variants, small_config
+from patchgen.runtime.verify.small_values import split
 
 # one type per way of saying what a model is
 TYPES = (
@@ -148,7 +149,7 @@ def test_selected_layers_show_each_kind_once_and_in_order(layers, min_layers):
 
 @given(st.integers(1, 64), st.lists(st.integers(1, 64), min_size=1, max_size=4))
 def test_split_parts_add_up(total, shares):
-    assert sum(_split(total, shares)) == total
+    assert sum(split(total, shares)) == total
 
 
 @given(

@@ -1,0 +1,137 @@
+"""What a call of attention asks: who sees whom, in which documents, and the mask that says so.
+
+B rows   S tokens per row   N_q query heads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from patchgen.runtime.mask_functions import document_of
+from patchgen.runtime.tensor_cache import TensorCache
+
+_OF_CALLS = (
+    "sliding window",
+    "soft cap",
+    "sinks",
+    "dropout",
+    "padding",
+    "overlays",
+    "two sequences",
+    "sinks of each token",
+)
+FLOAT32 = "float32"
+FEATURES = (*_OF_CALLS, FLOAT32)
+"""What a backend may lack: what calls ask for, and numbers of more than 16 bits, which a run asks for (`of_dtype`)."""
+
+
+def of_dtype(dtype: torch.dtype | None) -> tuple[str, ...]:
+    """What computing in a dtype asks of a backend; None: it is not known, and asks nothing."""
+    return (FLOAT32,) if dtype is not None and dtype.itemsize > 2 else ()
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of packed rows: `bounds` `(documents + 1,)` int32 over the T tokens, and the longest one."""
+
+    bounds: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Who sees whom, and how scores become weights.
+
+    Attributes:
+        causal: no token sees a later one.
+        scaling: the factor of the scores.
+        window: None, or the number of tokens a token sees, itself included (on both sides if not causal).
+        softcap: None, or c of `c * tanh(score / c)`.
+        sinks: None, or `(N_q,)`: a logit per head that takes part in the softmax and has no value; or one of each token,
+            `(B, N_q, S, 1)`.
+        dropout: of the weights.
+        documents: None, or the documents that do not see each other.
+        padding: None, or `(B, S)` bool, True for tokens that count.
+        overlay: None, or upstream's own mask (4-D tensor or BlockMask): used instead of all of the above structure.
+        is_cross: queries and keys are of two sequences.
+    """
+
+    causal: bool
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+    documents: Documents | None = None
+    padding: Tensor | None = None
+    overlay: Any = None
+    is_cross: bool = False
+
+    @property
+    def asks_for(self) -> tuple[str, ...]:
+        """The features (of FEATURES) that a backend must have for it, whatever its dtype."""
+        by_token = self.sinks is not None and self.sinks.ndim > 1
+        wanted = (
+            self.window,
+            self.softcap,
+            self.sinks,
+            self.dropout or None,
+            self.padding,
+            self.overlay,
+            self.is_cross or None,
+            by_token or None,
+        )
+        return tuple(feature for feature, value in zip(_OF_CALLS, wanted, strict=True) if value is not None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether rows are whole: no window, documents, padding or overlay."""
+        return self.window is None and self.documents is None and self.padding is None and self.overlay is None
+
+
+# bounds -> {(kind, rows, length, causal, window): mask}: one mask for all layers
+masks: TensorCache[dict] = TensorCache(lambda _bounds: {})
+
+
+def dense_mask(attention: Attention, B: int, S: int, device: torch.device) -> Tensor | None:
+    """`(B or 1, 1, S, S)` bool, True where a query (third) sees a key (fourth); None where all see all.
+
+    A padded query sees itself, so that no row of the softmax is empty; nothing reads its output.
+    """
+    if attention.overlay is not None:
+        return attention.overlay
+    if attention.is_plain and not attention.causal:
+        return None
+    key = ("dense", B, S, attention.causal, attention.window)
+    cache = masks(attention.documents.bounds) if attention.documents is not None else {}
+    if key not in cache:
+        cache[key] = visible(attention, B, S, device)
+    mask = cache[key]
+    if attention.padding is not None:
+        itself = torch.eye(S, dtype=torch.bool, device=device)
+        mask = (mask & attention.padding[:, None, None, :]) | itself
+    return mask
+
+
+def visible(attention: Attention, B: int, S: int, device: torch.device) -> Tensor:
+    """The mask from order, window and documents, `(B or 1, 1, S, S)` bool."""
+    index = torch.arange(S, device=device)
+    distance = index[:, None] - index[None, :]
+    seen = torch.ones(S, S, dtype=torch.bool, device=device)
+    if attention.causal:
+        seen &= distance >= 0
+    if attention.window is not None:
+        seen &= distance.abs() < attention.window
+    if attention.documents is None:
+        return seen[None, None]
+    document = document_of(attention.documents.bounds, B, S)
+    return (seen & (document[:, :, None] == document[:, None, :]))[:, None]
+
+
+def rows_as_documents(B: int, S: int, device: torch.device) -> Documents:
+    """Rows that are not packed, as documents of the same length."""
+    return Documents(torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=device), S)

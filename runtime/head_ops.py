@@ -1,0 +1,185 @@
+"""The functions of `ops.py` that end a model: its head with the loss, and the loss of its routers.
+
+B batch   S sequence of this rank   T tokens (B * S)   H hidden size   E experts   V vocabulary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers.loss.loss_utils import ForMaskedLMLoss
+
+from patchgen.runtime import parallel, seams
+from patchgen.runtime.written_losses import aligned_cross_entropy, kept_labels, shifted_cross_entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from patchgen.runtime.parallel.state import ParallelState
+
+
+def causal_lm_loss(
+    head: Callable[[Tensor], Tensor],
+    hidden_states: Tensor,
+    labels: Tensor | None,
+    *,
+    loss_function: Callable[..., Tensor],
+    vocab_size: int | None,
+    training: bool = True,
+    local_terms: tuple[str, ...] = (),
+    upcast: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The language-model head and its loss.
+
+    Args:
+        head: maps `hidden_states` `[B, S, H]` to logits `[B, S, V]`: the output projection where the model does nothing
+            else to the logits, else a function with everything it does (softcap, scaling, ...).
+        labels: `[B, S]`, not yet shifted; `-100` is ignored. None: no loss is computed.
+        loss_function: upstream's, called as `loss_function(logits, labels, vocab_size, **kwargs)`; `aligned_cross_entropy`
+            or `shifted_cross_entropy` where the head writes its own out.
+        vocab_size: V; None for the last dimension of the logits.
+        training: of the model. In evaluation the logits are what the caller came for.
+        local_terms: what the model adds to the loss that is a number of one rank's tokens, as source.
+        upcast: with labels, upstream's logits are in fp32.
+        kwargs: what upstream hands to its loss (`num_items_in_batch`, `shift_labels`, ...).
+
+    Returns:
+        `(logits, loss)`. Without labels the loss is None. A fused implementation returns None for the logits; it serves in
+        training, and where only the loss is read (`parallel.loss.step`, evaluation of the trainer too). On many ranks the
+        loss is this rank's share of the mean over the global batch, or of the step's own objective.
+
+    Raises:
+        ValueError: while a parallel state is live: another loss than transformers' ForCausalLMLoss, or `local_terms` in a
+            step of several ranks or micro-batches, whose sum they are not.
+    """
+    if labels is None:
+        return head(hidden_states), None
+    if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
+        loss_function, upcast = aligned_cross_entropy, True
+    state, read_losses, needs_logits = parallel.current(), None, not training
+    is_served = seams.selected()["causal_lm_loss"] != seams.EAGER
+    if is_served or state is not None or loss_function is aligned_cross_entropy:
+        labels = _labels_as_written(loss_function, labels, kwargs)
+    if state is not None:
+        from patchgen.runtime.parallel.loss import current_step, in_step, require_shares
+
+        require_shares(local_terms, state)
+        if (step := current_step()).objective is not None:
+            return None, step.objective(head, hidden_states)
+        labels, kwargs = _labels_of_step(labels, hidden_states, loss_function, kwargs, state)
+        read_losses, needs_logits = step.read_losses, needs_logits and not in_step()
+    if is_served and not needs_logits:
+        read = {} if read_losses is None else {"read_losses": read_losses}
+        more = {"loss_function": loss_function, "vocab_size": vocab_size, **read, **kwargs}
+        return seams.implementation("causal_lm_loss")(head, hidden_states, labels, **more)
+    logits = head(hidden_states).float() if upcast else head(hidden_states)
+    if read_losses is not None:
+        read_losses(_losses_of_rows(logits, kwargs["shift_labels"]))
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    return logits, loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+
+
+def _losses_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    from patchgen.kernels.causal_lm_loss import losses_of_rows
+
+    return losses_of_rows(logits, labels)
+
+
+def _labels_as_written(loss_function: Callable[..., Tensor], labels: Tensor, kwargs: dict) -> Tensor:
+    """The labels of a loss that a head writes out itself: those behind its mask alone, or not shifted (in `kwargs`)."""
+    mask = kwargs.pop("attention_mask", None) if loss_function is shifted_cross_entropy else None
+    if kwargs.get("shift_labels") is None:
+        if loss_function is shifted_cross_entropy:
+            return kept_labels(labels, mask)
+        if loss_function is aligned_cross_entropy:
+            kwargs["shift_labels"] = labels
+    return labels
+
+
+def _labels_of_step(
+    labels: Tensor, hidden_states: Tensor, loss_function: Callable[..., Tensor], kwargs: dict, state: ParallelState
+) -> tuple[Tensor, dict]:
+    """The labels of this rank's slice, and what the loss is told of the whole step."""
+    from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
+    from patchgen.runtime.parallel.loss import current_step, global_labels
+
+    step = current_step()
+    if kwargs.get("shift_labels") is labels and step.num_items is not None and not step.counts_targets:
+        raise ValueError(
+            "The labels of this model are the targets of its decoder, and a step counts labels of the next token: "
+            "its loss has no share of a step. Compute it outside of `parallel.loss.step`."
+        )
+    require_causal_lm_loss(loss_function, "parallel")
+    return global_labels(labels, hidden_states, kwargs, state)
+
+
+def require_no_step(labels: object, what: str) -> None:
+    """Raises ValueError where labels would give a share of a step, and the head's loss is upstream's own: `what`, as source."""
+    if labels is not None and parallel.current() is not None:
+        from patchgen.runtime.parallel.loss import own_mean
+
+        raise ValueError(own_mean("This model", what))
+
+
+def given_logits(logits: Tensor) -> Tensor:
+    """The head of a model whose logits another model made: `[B, S, V]` as they are."""
+    return logits
+
+
+def step_labels(given: Mapping[str, object]) -> dict[str, object]:
+    """What a caller says of the labels of a step, for the loss of a head to which upstream hands none of it.
+
+    Args:
+        given: the further arguments of the head's forward.
+
+    Returns:
+        `shift_labels` and `num_items_in_batch` of them while a parallel state is live. Without one nothing: alone the
+        loss is upstream's.
+    """
+    names = ("shift_labels", "num_items_in_batch") if parallel.current() is not None else ()
+    return {name: given[name] for name in names if name in given}
+
+
+def router_loss(
+    function: Callable[..., object], *args: object, tokens: Tensor, real_tokens: Tensor | None = None, **kwargs: object
+) -> object:
+    """The load-balancing loss of a model's routers.
+
+    Without a parallel state upstream's function, called as upstream calls it. While one is live, on one rank too: this
+    rank's share of a number that is the same in every layout and for every padding (`runtime/parallel/router_loss.py`
+    has the formula): upstream's on each row without its padding, the mean over the rows of the step by their tokens.
+
+    Args:
+        function: upstream's; its parameter `gate_logits` takes the router logits of each layer, `[T, E]`, and its
+            parameter `attention_mask` None or `[B, S]`.
+        tokens: token ids or embeddings, `[B, S, ...]`: how many rows there are.
+        real_tokens: bool `[B, S]`, False where a token is padding; None: what `attention_mask` says.
+
+    Raises:
+        ValueError: logits or masks that do not fit the tokens; accumulation without the number of tokens of the step.
+    """
+    state = parallel.current()
+    if state is None:
+        return function(*args, **kwargs)
+    from patchgen.runtime.parallel.router_loss import router_loss as over_ranks
+
+    return over_ranks(function, *args, tokens=tokens, real_tokens=real_tokens, state=state, **kwargs)
+
+
+def router_means(tokens_per_expert: Tensor, router_prob_per_expert: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of the load-balancing loss, above their product in the function that `router_loss` calls.
+
+    Without a parallel state as they are. While one is live: the first over all ranks, for the product of two means is
+    another number than the mean of products; the second this rank's part of a mean over the step.
+
+    Args:
+        tokens_per_expert: the share of tokens routed to each expert, a mean over this rank's tokens, `[..., E]`.
+        router_prob_per_expert: the mean router probability of each expert over this rank's tokens, `[..., E]`.
+    """
+    if parallel.current() is None:
+        return tokens_per_expert, router_prob_per_expert
+    from patchgen.runtime.parallel.router_loss import means
+
+    return means(tokens_per_expert, router_prob_per_expert)

@@ -1,0 +1,145 @@
+"""The functions of `ops.py` that mix tokens of a sequence of which each rank holds a slice.
+
+    B batch   S sequence of this rank   D head size   N heads   C channels
+
+Every function is exact for one process: where a parallel meaning exists, it is the identity until a mesh does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from patchgen.runtime import parallel
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def sequence_position_ids(position_ids: Tensor | None, hidden_states: Tensor) -> Tensor | None:
+    """The position ids of this rank's slice of the sequence.
+
+    Args:
+        position_ids: `[..., S]` of this rank, `[..., S * sp]` of the whole sequence, or None for `0, 1, 2, ...`.
+        hidden_states: `[B, S, H]`, this rank's slice.
+
+    Returns:
+        `[..., S]`; without sequence parallelism the argument itself, None included.
+    """
+    state = parallel.slicing()
+    if state is None:
+        return position_ids
+    from patchgen.runtime.parallel.sequence import position_slice
+
+    return position_slice(position_ids, hidden_states, state)
+
+
+def causal_conv1d(
+    convolution: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, *args, **kwargs
+) -> Tensor:
+    """A causal depthwise convolution over the whole sequence, of which each rank holds a slice.
+
+    Documents of a packed row (`cu_seq_lens` among the keywords) are kept apart, on one rank too; upstream's torch form
+    takes a row for one document.
+
+    Args:
+        convolution: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`.
+        weight: `[C, width]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.causal_conv1d(convolution, hidden_states, weight, *args, state=parallel.current(), **kwargs)
+
+
+def delta_rule(rule: Callable[..., object], query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> object:
+    """A linear-attention recurrence over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        rule: upstream's function, called with the arguments that follow.
+        query, key: `[B, S, N_k, D_k]`.
+        value: `[B, S, N_v, D_v]`; further tensors (decay, beta) are `[B, S, N_v, ...]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.delta_rule(rule, query, key, value, *args, state=parallel.current(), **kwargs)
+
+
+def state_space_scan(scan: Callable[..., object], hidden_states: Tensor, *args, **kwargs) -> object:
+    """A state-space recurrence by heads (Mamba-2) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, S, N, D]`; `dt` is `[B, S, N]`, `A` `[N]`, `B` and `C` are `[B, S, groups, states]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.state_space_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def selective_scan(scan: Callable[..., Tensor], hidden_states: Tensor, *args, **kwargs) -> Tensor:
+    """A state-space recurrence by channels (Mamba) over the whole sequence, of which each rank holds a slice.
+
+    Args:
+        scan: upstream's function, called with the arguments that follow.
+        hidden_states: `[B, C, S]`, as `dt`; `A` is `[C, states]`, `B` and `C` are `[B, states, S]`.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.selective_scan(scan, hidden_states, *args, state=parallel.current(), **kwargs)
+
+
+def fused_scan(kernel: Callable[..., object], *args, **kwargs) -> object:
+    """A kernel for a whole state-space mixer, for which upstream has no torch form.
+
+    Returns:
+        What the kernel gives; None where the sequence is divided or packed, for which upstream takes single steps.
+    """
+    from patchgen.runtime.parallel import mixers
+
+    return mixers.fused_scan(kernel, *args, state=parallel.current(), **kwargs)
+
+
+def refuse_slices(mixer: str) -> None:
+    """Raises `UnsupportedError` on a slice of the sequence: `mixer` mixes tokens in a form that nothing here divides."""
+    state = parallel.slicing()
+    if state is not None:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{mixer} mixes tokens along the sequence in a form that is not divided, and this rank holds a slice of the "
+            f"sequence (sp={state.sp}). Train this model with sp=1."
+        )
+
+
+def refuse_uneven_ranks(name: str, test: str) -> None:
+    """Raises `UnsupportedError` on several ranks: `name` runs a module only where `test`, of this rank's tokens, asks for it."""
+    state = parallel.current()
+    if state is not None and state.config.world > 1:
+        from patchgen.runtime.attention_masks import UnsupportedError
+
+        raise UnsupportedError(
+            f"{name} runs some of its modules only where `{test}`, and ranks whose tokens say otherwise would leave the others "
+            f"waiting (world={state.config.world}). Train this model on one rank."
+        )
+
+
+def mrope_position_ids(
+    position_ids: Tensor | None, batch: Tensor, stacked_position_ids: Tensor | None = None
+) -> Tensor | None:
+    """Multimodal position ids in upstream's layout, which the name of the argument says, never a size.
+
+    Args:
+        position_ids: `(rows, B or 1, S)`, as upstream has it: 3 rows (time, height, width), 4 (text first) or 1; text
+            position ids `(B, S)`, and None, are returned as they are.
+        batch: token ids or embeddings of the same batch, `(B, ...)`.
+        stacked_position_ids: `(B, rows, S)`, what a collator makes of the positions of single samples.
+
+    Raises:
+        ValueError: both, or a shape that the name does not say.
+    """
+    if stacked_position_ids is None and (position_ids is None or position_ids.ndim != 3):
+        return position_ids
+    from patchgen.runtime.parallel.batch import rows_first
+
+    return rows_first(position_ids, stacked_position_ids, batch.shape[0])

@@ -1,0 +1,106 @@
+"""The checkpoints of a run as the trainer keeps them: continued from, saved while it goes on, and failing as its recipe says."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from patchgen.runtime.checkpoint import CheckpointError
+from patchgen.runtime.data import Loader
+from patchgen.runtime.parallel import watch
+from patchgen.runtime.train import continuing, setup
+from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
+
+FAILED_SAVE_SECONDS = 10.0
+"""How long a run that ends by an error waits for a save that still writes: its ranks may wait for one that is gone."""
+
+
+class RunCheckpoints:
+    """What is saved of a run. Every rank has one, and every rank makes each call.
+
+    Attributes:
+        saved_step: the step of the newest save; 0: there is none.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: Optimizer, loader: Loader) -> None:
+        self.recipe, self.model, self.optimizer, self.loader = recipe, model, optimizer, loader
+        self.checkpointer = setup.checkpointer(recipe)
+        self.saved_step = 0
+
+    def resume(self) -> dict[str, Any]:
+        """Continues from the newest unchanged checkpoint of the run, if there is one; returns the loader's position.
+
+        Raises:
+            RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
+        """
+        found = [(None, "", "")]
+        if dist.get_rank() == 0:  # what it sees on the disk counts for all
+            try:
+                found = [(self.checkpointer.latest(), continuing.changes(self.recipe), "")]
+            except RecipeError as error:
+                found = [(None, "", str(error))]
+        dist.broadcast_object_list(found, src=0)
+        latest, changed, refusal = found[0]
+        if refusal:
+            raise RecipeError(refusal)
+        if latest is None:
+            return self.loader.state_dict()
+        if changed and dist.get_rank() == 0:
+            print(changed, flush=True)
+        groups = self.optimizer.param_groups
+        wanted = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        saved = self.checkpointer.load(model=self.model, optimizer=self.optimizer)
+        for group, options in zip(groups, wanted, strict=True):
+            group.update(options)  # the recipe decides, changed or not since then
+        own = saved["rank"]["loader"] if saved["rank"] is not None else None
+        position = self.loader.position_of(own, lambda: [rank["loader"] for rank in saved["ranks"]])
+        self.saved_step = saved["step"]
+        self.loader.load_state_dict(position)
+        return position
+
+    def save(self, step: int, position: dict[str, Any], *, asynchronous: bool) -> None:
+        """A checkpoint of this moment: `position` is that of the data whose steps were taken."""
+        with watch.paused():
+            self.settle()
+            try:
+                self.checkpointer.save(
+                    step,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    extra_state={"rank": {"loader": position}},
+                    files={continuing.RECIPE: to_yaml(self.recipe)},
+                    asynchronous=asynchronous,
+                )
+            except CheckpointError as error:
+                self._go_on_without(error)
+                return
+        self.saved_step = step
+
+    def settle(self) -> None:
+        """Waits for the save that still writes; one that failed ends the run, or not, as the recipe says."""
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            self._go_on_without(error)
+
+    def _go_on_without(self, error: CheckpointError) -> None:
+        """Tells of a save that failed; all ranks have the same error.
+
+        Raises:
+            CheckpointError: `checkpoint.on_failed` is to stop.
+        """
+        if self.recipe.checkpoint.on_failed == "stop":
+            raise error
+        self.saved_step = max(self.checkpointer.complete()[-1:], default=0)
+        if dist.get_rank() == 0:
+            print(f"{error}\nThe run goes on without it (checkpoint.on_failed: continue).", flush=True)
+
+    def tell_failed(self, kind: type | None, error: BaseException | None, _trace: object) -> None:
+        """When the run ends by an error: what went wrong in a save behind it, which nobody asks for any more."""
+        failed = self.checkpointer.failure(FAILED_SAVE_SECONDS) if kind is not None else None
+        if failed is not None and failed is not error and dist.get_rank() == 0:
+            print(failed, file=sys.stderr, flush=True)

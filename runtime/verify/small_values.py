@@ -1,0 +1,118 @@
+"""The small form of one value of a config: ids of special tokens, sizes by their meaning, rotary sections."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from patchgen.runtime.verify import field_semantics as sizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class SpecialIds(Iterator[int]):
+    """The ids of the small vocabulary that are kept for special tokens, from the top down.
+
+    A config and the sub-configs in it share no id: one that meant the end of a text and an image would be both. Two
+    sub-configs beside each other (the halves of an omni model) may.
+    """
+
+    def __init__(self) -> None:
+        self._next = sizes.VOCAB - 1
+
+    def __next__(self) -> int:
+        if self._next <= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
+            raise ValueError(f"more than {sizes.NUM_RESERVED_IDS - 1} special tokens: raise NUM_RESERVED_IDS")
+        self._next -= 1
+        return self._next + 1
+
+    def skip(self, used: SpecialIds) -> None:
+        """Leaves out the ids that a sub-config took."""
+        self._next = min(self._next, used._next)
+
+
+NO_IDS: Iterator[int] = iter(())
+
+
+def small_value(declared: object, names: tuple[str, ...], special_ids: Iterator[int] = NO_IDS) -> object:
+    """The small form of a field; `names` are its common name and its own, `special_ids` the ids not yet given away."""
+    if sizes.is_special_id(names[-1]):
+        return _small_id(declared, special_ids)
+    if isinstance(declared, bool):
+        return declared
+    if sizes.is_dropout(names[-1]) and isinstance(declared, (int, float)):
+        return 0.0
+    rule = sizes.rule_for(*names)
+    if rule is None:
+        return declared
+    if isinstance(declared, int):
+        return rule.small(declared)
+    if isinstance(declared, (list, tuple)) and all(type(item) is int for item in declared):
+        return type(declared)(rule.small(item) for item in declared)
+    if isinstance(declared, dict) and declared and all(type(item) is int for item in declared.values()):
+        return {key: rule.small(item) for key, item in declared.items()}
+    return declared
+
+
+def _small_id(declared: object, special_ids: Iterator[int]) -> object:
+    if isinstance(declared, (list, tuple)):
+        return type(declared)(_small_id(item, special_ids) for item in declared)
+    if type(declared) is int and declared >= sizes.VOCAB - sizes.NUM_RESERVED_IDS:
+        return next(special_ids)
+    return declared
+
+
+# Read off rotary parameters with nothing or a list to fall back to; of time, height and width where nothing is said.
+_SECTIONS_READ = re.compile(r"""rope_\w+(?:\.get\(|\[)["']mrope_section["'](?:,\s*\[([\d, ]+)\])?[)\]]""")
+_SECTIONS = [24, 20, 20]
+
+
+def with_sections(config_class: type[PreTrainedConfig], rope: object) -> object:
+    """Rotary parameters with the sections that the modeling file reads, or falls back to, where a config names none."""
+    read = _SECTIONS_READ.search(modeling_source(config_class))
+    if read is None or not isinstance(rope, dict) or "rope_type" not in rope or "mrope_section" in rope:
+        return rope
+    if rope["rope_type"] == "axial":  # of a tower
+        return rope
+    fallback = [int(number) for number in read[1].split(",")] if read[1] else _SECTIONS
+    return {**rope, "mrope_section": fallback}
+
+
+def small_rope(rope: object, overrides: Mapping[str, Any], values: Mapping[str, Any]) -> dict | None:
+    """Rotary parameters with sections that fit the small head, None where nothing in them is a size."""
+    kinds = overrides.get("layer_types") or values.get("layer_types")
+    if rope == {} and kinds:  # per kind of layer, left to the checkpoint
+        section = split(sizes.HEAD_DIM // 2, _SECTIONS)
+        return {kind: {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": section} for kind in set(kinds)}
+    if not isinstance(rope, dict) or "section" not in str(rope):
+        return None
+    head_dim = overrides.get("head_dim") or values.get("head_dim") or sizes.HEAD_DIM
+    small = dict(rope)
+    for key, value in rope.items():
+        if isinstance(value, dict):
+            small[key] = small_rope(value, overrides, values) or value
+        elif key.endswith("section"):
+            half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            small[key] = split(half, value)
+    return small
+
+
+def split(total: int, shares: list[int]) -> list[int]:
+    """Splits `total` in proportion to `shares`, each part at least 1 and equal shares into equal parts while that is possible."""
+    parts = [max(1, total * share // sum(shares)) for share in shares]
+    rest = total - sum(parts)
+    first = next((share for share in shares if rest % shares.count(share) == 0), None)
+    places = [place for place, share in enumerate(shares) if share == first] or [0]
+    for place in places:
+        parts[place] += rest // len(places)
+    return parts
+
+
+def modeling_source(config_class: type[PreTrainedConfig]) -> str:
+    config_file = Path(inspect.getfile(config_class))
+    modeling_file = config_file.with_name(config_file.name.replace("configuration_", "modeling_"))
+    return modeling_file.read_text() if modeling_file.is_file() else ""
