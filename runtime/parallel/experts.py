@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from patchgen.kernels import early
 from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
 from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
@@ -64,6 +65,8 @@ def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
     if tensor is None:
         return None
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if local is not tensor and (take := getattr(tensor, early.TAKES_LATE, None)) is not None:
+        setattr(local, early.TAKES_LATE, take)
     if local.shape[0] != own:
         raise ValueError(
             f"This rank owns {own} experts but their parameters have {local.shape[0]}: they were not divided over the "
