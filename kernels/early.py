@@ -1,6 +1,7 @@
-"""Gradients that other ranks wait for, handed over while the rest of a backward is still to be computed.
+"""What a backward computes while others wait for it, or while it waits itself.
 
-with what is awaited in this thread    kernels compute the gradients of tokens first, hand them over, then those of weights
+    early    gradients of tokens that other ranks wait for are handed over before those of weights are computed
+    late     gradients of weights that nobody waits for are computed while gradients from other ranks are on their way
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Take = Callable[[Tensor, Tensor], None]
@@ -31,3 +33,29 @@ def hand_over(tokens: Tensor, weights: Tensor) -> None:
     if take is not None:
         _state.take = None
         take(tokens, weights)
+
+
+TAKES_LATE = "_patchgen_takes_late"
+"""An attribute of a weight: called with its gradient, whenever that is computed; until the end of the backward at the latest."""
+
+_late: list[Callable[[], None]] = []  # not of a thread: what ends a backward runs in another one
+
+
+def put_off(weight: Tensor, compute: Callable[[], Tensor]) -> bool:
+    """Leaves the gradient of `weight` to `compute_late`, if it is taken then."""
+    take = getattr(weight, TAKES_LATE, None)
+    if take is not None:
+        _late.append(lambda: take(compute()))
+    return take is not None
+
+
+@torch.no_grad()
+def compute_late() -> None:
+    """Computes what was put off, in the order of the current stream."""
+    while _late:
+        _late.pop(0)()
+
+
+def forget_late() -> None:
+    """Leaves out what a backward that failed put off."""
+    _late.clear()

@@ -63,7 +63,7 @@ def grouped_gemm(
         BLOCK_K=blocks.k,
         GROUP=blocks.group,
         num_warps=blocks.warps,
-        num_stages=blocks.stages,
+        num_stages=blocks.stages - (added is not None and added.step > 16),
         maxnreg=blocks.max_registers,
     )
     return out
@@ -95,7 +95,7 @@ def _grouped_gemm(
 ):
     num_m = tl.load(tile_start + num_experts)
     num_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
+    for index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=RANK <= STEP):
         m, n, expert, first, _ = describe_tile(index, num_m, num_n, tiles, num_tiles, GROUP)
         source = m * BLOCK_M if IS_PADDED else first
         acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -107,13 +107,24 @@ def _grouped_gemm(
             else:
                 b = weight.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
                 acc = multiply(a, b, acc)
-        for r in tl.static_range(0, RANK, STEP):
-            thin = added_rows.load([m * BLOCK_M, r])
-            if R_IS_LAST:
-                acc = multiply(thin, added_weight.load([expert, n * BLOCK_N, r]).reshape(BLOCK_N, STEP).T, acc)
-            else:
-                acc = multiply(thin, added_weight.load([expert, r, n * BLOCK_N]).reshape(STEP, BLOCK_N), acc)
+        if RANK <= STEP:
+            for r in tl.static_range(0, RANK, STEP):
+                acc = _add_step(added_rows, added_weight, m * BLOCK_M, expert, n * BLOCK_N, r, acc, STEP, R_IS_LAST)
+        else:  # a loop, not unrolled: each step would lie in shared memory by itself
+            for r in tl.range(0, RANK, STEP, num_stages=1):
+                acc = _add_step(added_rows, added_weight, m * BLOCK_M, expert, n * BLOCK_N, r, acc, STEP, R_IS_LAST)
         if bias is not None:
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)
             acc += tl.load(bias + expert * N + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
         out.store([m * BLOCK_M, n * BLOCK_N], acc.to(out.dtype))
+
+
+@triton.jit
+def _add_step(added_rows, added_weight, row, expert, column, r, acc, STEP: tl.constexpr, R_IS_LAST: tl.constexpr):
+    """One step of the thin product, added to `acc`."""
+    num_columns: tl.constexpr = acc.shape[1]
+    thin = added_rows.load([row, r])
+    if R_IS_LAST:
+        weight = added_weight.load([expert, column, r]).reshape(num_columns, STEP)
+        return multiply(thin, weight.T, acc)
+    return multiply(thin, added_weight.load([expert, r, column]).reshape(STEP, num_columns), acc)

@@ -14,6 +14,8 @@ torch.compile traces through a layer without a break.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import triton
 from torch import Tensor
@@ -226,7 +228,7 @@ def _moe_backward(
     is_gated: bool,
     wanted: list[bool],
 ) -> list[Tensor]:
-    """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted."""
+    """The gradients of x, weights, gate_up, down and the biases, in this order as `wanted`; empty where not wanted, or put off."""
     activation = Activation(kind, alpha, limit, up_shift, limit_after, is_gated)
     plan = Plan(padded_of_slot, slot_of_padded, row_start, tile_start, tiles)
     top_k = top_k_weights.shape[1]
@@ -258,9 +260,10 @@ def _moe_backward(
         del rows
     if tokens_first:
         early.hand_over(grad_x, grad_weights)
-        if want_down:
-            grad_down = grouped_gemm_weights(grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
-        copied = weighted = None
+        of_down = partial(grouped_gemm_weights, grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
+        if want_down and not early.put_off(down_proj, of_down):
+            grad_down = of_down()
+        copied = weighted = of_down = None
     if want_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
     if want_gate_up:
@@ -313,6 +316,7 @@ _NUM_TENSORS = 7
 def _setup_context(ctx, inputs, output) -> None:
     _, kept, *plan = output
     ctx.save_for_backward(*inputs[:_NUM_TENSORS], kept, *plan)
+    ctx.down_shape = inputs[4].shape
     *ctx.options, _max_rows, ctx.keep = inputs[_NUM_TENSORS:]
     ctx.mark_non_differentiable(kept, *plan)
     ctx.set_materialize_grads(False)  # else each call fills a gradient of zeros for `kept`
@@ -329,6 +333,8 @@ def _backward(ctx, grad_out, *_unused):
     x, weights, gate_up_proj, down_proj, gate_up_bias, down_bias = (
         gradient if want else None for gradient, want in zip(gradients, wanted, strict=True)
     )
+    if down_proj is not None and down_proj.shape != ctx.down_shape:  # put off
+        down_proj = None
     # In the order of the operator's inputs; the routing indices and the options have none.
     return x, None, weights, gate_up_proj, down_proj, gate_up_bias, down_bias, *([None] * (len(ctx.options) + 2))
 

@@ -20,7 +20,9 @@ they are: after such a change outside an optimizer, `forget_copies(model)`. In e
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from patchgen.kernels import early
 
 COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
 
@@ -147,6 +151,7 @@ class UndividedGroup(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         if self.keeps_copies:
+            early.compute_late()
             self._hand_over_gradients()  # of what was used again after the unit's own backward
         super().finalize_backward()
 
@@ -185,14 +190,25 @@ def _use(param: FSDPParam, values: Tensor) -> None:
     param.all_gather_outputs = [values]
     param.init_unsharded_param()
     param.all_gather_outputs = []
+    # Weak, for Python frees no cycle through a tensor's attributes.
+    setattr(param._unsharded_param, early.TAKES_LATE, partial(_take_late, weakref.ref(param)))
 
 
 def _hand_over_gradient(param: FSDPParam) -> None:
     """The gradient of what was computed with becomes that of the parameter, added to one that is there."""
     computed = getattr(param, "_unsharded_param", None)
-    if computed is None or computed.grad is None:
-        return
-    new, computed.grad = param._get_grad_inner_tensor(computed.grad), None
+    if computed is not None and computed.grad is not None:
+        new, computed.grad = param._get_grad_inner_tensor(computed.grad), None
+        _add_gradient(param, new)
+
+
+def _take_late(reference: weakref.ref[FSDPParam], gradient: Tensor) -> None:
+    """A gradient that was computed when its layer had ended (`kernels/early.py`)."""
+    _add_gradient(reference(), gradient)
+
+
+def _add_gradient(param: FSDPParam, new: Tensor) -> None:
+    """Adds a gradient, as it was computed, to that of the parameter if it has one."""
     target = param.sharded_param
     if target.grad is None:
         as_computed = target.grad_dtype is None

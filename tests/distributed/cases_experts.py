@@ -7,6 +7,8 @@ import os
 import warnings
 from functools import partial
 
+import cases_captured
+import pytest
 import torch
 import torch.distributed as dist
 from cases_sequence import state_of
@@ -23,7 +25,9 @@ from patchgen.runtime.parallel import (
     expert_peers,
     expert_rows,
     experts,
+    loss,
     peer_memory,
+    undivided,
 )
 from patchgen.runtime.parallel.state import ParallelState
 
@@ -311,6 +315,69 @@ def gradients_leave_once(final: bool) -> int:
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)
     return len(started)
+
+
+class _PutsOff(torch.autograd.Function):
+    """Experts whose backward does what the Triton experts' does: it hands over what is awaited, then puts off what may wait."""
+
+    @staticmethod
+    def forward(ctx, rows, weights, gate_up, down, compute):
+        ctx.down = down
+        ctx.leaves = [one.detach().requires_grad_() for one in (rows, weights, gate_up, down)]
+        with torch.enable_grad():
+            ctx.out = compute(*ctx.leaves)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows, weights, gate_up, down = torch.autograd.grad(ctx.out, ctx.leaves, gradient)
+        if early.is_awaited():
+            early.hand_over(rows, weights)
+            if early.put_off(ctx.down, lambda: down):
+                return rows, weights, gate_up, None, None
+        return rows, weights, gate_up, down, None
+
+
+def late_gradients(mode: str) -> list[int]:
+    """How many gradients were still to come when each layer's exchange, and then the backward, ended.
+
+    Every gradient after two micro-batches has the bits that it has where none is put off.
+    """
+    state = create_peers(dist.get_world_size())
+    inputs = [cases_captured.row(seed + state.batch_index, (20, 28), state) for seed in (0, 10)]
+    waiting: list[int] = []
+    put_off, spread, kernel = early.put_off, expert_peers._Exchange.spread, experts.experts_kernel
+
+    def puts_off(rows, index, weights, gate_up, down, **options):
+        def compute(x, w, *projections):
+            return one_process(x, index, w, *projections, **options, backend="reference")
+
+        return _PutsOff.apply(rows, weights, gate_up, down, compute)
+
+    def run() -> dict[str, Tensor]:
+        model = cases_captured.model_of(state)
+        checkpointing.apply(model, mode)
+        for rows in inputs:
+            items, tokens = loss.count_items(inputs, "cpu"), loss.count_tokens(inputs, "cpu")
+            with parallel.using(state), loss.step(items, 2, num_tokens=tokens):
+                model(**rows, num_items_in_batch=items, use_cache=False).loss.backward()
+                waiting.append(len(early._late))
+        return {name: undivided.local(parameter.grad) for name, parameter in model.named_parameters()}
+
+    try:
+        experts.experts_kernel = lambda: puts_off
+        early.put_off = lambda *_: False
+        expected = run()
+        early.put_off = put_off
+        waiting.clear()
+        early._late.append(lambda: pytest.fail("left by a backward that failed"))
+        expert_peers._Exchange.spread = lambda *args: waiting.append(len(early._late)) or spread(*args)
+        found = run()
+    finally:
+        early.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=0, atol=0, msg=name)
+    return waiting
 
 
 def unavailable_peer_memory_is_refused() -> None:

@@ -40,6 +40,12 @@ def test_gradients_that_are_handed_over_leave_at_once_and_once(final, times, two
     assert two_ranks.run(cases.gradients_leave_once, final) == [times, times]
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_gradients_that_nobody_waits_for_come_beside_the_next_exchange(mode, two_ranks):
+    """Those of the layer above; of the last of two, when the backward ends."""
+    assert two_ranks.run(cases.late_gradients, mode) == [[0, 1, 0] * 2] * 2
+
+
 def test_buffers_grow_with_the_tokens_of_any_rank(two_ranks):
     (small, large, same), other = two_ranks.run(cases.buffers_grow_with_the_tokens_of_any_rank)
     assert 0 < small < large == same
