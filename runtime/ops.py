@@ -180,7 +180,7 @@ def _equal_shares(
     Rows of zeros, which are tokens times the weight of an expert that they did not choose, cost no product: where the
     activation is zero at zero their result is zero, and so are all gradients through it.
     """
-    from patchgen.kernels.activations import recognise  # here, for it loads transformers
+    from patchgen.kernels.elementwise.activations import recognise  # here, for it loads transformers
 
     rows = hidden_states.shape[0]
     index = torch.arange(rows, device=hidden_states.device) // max(rows // num_experts, 1)
@@ -262,7 +262,7 @@ def causal_lm_loss(
     if loss_function is aligned_cross_entropy and kwargs.get("shift_labels") is None:
         kwargs["shift_labels"] = labels
     if state is not None:
-        from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
+        from patchgen.kernels.loss.causal_lm_loss import require_causal_lm_loss
         from patchgen.runtime.parallel.loss import current_step, global_labels, in_step, require_shares
 
         require_shares(local_terms, state)
@@ -290,7 +290,7 @@ def causal_lm_loss(
         )
     logits = head(hidden_states).float() if upcast else head(hidden_states)
     if read_losses is not None:
-        from patchgen.kernels.causal_lm_loss import losses_of_rows
+        from patchgen.kernels.loss.causal_lm_loss import losses_of_rows
 
         read_losses(losses_of_rows(logits, kwargs["shift_labels"]))
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
