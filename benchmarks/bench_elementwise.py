@@ -23,7 +23,7 @@ from bench_moe import RESULTS, versions
 from torch import Tensor, nn
 from triton.testing import do_bench
 
-from patchgen.kernels import elementwise
+from patchgen.kernels.elementwise import formulas
 
 COLUMNS = [
     "date",
@@ -77,15 +77,15 @@ INPUTS = {"rms_norm": norm_inputs, "head_norm": head_norm_inputs, "rotary": rota
 def implementations(operation: str) -> dict[str, Callable]:
     if operation == "swiglu":
         found = {
-            "eager": functools.partial(elementwise.swiglu, activation=_SILU),
-            "compiled": functools.partial(elementwise.swiglu_compiled, activation=_SILU),
+            "eager": functools.partial(formulas.swiglu, activation=_SILU),
+            "compiled": functools.partial(formulas.swiglu_compiled, activation=_SILU),
         }
     elif operation == "rotary":
-        found = {"eager": elementwise.rotary, "compiled": elementwise.rotary_compiled}
+        found = {"eager": formulas.rotary, "compiled": formulas.rotary_compiled}
     else:
         found = {
-            "eager": functools.partial(elementwise.rms_norm, eps=EPS),
-            "compiled": functools.partial(elementwise.rms_norm_compiled, eps=EPS),
+            "eager": functools.partial(formulas.rms_norm, eps=EPS),
+            "compiled": functools.partial(formulas.rms_norm_compiled, eps=EPS),
         }
     if importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import functional

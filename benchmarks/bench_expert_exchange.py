@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchgen.kernels import peer_rows
 from patchgen.kernels.fused_moe import fused_moe
-from patchgen.kernels.peer_rows import Published, Tokens
+from patchgen.kernels.peers import peer_rows
+from patchgen.kernels.peers.peer_rows import Published, Tokens
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from patchgen.kernels.fused_moe import fused_moe
-from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
+from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.parallel import ParallelConfig
 from patchgen.runtime.parallel.state import ParallelState

@@ -24,8 +24,8 @@ from bench_moe import RESULTS, versions
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
-from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
+from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
+from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 
 COLUMNS = [
     "date",

@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 from bench_moe import SHAPES, make_problem, versions
 
-from patchgen.kernels.activations import Activation
-from patchgen.kernels.combine import combine
-from patchgen.kernels.grouped_gemm import grouped_gemm
-from patchgen.kernels.grouped_gemm_weights import grouped_gemm_weights
-from patchgen.kernels.moe_gate_backward import gate_backward_gemm
-from patchgen.kernels.moe_gate_up import gate_up
-from patchgen.kernels.moe_plan import make_plan
-from patchgen.kernels.moe_schedule import copy_repays
-from patchgen.kernels.pad_rows import pad_rows
+from patchgen.kernels.elementwise.activations import Activation
+from patchgen.kernels.moe.combine import combine
+from patchgen.kernels.moe.gate_backward import gate_backward_gemm
+from patchgen.kernels.moe.gate_up import gate_up
+from patchgen.kernels.moe.grouped_gemm import grouped_gemm
+from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
+from patchgen.kernels.moe.pad_rows import pad_rows
+from patchgen.kernels.moe.plan import make_plan
+from patchgen.kernels.moe.schedule import copy_repays
 
 RESULTS = Path(__file__).with_name("results_moe_kernels.csv")
 COLUMNS = ("date", "versions", "shape", "tokens", "kernel", "ms", "tflops", "mhz", "watts", "joules")

@@ -15,17 +15,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from patchgen.kernels import choices
-from patchgen.kernels.moe_adapters import NO_ADAPTERS, ExpertAdapters
-from patchgen.kernels.moe_auto import choose_backend
-from patchgen.kernels.moe_options import MoeOptions, check_index, check_shapes
-from patchgen.kernels.moe_reference import reference
-from patchgen.kernels.moe_sonic import fused_moe_sonic
-from patchgen.kernels.moe_torch import fused_moe_torch
+from patchgen.kernels.moe.adapters import NO_ADAPTERS, ExpertAdapters
+from patchgen.kernels.moe.auto import choose_backend
+from patchgen.kernels.moe.options import MoeOptions, check_index, check_shapes
+from patchgen.kernels.moe.reference import reference
+from patchgen.kernels.moe.sonic_backend import fused_moe_sonic
+from patchgen.kernels.moe.torch_backend import fused_moe_torch
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 
 def _triton(*arguments) -> Tensor:
-    from patchgen.kernels.moe_triton import fused_moe_triton  # loads Triton
+    from patchgen.kernels.moe.triton_backend import fused_moe_triton  # loads Triton
 
     return fused_moe_triton(*arguments)
 
@@ -77,7 +77,7 @@ def fused_moe(
     Args:
         max_rows: the most slots that are not left out, where the caller knows it. It bounds memory and changes nothing else;
             backends may ignore it. With more slots than that the result is undefined.
-        adapters: low-rank factors beside the weights (`moe_adapters.py`); None: as with empty ones.
+        adapters: low-rank factors beside the weights (`moe/adapters.py`); None: as with empty ones.
         backend: a name of `BACKENDS`.
 
     Raises:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
+    from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 
 
 @dataclass
@@ -66,7 +66,7 @@ def taken_by(gate_up_proj: Tensor, down_proj: Tensor) -> ExpertAdapters | None:
     """The adapters of a call with these weights; None: they have none."""
     if not _ADDED:
         return None
-    from patchgen.kernels.moe_adapters import ExpertAdapters
+    from patchgen.kernels.moe.adapters import ExpertAdapters
 
     found = []
     for weight in (gate_up_proj, down_proj):

@@ -82,7 +82,7 @@ def causal_lm_loss(
 
 
 def _losses_of_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    from patchgen.kernels.causal_lm_loss import losses_of_rows
+    from patchgen.kernels.loss.causal_lm_loss import losses_of_rows
 
     return losses_of_rows(logits, labels)
 
@@ -102,7 +102,7 @@ def _labels_of_step(
     labels: Tensor, hidden_states: Tensor, loss_function: Callable[..., Tensor], kwargs: dict, state: ParallelState
 ) -> tuple[Tensor, dict]:
     """The labels of this rank's slice, and what the loss is told of the whole step."""
-    from patchgen.kernels.causal_lm_loss import require_causal_lm_loss
+    from patchgen.kernels.loss.causal_lm_loss import require_causal_lm_loss
     from patchgen.runtime.parallel.loss import current_step, global_labels
 
     step = current_step()

@@ -22,13 +22,13 @@ def _without_triton() -> str | None:
 
 
 def _without_sonic() -> str | None:
-    from patchgen.kernels.moe_sonic import unavailable
+    from patchgen.kernels.moe.sonic_backend import unavailable
 
     return unavailable()
 
 
 def _without_quack() -> str | None:
-    from patchgen.kernels.norm_quack import unavailable
+    from patchgen.kernels.elementwise.norm_quack import unavailable
 
     return unavailable()
 
@@ -63,55 +63,55 @@ def fused_moe_sonic(*args, **kwargs) -> Tensor:
 
 @seams.register("causal_lm_loss", "auto")
 def causal_lm_loss_auto(*args, **kwargs) -> tuple[None, Tensor]:
-    from patchgen.kernels.loss_auto import auto_causal_lm_loss
+    from patchgen.kernels.loss.auto import auto_causal_lm_loss
 
     return auto_causal_lm_loss(*args, **kwargs)
 
 
 @seams.register("causal_lm_loss", "linear")
 def causal_lm_loss_linear(*args, **kwargs) -> tuple[None, Tensor]:
-    from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
+    from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 
     return linear_causal_lm_loss(*args, **kwargs)
 
 
 @seams.register("causal_lm_loss", "chunked")
 def causal_lm_loss_chunked(*args, **kwargs) -> tuple[None, Tensor]:
-    from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
+    from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
 
     return chunked_causal_lm_loss(*args, **kwargs)
 
 
 @seams.register("rms_norm", "compiled")
 def rms_norm_compiled(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.elementwise import rms_norm_compiled
+    from patchgen.kernels.elementwise.formulas import rms_norm_compiled
 
     return rms_norm_compiled(*args, **kwargs)
 
 
 @seams.register("rms_norm", "quack", unavailable=_without_quack)
 def rms_norm_quack(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.norm_quack import rms_norm_quack
+    from patchgen.kernels.elementwise.norm_quack import rms_norm_quack
 
     return rms_norm_quack(*args, **kwargs)
 
 
 @seams.register("rms_norm", "auto", prefers=("quack",))
 def rms_norm_auto(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.norm_quack import rms_norm_auto
+    from patchgen.kernels.elementwise.norm_quack import rms_norm_auto
 
     return rms_norm_auto(*args, **kwargs)
 
 
 @seams.register("rotary", "compiled")
 def rotary_compiled(*args, **kwargs) -> tuple[Tensor, Tensor]:
-    from patchgen.kernels.elementwise import rotary_compiled
+    from patchgen.kernels.elementwise.formulas import rotary_compiled
 
     return rotary_compiled(*args, **kwargs)
 
 
 @seams.register("swiglu", "compiled")
 def swiglu_compiled(*args, **kwargs) -> Tensor:
-    from patchgen.kernels.elementwise import swiglu_compiled
+    from patchgen.kernels.elementwise.formulas import swiglu_compiled
 
     return swiglu_compiled(*args, **kwargs)

@@ -196,7 +196,7 @@ def _equal_shares(
     Rows of zeros, which are tokens times the weight of an expert that they did not choose, cost no product: where the
     activation is zero at zero their result is zero, and so are all gradients through it.
     """
-    from patchgen.kernels.activations import recognise  # here, for it loads transformers
+    from patchgen.kernels.elementwise.activations import recognise  # here, for it loads transformers
 
     rows = hidden_states.shape[0]
     index = torch.arange(rows, device=hidden_states.device) // max(rows // num_experts, 1)

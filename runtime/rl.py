@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from patchgen.kernels.token_log_probs import token_log_probs
+from patchgen.kernels.loss.token_log_probs import token_log_probs
 from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.checkpoint.export import device_of
 from patchgen.runtime.checkpoint.weight_stream import stream_weights

@@ -32,7 +32,7 @@ def aligned_cross_entropy(
     logits_TV, target_T = logits.reshape(-1, vocab_size), targets.reshape(-1).to(logits.device)
     if num_items_in_batch is None:
         return F.cross_entropy(logits_TV, target_T)
-    from patchgen.kernels.causal_lm_loss import (  # here: what generated code imports loads no kernel
+    from patchgen.kernels.loss.causal_lm_loss import (  # here: what generated code imports loads no kernel
         cross_entropy_sum,
         items,
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from patchgen.kernels.token_log_probs import per_token, token_log_probs
+from patchgen.kernels.loss.token_log_probs import per_token, token_log_probs
 from patchgen.runtime import model_calls
 from patchgen.runtime.objectives.base import Objective, sources_of
 from patchgen.runtime.parallel.batch import IGNORED
@@ -74,7 +74,7 @@ class Batch:
         return token_log_probs(head, hidden, self.targets)
 
     def per_token(self, function: Callable[..., tuple[Tensor, ...]], *given: Tensor) -> tuple[Tensor, ...]:
-        """What a function makes of the logits of each token; see `kernels.token_log_probs.per_token`."""
+        """What a function makes of the logits of each token; see `kernels.loss.token_log_probs.per_token`."""
         head, hidden = self._of_forward()
         return per_token(head, hidden, function, *given)
 

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint as torch_checkpoint
 
-from patchgen.kernels import early, peer_rows
-from patchgen.kernels.peer_rows import Tokens
+from patchgen.kernels.moe import early_gradients
+from patchgen.kernels.peers import peer_rows
+from patchgen.kernels.peers.peer_rows import Tokens
 from patchgen.runtime.parallel import checkpointing, overlap
 from patchgen.runtime.parallel.peer_memory import PeerBuffers, aligned
 from patchgen.runtime.parallel.state import ParallelState
@@ -191,7 +192,7 @@ class _Exchange:
         self.travelling = (own_rows, own_weights, rows, weights)
 
     def have_started(self, rows: Tensor, weights: Tensor) -> bool:
-        """Whether it is these gradients that travel: a kernel handed them over before it was done (`early.py`)."""
+        """Whether it is these gradients that travel: a kernel handed them over before it was done (`early_gradients.py`)."""
         same = zip(self.travelling[2:], (rows, weights), strict=False)
         return bool(self.travelling) and all(sent.data_ptr() == own.data_ptr() for sent, own in same)
 
@@ -232,7 +233,7 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, rows, weights):
-        early.await_gradients(None)
+        early_gradients.await_gradients(None)
         if not ctx.exchange.have_started(rows, weights):
             ctx.exchange.start_gradients(rows, weights)
         return rows, weights, None
@@ -250,5 +251,5 @@ class _Return(torch.autograd.Function):
     def backward(ctx, gradient):
         spread = ctx.exchange.spread(gradient.contiguous())
         if ctx.exchange.num_rounds == 1:  # else gradients are sums over rounds
-            early.await_gradients(ctx.exchange.start_gradients)
+            early_gradients.await_gradients(ctx.exchange.start_gradients)
         return spread, None, None

@@ -196,7 +196,7 @@ def _sum_per_token(rows: Tensor, route: Route) -> Tensor:
         return rows.new_zeros(route.left_out_TK.shape[0], rows.shape[1])
     if rows.is_cuda and rows.shape[1] > 1 and rows.dtype != torch.float64:
         # One kernel: as separate steps it would write K rows per token in fp32.
-        from patchgen.kernels.combine import sum_slots
+        from patchgen.kernels.moe.combine import sum_slots
 
         row_of_slot_TK = torch.where(route.left_out_TK, -1, route.row_of_slot_TK)
         return sum_slots(rows.contiguous(), None, row_of_slot_TK, row_of_slot_TK.shape[1])

@@ -13,8 +13,8 @@ from functools import partial
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from patchgen.kernels import early
-from patchgen.kernels.moe_adapters import ExpertAdapters, LowRank
+from patchgen.kernels.moe import early_gradients
+from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
 from patchgen.runtime.parallel.expert_rows import dropped_rows, over_rows
@@ -63,8 +63,8 @@ def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
 
 def _own_experts(tensor: Tensor, own: int) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    if local is not tensor and (take := getattr(tensor, early.TAKES_LATE, None)) is not None:
-        setattr(local, early.TAKES_LATE, take)
+    if local is not tensor and (take := getattr(tensor, early_gradients.TAKES_LATE, None)) is not None:
+        setattr(local, early_gradients.TAKES_LATE, take)
     if local.shape[0] != own:
         raise ValueError(
             f"This rank owns {own} experts but their parameters have {local.shape[0]}: they were not divided over the "

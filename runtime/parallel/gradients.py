@@ -83,7 +83,7 @@ def _has_kernel(gradient: Tensor) -> bool:
 
 
 def _squares_by_kernel(large: list[Tensor]) -> Tensor:
-    from patchgen.kernels.squares import sum_of_squares  # loads Triton
+    from patchgen.kernels.optimizer.squares import sum_of_squares  # loads Triton
 
     return sum_of_squares(large)
 

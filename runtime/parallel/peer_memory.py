@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from patchgen.kernels.peer_rows import Published, Tokens
+from patchgen.kernels.peers.peer_rows import Published, Tokens
 from patchgen.runtime.parallel import watch
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]

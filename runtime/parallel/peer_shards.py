@@ -11,7 +11,7 @@ What arrives is moved by the copy engines, not by the processors that compute, a
 
     gather       each rank reads the shards of the others into the parameter, each part into its place
     reduce       each rank writes the parts of its gradients that others sum into their memory; a barrier; each adds up what
-                 it received and its own, in fp32, in the order of the ranks (`kernels/peer_sums.py`)
+                 it received and its own, in fp32, in the order of the ranks (`kernels/peers/peer_sums.py`)
 
 Barriers run on the device, the host waits for none: one before the first gather after copies were written, one before they
 are written again, one per reduction. What is received alternates between two places, for the reason in `peer_memory.py`. The
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from patchgen.kernels.peer_sums import sum_parts
+from patchgen.kernels.peers.peer_sums import sum_parts
 from patchgen.runtime.parallel import peer_memory, undivided
 from patchgen.runtime.parallel.peer_memory import aligned
 

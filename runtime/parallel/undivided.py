@@ -33,7 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from patchgen.kernels import early
+from patchgen.kernels.moe import early_gradients
 
 COPY = "_patchgen_compute_copy"  # an attribute of a parameter: its ComputeCopy
 
@@ -151,7 +151,7 @@ class UndividedGroup(FSDPParamGroup):
 
     def finalize_backward(self) -> None:
         if self.keeps_copies:
-            early.compute_late()
+            early_gradients.compute_late()
             self._hand_over_gradients()  # of what was used again after the unit's own backward
         super().finalize_backward()
 
@@ -191,7 +191,7 @@ def _use(param: FSDPParam, values: Tensor) -> None:
     param.init_unsharded_param()
     param.all_gather_outputs = []
     # Weak, for Python frees no cycle through a tensor's attributes.
-    setattr(param._unsharded_param, early.TAKES_LATE, partial(_take_late, weakref.ref(param)))
+    setattr(param._unsharded_param, early_gradients.TAKES_LATE, partial(_take_late, weakref.ref(param)))
 
 
 def _hand_over_gradient(param: FSDPParam) -> None:
@@ -203,7 +203,7 @@ def _hand_over_gradient(param: FSDPParam) -> None:
 
 
 def _take_late(reference: weakref.ref[FSDPParam], gradient: Tensor) -> None:
-    """A gradient that was computed when its layer had ended (`kernels/early.py`)."""
+    """A gradient that was computed when its layer had ended (`kernels/early_gradients.py`)."""
     _add_gradient(reference(), gradient)
 
 

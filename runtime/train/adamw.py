@@ -1,4 +1,4 @@
-"""AdamW on GPUs: torch's optimizer and state, its update in one pass over memory (`kernels/adamw.py`).
+"""AdamW on GPUs: torch's optimizer and state, its update in one pass over memory (`kernels/optimizer/adamw.py`).
 
 It takes gradients as they were computed (bf16 for an fp32 parameter, which says so by `grad_dtype` None), multiplies them by
 the factor that clipping leaves in `gradient_factor`, and writes the copies that layers compute with (`undivided.py`).
@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
         return value
 
     def _update(self, parameter: nn.Parameter, group: dict, factor: Tensor | None) -> None:
-        from patchgen.kernels.adamw import adamw_  # loads Triton
+        from patchgen.kernels.optimizer.adamw import adamw_  # loads Triton
 
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None, "a step asks for parameters that have one"

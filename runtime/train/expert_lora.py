@@ -6,7 +6,7 @@
     over the ranks   as the experts: ep, then FSDP2's ep_shard    whole
 
 PEFT merges an adapter into its weight while the module runs; here the factors are handed to the seam of the experts, which
-multiplies rows with them (`kernels/moe_adapters.py`). The modules and their order are PEFT's: it puts them in, and its file
+multiplies rows with them (`kernels/moe/adapters.py`). The modules and their order are PEFT's: it puts them in, and its file
 is written from them.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from patchgen.kernels.moe_adapters import LowRank
+from patchgen.kernels.moe.adapters import LowRank
 from patchgen.runtime import expert_adapters
 from patchgen.runtime.checkpoint.load import own_box
 from patchgen.runtime.checkpoint.placement import within

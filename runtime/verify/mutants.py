@@ -32,7 +32,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from patchgen import model_configs, pipeline, provenance
 from patchgen.errors import PatchgenError
-from patchgen.kernels import elementwise
+from patchgen.kernels.elementwise import formulas
 from patchgen.mutation.edits import Mutant
 from patchgen.runtime import registry, seams
 from patchgen.runtime.attention_kinds import Names
@@ -111,8 +111,8 @@ class Judge:
         upstream_class = getattr(importlib.import_module(origin.module), self.head)
         self._small = _config_of(upstream_class)
         self._cases = _cases(upstream_class, self._small)
-        seams.register("rms_norm", FORMULA)(elementwise.rms_norm)
-        seams.register("rotary", FORMULA)(elementwise.rotary)
+        seams.register("rms_norm", FORMULA)(formulas.rms_norm)
+        seams.register("rotary", FORMULA)(formulas.rotary)
         self._checks, self.left_out = self._what_holds(upstream_class, baseline)
 
     def executed(self) -> set[int]:

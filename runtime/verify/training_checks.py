@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from patchgen.kernels.chunking import largest_chunk
+from patchgen.kernels.loss.chunking import largest_chunk
 from patchgen.runtime import attention, attention_kinds, model_calls, parallel, seams
 from patchgen.runtime.attention_kinds import Kind, Names
 from patchgen.runtime.document_rows import Separated

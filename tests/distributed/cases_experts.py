@@ -15,8 +15,9 @@ from cases_sequence import state_of
 from rounding import require_rounding
 from torch import Tensor
 
-from patchgen.kernels import early, peer_rows
 from patchgen.kernels.fused_moe import fused_moe as one_process
+from patchgen.kernels.moe import early_gradients
+from patchgen.kernels.peers import peer_rows
 from patchgen.runtime import ops, parallel, seams
 from patchgen.runtime.parallel import (
     ParallelConfig,
@@ -272,7 +273,7 @@ class _HandsOver(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         rows, weights = gradient * 2, gradient.sum(1, keepdim=True).expand(-1, SLOTS).contiguous()
-        early.hand_over(rows, weights)
+        early_gradients.hand_over(rows, weights)
         return rows, weights
 
 
@@ -296,14 +297,14 @@ def gradients_leave_once(final: bool) -> int:
             return out if final else out + _HandsOver.apply(rows, slots)
 
         if not hands_over:
-            early.hand_over, kept = lambda *_: None, early.hand_over
+            early_gradients.hand_over, kept = lambda *_: None, early_gradients.hand_over
         try:
             expert_peers.over_peers(
                 state, leaves[0], index, leaves[1], compute, num_experts=2 * world
             ).sum().backward()
         finally:
             if not hands_over:
-                early.hand_over = kept
+                early_gradients.hand_over = kept
         return [leaf.grad for leaf in leaves]
 
     expected = run(hands_over=False)

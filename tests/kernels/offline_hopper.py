@@ -20,7 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from patchgen.kernels.moe_schedule import SPECIALIZED_RELEASES
+from patchgen.kernels.moe.schedule import SPECIALIZED_RELEASES
 
 needs_gluon = pytest.mark.skipif(
     triton.__version__ not in SPECIALIZED_RELEASES,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from patchgen.kernels import elementwise, linear_cross_entropy, moe_auto, norm_quack, packages
+from patchgen.kernels import packages
+from patchgen.kernels.elementwise import formulas, norm_quack
+from patchgen.kernels.loss import linear_cross_entropy
+from patchgen.kernels.moe import auto as moe_auto
 from patchgen.runtime import seams
 from patchgen.runtime.parallel import report
 from patchgen.runtime.train import model as models
@@ -37,7 +40,7 @@ def test_a_broken_package_is_passed_over_and_the_report_says_why(broken):
     with seams.using(rms_norm="auto"):
         hidden = torch.randn(2, 8).as_subclass(OnGPU)
         chosen = norm_quack.norm_for(hidden)
-        assert chosen is elementwise.rms_norm_compiled
+        assert chosen is formulas.rms_norm_compiled
         reasons = seams.passed_over("rms_norm")
         assert "OSError: libcute.so: undefined symbol" in reasons["quack"]
         assert "auto; without quack: it needs the package quack-kernels" in report._served_by("rms_norm", None)
@@ -61,4 +64,4 @@ def test_without_triton_nothing_of_auto_needs_it(monkeypatch):
     hidden = torch.randn(2, 4, 8).as_subclass(OnGPU)
     assert moe_auto.choose_backend(hidden, hidden, hidden, None) == "torch"
     assert reason in linear_cross_entropy.unsupported(torch.nn.Linear(8, 16), hidden)
-    assert packages.compiled(elementwise.rms_norm) is elementwise.rms_norm
+    assert packages.compiled(formulas.rms_norm) is formulas.rms_norm

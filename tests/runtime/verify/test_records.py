@@ -44,8 +44,8 @@ def changed(sources: Path, file: str, text: str) -> list[bool]:
 
 def test_a_key_follows_the_code_that_a_proof_executes(sources: Path):
     everything, nothing = [True, True, False], [False, False, False]
-    assert changed(sources, "kernels/linear_cross_entropy.py", CODE) == everything
-    assert changed(sources, "kernels/linear_cross_entropy.py", "\n# A comment.\n") == nothing
+    assert changed(sources, "kernels/loss/linear_cross_entropy.py", CODE) == everything
+    assert changed(sources, "kernels/loss/linear_cross_entropy.py", "\n# A comment.\n") == nothing
     assert changed(sources, "runtime/verify/media_ranks.py", CODE) == [False, True, False]
     assert changed(sources, "runtime/verify/verify_model.py", CODE) == [True, False, False]
     assert changed(sources, "commands/examination.py", CODE) == [True, False, False]

@@ -11,9 +11,9 @@ from stand_in import write_stand_in
 from transformers import Kosmos2ForConditionalGeneration
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from patchgen.kernels.causal_lm_loss import chunked_causal_lm_loss
-from patchgen.kernels.chunking import largest_chunk, limited
-from patchgen.kernels.linear_cross_entropy import linear_causal_lm_loss
+from patchgen.kernels.loss.causal_lm_loss import chunked_causal_lm_loss
+from patchgen.kernels.loss.chunking import largest_chunk, limited
+from patchgen.kernels.loss.linear_cross_entropy import linear_causal_lm_loss
 from patchgen.runtime import registry, seams
 from patchgen.runtime.parallel.batch import IGNORED
 from patchgen.runtime.verify import source_closure, training_inputs, verdict

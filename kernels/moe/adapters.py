@@ -1,0 +1,99 @@
+"""Low-rank adapters of stacked experts: what is added to a frozen stacked weight, never multiplied out.
+
+    x @ (W[e] + scale * left[e] @ right[e])^T  =  x @ W[e]^T + scale * (x @ right[e]^T) @ left[e]^T
+
+two thin grouped products beside the one of the weight; the merged weight and its gradient are never made.
+
+    E experts   K inner size   N output size   r rank
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from patchgen.kernels.moe.grouped_product import grouped_product
+
+ROW_BYTES = 16
+"""Rows of whole 16 bytes are what grouped products read; ranks are filled up with zeros."""
+
+
+class LowRank(NamedTuple):
+    """What is added to one stacked weight: `scale * left @ right`, of the weight's shape.
+
+    Attributes:
+        left: `[E, N, r]` for a weight `[E, N, K]`; `[E, K, r]` for a transposed one `[E, K, N]`.
+        right: `[E, r, K]`; `[E, r, N]`.
+    """
+
+    left: Tensor
+    right: Tensor
+    scale: float
+
+    def factors(self, is_transposed: bool) -> tuple[Tensor, Tensor]:
+        """`(a [E, r, K], b [E, N, r])`, which rows are multiplied with in this order."""
+        if is_transposed:
+            return self.left.transpose(1, 2), self.right.transpose(1, 2)
+        return self.right, self.left
+
+    def to(self, dtype: torch.dtype) -> LowRank:
+        return LowRank(self.left.to(dtype), self.right.to(dtype), self.scale)
+
+    def filled_up(self) -> LowRank:
+        """With zeros up to a rank of whole 16 bytes, which change no sum."""
+        missing = -self.left.shape[2] % (ROW_BYTES // self.left.element_size())
+        if not missing:
+            return self
+        return LowRank(F.pad(self.left, (0, missing)), F.pad(self.right, (0, 0, 0, missing)), self.scale)
+
+    def check(self, name: str, weight: Tensor) -> None:
+        """Raises ValueError where the factors do not fit the weight that they are added to."""
+        num_experts, first, second = weight.shape
+        rank = self.left.shape[-1]
+        expected = ((num_experts, first, rank), (num_experts, rank, second))
+        found = (tuple(self.left.shape), tuple(self.right.shape))
+        if found != expected or rank < 1:
+            raise ValueError(
+                f"fused_moe: the adapter of {name} {tuple(weight.shape)} must have factors {expected[0]} and "
+                f"{expected[1]} of one rank; found {found[0]} and {found[1]}."
+            )
+        for factor in (self.left, self.right):
+            if factor.dtype != weight.dtype:
+                raise ValueError(
+                    f"fused_moe: the adapter of {name} is {factor.dtype} but the weight is {weight.dtype}: cast it."
+                )
+
+
+class ExpertAdapters(NamedTuple):
+    """The adapters of one call of the fused experts; None: that weight has none."""
+
+    gate_up: LowRank | None = None
+    down: LowRank | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All factors."""
+        return tuple(factor for one in self if one is not None for factor in (one.left, one.right))
+
+
+NO_ADAPTERS = ExpertAdapters()
+
+
+def add_low_rank(
+    product_RN: Tensor, rows_RK: Tensor, added: LowRank | None, ends_E: Tensor, is_transposed: bool
+) -> Tensor:
+    """`product + scale * (rows @ a[e]^T) @ b[e]^T`, by torch's grouped product; the product itself without an adapter.
+
+    Args:
+        product_RN: of the same rows with the weight.
+        rows_RK: sorted by expert.
+        ends_E: int32, the end of each expert's rows.
+    """
+    if added is None:
+        return product_RN
+    a_ErK, b_ENr = (added.filled_up() if rows_RK.is_cuda else added).factors(is_transposed)
+    inner_Rr = grouped_product(rows_RK, a_ErK.transpose(1, 2), ends_E) * added.scale
+    return product_RN + grouped_product(inner_Rr, b_ENr.transpose(1, 2), ends_E)

@@ -1,0 +1,88 @@
+"""One step of AdamW against torch's in fp64: parameters, both moments, the copy; clipping in passing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+pytest.importorskip("triton")
+
+from patchgen.kernels.optimizer.adamw import adamw_
+
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ROUNDING = torch.finfo(torch.float32).eps / 2
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def state_of(num: int, dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
+    """Parameter, gradient and moments of some later step."""
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(num, generator=generator) for _ in range(4)]
+    values[1], values[2], values[3] = values[1].to(dtype), values[2] * 0.1, values[3].square() * 0.01
+    return [value.to(DEVICE) for value in values]
+
+
+def expected_of(parameter, gradient, exp_avg, exp_avg_sq, step: int, factor: float) -> list[torch.Tensor]:
+    wide = torch.nn.Parameter(parameter.double())
+    wide.grad = gradient.double() * factor
+    optimizer = torch.optim.AdamW([wide], **OPTIONS)
+    moments = {"exp_avg": exp_avg.double(), "exp_avg_sq": exp_avg_sq.double()}
+    optimizer.state[wide] = {"step": torch.tensor(float(step - 1)), **moments}
+    optimizer.step()
+    return [wide.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+
+
+@settings(max_examples=25)
+@given(
+    num=some.sampled_from([1, 7, 2048, 2049, 5000]),
+    dtype=some.sampled_from([torch.float32, torch.bfloat16]),
+    step=some.integers(1, 50),
+    factor=some.sampled_from([None, 1.0, 0.37]),
+    seed=some.integers(0, 99),
+)
+def test_a_step_is_torchs_to_rounding(num, dtype, step, factor, seed):
+    parameter, gradient, exp_avg, exp_avg_sq = state_of(num, dtype, seed)
+    expected = expected_of(parameter, gradient, exp_avg, exp_avg_sq, step, factor or 1.0)
+    sizes = [value.abs() for value in (parameter, exp_avg, exp_avg_sq)]
+    copy = torch.full((num,), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    scale = torch.tensor(factor, device=DEVICE) if factor is not None else None
+    adamw_(parameter, gradient, exp_avg, exp_avg_sq, step=step, factor=scale, copy=copy, **OPTIONS)
+    for name, found, wanted, size in zip(
+        ("parameter", "exp_avg", "exp_avg_sq"), (parameter, exp_avg, exp_avg_sq), expected, sizes, strict=True
+    ):
+        error = (found.double() - wanted).abs()
+        # Of at most eight roundings, each of a number no larger than before, after, or the update (lr times at most 3.2).
+        bar = (
+            8 * ROUNDING * (size.double() + wanted.abs() + (0.04 if name == "parameter" else gradient.abs().double()))
+        )
+        assert bool((error <= bar).all()), f"{name}: {float((error / bar).max()):.2f} times the bar"
+    if DEVICE == "cuda":
+        assert torch.equal(copy, parameter.bfloat16())
+    else:  # the interpreter rounds in its own way
+        assert bool(((copy.float() - parameter).abs() <= 2**-7 * parameter.abs() + 1e-30).all())
+
+
+def test_tensors_with_gaps_are_refused():
+    parameter, gradient, exp_avg, exp_avg_sq = (value.view(2, 8) for value in state_of(16, torch.float32, 0))
+    with pytest.raises(
+        ValueError, match=r"contiguous tensors of one size, found \(2, 8\) with strides \(8, 1\), \(8, 2\)"
+    ):
+        adamw_(parameter, gradient.t(), exp_avg, exp_avg_sq, step=1, **OPTIONS)
+
+
+@pytest.mark.gpu
+def test_no_further_from_fp64_than_torchs_fused_one():
+    parameter, gradient, exp_avg, exp_avg_sq = state_of(1_000_003, torch.bfloat16, 0)
+    expected, _, _ = expected_of(parameter, gradient, exp_avg, exp_avg_sq, 5, 0.3)
+    fused = torch.nn.Parameter(parameter.clone())
+    fused.grad = gradient.float() * 0.3
+    optimizer = torch.optim.AdamW([fused], fused=True, **OPTIONS)
+    moments = {"exp_avg": exp_avg.clone(), "exp_avg_sq": exp_avg_sq.clone()}
+    optimizer.state[fused] = {"step": torch.tensor(4.0, device="cuda"), **moments}
+    optimizer.step()
+    factor = torch.tensor(0.3, device="cuda")
+    adamw_(parameter, gradient, exp_avg, exp_avg_sq, step=5, factor=factor, **OPTIONS)
+    theirs = (fused.detach().double() - expected).norm()
+    assert (parameter.double() - expected).norm() <= 1.5 * theirs
