@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
-from patchgen.runtime import expert_adapters, parallel, seams
+from patchgen.runtime import expert_adapters, model_calls, parallel, seams
 from patchgen.runtime.checkpoint_mapping import (
     initialize_as_upstream,
     register_checkpoint_mapping,
@@ -254,6 +254,7 @@ def causal_lm_loss(
     if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
         loss_function, upcast = aligned_cross_entropy, True
     state, read_losses = parallel.current(), None
+    kwargs = {**step_labels(model_calls.kept()), **kwargs}
     needs_logits = not training
     is_served = serves("causal_lm_loss")
     if loss_function is shifted_cross_entropy and (is_served or state is not None):

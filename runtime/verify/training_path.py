@@ -137,8 +137,8 @@ def prove_training_path(
         path.state = state
         path.run()
         # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
-        if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-            for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+        if path.failures and path.mixes_documents_upstream():
+            for apart in (path.with_documents_apart(how) for how in (True, LEFT) if how != path.separates_documents):
                 apart.run()
                 if not apart.failures:
                     path = apart
