@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from patchgen.runtime.checkpoint.load import require_fitting
 from patchgen.runtime.data.sources import open_source
 from patchgen.runtime.objectives import choose
-from patchgen.runtime.parallel import loss, sharding
+from patchgen.runtime.parallel import sharding
 from patchgen.runtime.parallel.sequence import key_value_repeats
 from patchgen.runtime.train import lora, lora_targets, run_plan, setup
 from patchgen.runtime.train import model as models
@@ -52,8 +52,6 @@ def require_runnable(recipe: Recipe, world: int) -> PreTrainedModel:
         for source in data.sources if data else ():
             open_source(source)
     model = models.build_on_meta(recipe)
-    if world > 1 and (local := loss.not_shared(model)):
-        raise RecipeError(f"{world} ranks: {local}")
     models.configure_seams(recipe, model)
     if (other := choose.teacher_recipe(recipe)) is not None:
         teacher = models.build_on_meta(other)
