@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.loss.loss_utils import ForMaskedLMLoss
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.written_losses import aligned_cross_entropy, kept_labels, shifted_cross_entropy
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def causal_lm_loss(
     if loss_function is ForMaskedLMLoss:  # transformers' own, whose labels are not shifted
         loss_function, upcast = aligned_cross_entropy, True
     state, read_losses, needs_logits = parallel.current(), None, not training
+    kwargs = {**step_labels(model_calls.kept()), **kwargs}
     is_served = seams.selected()["causal_lm_loss"] != seams.EAGER
     if is_served or state is not None or loss_function is aligned_cross_entropy:
         labels = _labels_as_written(loss_function, labels, kwargs)

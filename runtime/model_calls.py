@@ -4,7 +4,8 @@ Attention that is written by hand gets no packing arguments: its mask must know 
 model with one of our attention names notes its call, and the mask builders ask here.
 
     enter   the documents of the rows, told by cu_seq_lens_q or by position ids that start again, are noted and handed on
-            to all that take them; position ids that count from 0 become those that the model makes for itself
+            to all that take them; position ids that count from 0 become those that the model makes for itself; what a
+            forward takes no argument for is kept here, and documents that it cannot be told of go to rows of their own
     inside  `documents_of(config)` finds the documents of the sequence that a mask is made for
     leave   the note is dropped; a layer that transformers' activation checkpointing computes again finds it once more
 
@@ -17,8 +18,8 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,11 +29,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from patchgen.runtime import mask_functions, parallel
-from patchgen.runtime.document_rows import LEFT, DocumentRows, Separated
+from patchgen.runtime.document_rows import LEFT, PACKING, DocumentRows, Separated
 from patchgen.runtime.parallel import batch, checkpointing, collectives
 from patchgen.runtime.tensor_cache import TensorCache
 
 BOUNDS, POSITIONS, MASK = "cu_seq_lens_q", "position_ids", "attention_mask"
+OF_A_STEP = (*PACKING, "real_tokens", "shift_labels", "num_items_in_batch")
+"""What a run hands to a model beside its inputs."""
 OWN_POSITIONS = "create_position_ids_from_input_ids"
 """What upstream names the rule by which an embedding numbers tokens from their ids, beside padding."""
 
@@ -45,12 +48,14 @@ class Call:
         cu_seq_lens: None, or `(documents + 1,)` over the rows of the whole sequence one after the other.
         rows: where its documents went that are computed in rows of their own.
         counted_through: None, or position ids that are known to start again nowhere.
+        kept: what a run handed over and the forward takes no argument for.
     """
 
     module: nn.Module
     cu_seq_lens: Tensor | None
     rows: DocumentRows | None = None
     counted_through: Tensor | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _Running(threading.local):
@@ -79,6 +84,17 @@ def separate_documents(model: nn.Module, how: Separated = True) -> None:
     """
     note_calls(model)
     setattr(model, _SEPARATES, how)
+
+
+def takes_documents(model_class: type[nn.Module]) -> bool:
+    """Whether a model can be told where the documents of packed rows end: its forward takes them, or arguments to hand on."""
+    names, takes_more = _parameters(model_class)
+    return takes_more or BOUNDS in names
+
+
+def kept() -> Mapping[str, Any]:
+    """What a run hands to the outermost model that is called now, and its forward takes no argument for."""
+    return _RUNNING.calls[0].kept if _RUNNING.calls else {}
 
 
 def documents_of(config: object) -> Tensor | None:
@@ -161,34 +177,32 @@ def asks_the_call(search: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor
 def _enter(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     names, takes_more = _parameters(type(module))
     given = dict(zip(names, args, strict=False)) | kwargs
-    added: dict[str, Any] = {}
+    rows, kept = None, {}
     if not _RUNNING.calls:
         _carry_into_checkpoints(module)
         if takes_more and given.get(BOUNDS) is None:
-            added = _lengths(given)
-        positions = _own_positions(module, given | added)
+            given |= _lengths(given)
+        positions = _own_positions(module, given)
         if positions is not None:
-            added[POSITIONS] = positions
-    separates = not _RUNNING.calls and getattr(module, _SEPARATES, False)
-    if separates:
-        _require_whole_rows(module)
-    if separates and (given | added).get(BOUNDS) is not None:
-        rows = _rows(module, given | added, is_left=separates == LEFT)
-        _RUNNING.calls.append(Call(module, None, rows))
-        apart = rows.apart(given | added)
-        return (), apart | {MASK: rows.is_token.long()} if separates == LEFT and MASK in names else apart
+            given[POSITIONS] = positions
+        is_packed = given.get(BOUNDS) is not None
+        separates = getattr(module, _SEPARATES, is_packed and not takes_documents(type(module)))
+        if separates:
+            _require_whole_rows(module)
+        if separates and is_packed:
+            rows = _rows(module, given, is_left=separates == LEFT)
+            given, args = rows.apart(given), ()
+            if separates == LEFT and MASK in names:
+                given[MASK] = rows.is_token.long()
+        if not takes_more:
+            kept = {name: given.pop(name) for name in OF_A_STEP if name in given and name not in names}
     positions = given.get(POSITIONS)
-    whole = positions if _is_counted_through(positions) else None
-    bounds = (given | added).get(BOUNDS)
-    if bounds is not None:
+    whole = positions if _is_counted_through(positions) and rows is None else None
+    if given.get(BOUNDS) is not None:
         _SEEN.set()
-    _RUNNING.calls.append(Call(module, bounds, counted_through=whole))
-    if not added:
-        return args, kwargs
-    return tuple(added.get(name, value) for name, value in zip(names, args, strict=False)), {
-        **kwargs,
-        **{name: value for name, value in added.items() if name not in names[: len(args)]},
-    }
+    _RUNNING.calls.append(Call(module, None if rows is not None else given.get(BOUNDS), rows, whole, kept))
+    in_order = names[: len(args)]
+    return (*(given.pop(name) for name in in_order), *args[len(in_order) :]), given
 
 
 def _leave(module: nn.Module, args: object, output: Any) -> Any:
@@ -236,11 +250,15 @@ def _require_whole_rows(module: nn.Module) -> None:
     """Of unpacked rows, too: what cannot be told where a document ends goes on over the bounds of slices as well."""
     state = parallel.slicing()
     if state is not None:
-        name = type(module).__name__.removeprefix("FSDP")
-        raise ValueError(
-            f"{name} computes each document in a row of its own, and this rank holds a slice of the rows (sp={state.sp}). "
-            "Train this model with sp=1."
-        )
+        raise ValueError(no_slices(type(module).__name__.removeprefix("FSDP"), state.sp))
+
+
+def no_slices(name: str, sp: int) -> str:
+    """Why a model of this name, whose documents are in rows of their own, does not train on slices of a sequence."""
+    return (
+        f"{name} computes each document in a row of its own, and this rank holds a slice of the rows (sp={sp}). "
+        "Train this model with sp=1."
+    )
 
 
 def _rows(module: nn.Module, given: dict[str, Any], *, is_left: bool) -> DocumentRows:

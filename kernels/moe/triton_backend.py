@@ -20,19 +20,19 @@ import torch
 import triton
 from torch import Tensor
 
-from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.elementwise.activations import KINDS, Activation
-from patchgen.kernels.moe.combine import combine, router_gradient
-from patchgen.kernels.moe.grouped_gemm import grouped_gemm
-from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
+from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.moe.bias_gradients import sum_padded_rows, sum_token_rows
+from patchgen.kernels.moe.combine import combine, router_gradient
 from patchgen.kernels.moe.gate_backward import gate_backward_gemm
 from patchgen.kernels.moe.gate_up import gate_up
+from patchgen.kernels.moe.grouped_gemm import grouped_gemm
+from patchgen.kernels.moe.grouped_gemm_weights import grouped_gemm_weights
 from patchgen.kernels.moe.options import MoeOptions
+from patchgen.kernels.moe.pad_rows import pad_rows
 from patchgen.kernels.moe.plan import BLOCK_M, Plan, make_plan, max_tiles
 from patchgen.kernels.moe.schedule import copy_repays
 from patchgen.kernels.moe.triton_adapters import factors_of
-from patchgen.kernels.moe.pad_rows import pad_rows
 from patchgen.kernels.unsupported import UnsupportedOptionError
 
 _MAX_EXPERTS = 2**14
@@ -243,12 +243,12 @@ def _moe_backward(
     copied = None
     if want_down and copy_repays(kept.shape[0], num_experts, inner):
         copied = pad_rows(grad_out, top_k, plan)
-    grad_kept, weighted, partial = gate_backward_gemm(
+    grad_kept, weighted, of_scores = gate_backward_gemm(
         grad_out, copied, down_proj, kept, top_k_weights, plan, activation, is_transposed, is_interleaved
     )
     if want_weights:
         bias_terms = (None, None, None) if down_bias is None else (grad_out, top_k_index, down_bias)
-        grad_weights = router_gradient(partial, plan, top_k, top_k_weights.dtype, *bias_terms)
+        grad_weights = router_gradient(of_scores, plan, top_k, top_k_weights.dtype, *bias_terms)
     tokens_first = want_x and want_weights and early_gradients.is_awaited()
     if not tokens_first:
         if want_down:
@@ -260,7 +260,9 @@ def _moe_backward(
         del rows
     if tokens_first:
         early_gradients.hand_over(grad_x, grad_weights)
-        of_down = partial(grouped_gemm_weights, grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed)
+        of_down = partial(
+            grouped_gemm_weights, grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed
+        )
         if want_down and not early_gradients.put_off(down_proj, of_down):
             grad_down = of_down()
         copied = weighted = of_down = None

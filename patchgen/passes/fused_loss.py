@@ -37,7 +37,11 @@ from patchgen.rewrite import (
 from patchgen.source import Block, Module
 
 LOCAL_TERMS, LOSS_FORM, OWN_LOSS = "local_loss_terms", "loss_form", "own_loss"
-HEAD = "head"
+HEAD, BOUNDS = "head", "cu_seq_lens_q"
+UNTOLD = (
+    "takes no further arguments, so nothing tells it where packed documents end: a run computes each in a row of its own, "
+    "not sequence-parallel"
+)
 
 
 class FusedLoss(SitePass):
@@ -149,18 +153,22 @@ class FusedLoss(SitePass):
     )
 
     def notes(self, module: Module, anatomy: Anatomy) -> Sequence[str]:
-        """The losses of heads, and what heads add to theirs, that are numbers of one rank."""
+        """The losses of heads, and what heads add to theirs, that are numbers of one rank; heads that nothing tells of a step."""
         told = {
             LOCAL_TERMS: "is added to the loss and is a number of one rank's tokens: not trained on several ranks, nor over "
             "several micro-batches",
             OWN_LOSS: "is the loss, upstream's own mean over a call: not trained in steps of several ranks or micro-batches",
         }
-        return [
+        heads = anatomy.with_role(Role.HEAD, module)
+        local = [
             f"{info.name}: {', '.join(ast.literal_eval(node.value))} {told[name]}"
-            for info in anatomy.with_role(Role.HEAD, module)
+            for info in heads
             for node in module.block(info.name).node.body
             if isinstance(node, ast.Assign) and (name := ast.unparse(node.targets[0])) in told
         ]
+        forwards = {info.name: info.methods["forward"].args for info in heads if "forward" in info.methods}
+        untold = [name for name, args in forwards.items() if args.kwarg is None and BOUNDS not in ast.unparse(args)]
+        return [*local, *(f"{name}.forward {UNTOLD}" for name in untold)]
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten | Upstream:
         method = anatomy.classes[site.block].methods["forward"]

@@ -168,7 +168,7 @@ class _Exchange:
             rows = peer_rows.read_tokens(
                 published, self.tokens, self.known(self.index), self.own_experts, gradient.shape[1], gradient.dtype
             )
-        early.compute_late()  # of the layer after this one
+        early_gradients.compute_late()  # of the layer after this one
         self.peers.wait()
         return rows
 
@@ -244,7 +244,7 @@ class _Return(torch.autograd.Function):
     def forward(ctx, sums, index, exchange):
         ctx.exchange = exchange
         if torch._C._current_graph_task_id() == -1:  # in no backward that computes a layer again
-            early.forget_late()
+            early_gradients.forget_late()
         return exchange.gather_sums(sums, index)
 
     @staticmethod

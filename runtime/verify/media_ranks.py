@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from patchgen.runtime import parallel, seams
+from patchgen.runtime import model_calls, parallel, seams
 from patchgen.runtime.document_rows import Separated
 from patchgen.runtime.parallel import batch, loss, media, sharding
 from patchgen.runtime.parallel.state import ParallelState
@@ -328,9 +328,11 @@ def verify_on_ranks(
         training: whether both are in training mode.
     """
     head = head or find(model).heads[0]
-    local = loss.not_shared(getattr(find(model).load(), head))
-    if local:
+    head_class = getattr(find(model).load(), head)
+    if local := loss.not_shared(head_class):
         return [RankResult("its loss", reason=local)]
+    if sp > 1 and not model_calls.takes_documents(head_class):
+        return [RankResult("its documents", reason=model_calls.no_slices(head, sp))]
     options: dict[str, Any] = {"sp": sp, "ep": ep, "fsdp": fsdp}
     results = []
     try:

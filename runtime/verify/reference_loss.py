@@ -67,11 +67,10 @@ def one_rank(
     for number, inputs in enumerate(batches):
         count = (inputs["labels"][:, 1:] != IGNORED).sum()
         handed = loss.upstream_labels(generated_class, dict(inputs))
+        is_mean = hasattr(generated_class, loss.LOSS_FORM)  # over the labels of the call
         with recorded(model, router_functions) as asked:
-            share = model(**handed, num_items_in_batch=items).loss
-        if hasattr(generated_class, loss.LOSS_FORM):
-            share = share * (count / items) if count else torch.zeros(())
-        total = total + share
+            share = model(**handed, **({} if is_mean else {"num_items_in_batch": items})).loss
+        total = total + (share if not is_mean else share * (count / items) if count else torch.zeros(()))
         forget_positions(model)
         if asked.function is not None:
             router = asked, _factor(share, asked.answer)

@@ -89,7 +89,7 @@ class Comparison:
         self.positions: Any = None
         self.state: ParallelState | None = None
         self.ran_with: Names = ""
-        self.separates_documents: Separated = False
+        self.separates_documents: Separated = not model_calls.takes_documents(generated_class)
         self.only: tuple[str, ...] = ()
         self.correspondence = Correspondence()
         self.checks: list[Check] = []

@@ -147,8 +147,8 @@ def _run(path: Comparison) -> Comparison:
     """All comparisons, packed or, where that fails, with each document in a row of its own; returns which of them holds."""
     path.run()
     # A row for each document is for models that mix packed ones upstream, too; in others it would hide a leak of ours.
-    if path.failures and not path.separates_documents and path.mixes_documents_upstream():
-        for apart in (path.with_documents_apart(), path.with_documents_apart(LEFT)):
+    if path.failures and path.mixes_documents_upstream():
+        for apart in (path.with_documents_apart(how) for how in (True, LEFT) if how != path.separates_documents):
             apart.run()
             if not apart.failures:
                 return apart

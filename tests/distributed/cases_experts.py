@@ -332,9 +332,9 @@ class _PutsOff(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         rows, weights, gate_up, down = torch.autograd.grad(ctx.out, ctx.leaves, gradient)
-        if early.is_awaited():
-            early.hand_over(rows, weights)
-            if early.put_off(ctx.down, lambda: down):
+        if early_gradients.is_awaited():
+            early_gradients.hand_over(rows, weights)
+            if early_gradients.put_off(ctx.down, lambda: down):
                 return rows, weights, gate_up, None, None
         return rows, weights, gate_up, down, None
 
@@ -347,7 +347,7 @@ def late_gradients(mode: str) -> list[int]:
     state = create_peers(dist.get_world_size())
     inputs = [cases_captured.row(seed + state.batch_index, (20, 28), state) for seed in (0, 10)]
     waiting: list[int] = []
-    put_off, spread, kernel = early.put_off, expert_peers._Exchange.spread, experts.experts_kernel
+    put_off, spread, kernel = early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel
 
     def puts_off(rows, index, weights, gate_up, down, **options):
         def compute(x, w, *projections):
@@ -362,20 +362,20 @@ def late_gradients(mode: str) -> list[int]:
             items, tokens = loss.count_items(inputs, "cpu"), loss.count_tokens(inputs, "cpu")
             with parallel.using(state), loss.step(items, 2, num_tokens=tokens):
                 model(**rows, num_items_in_batch=items, use_cache=False).loss.backward()
-                waiting.append(len(early._late))
+                waiting.append(len(early_gradients._late))
         return {name: undivided.local(parameter.grad) for name, parameter in model.named_parameters()}
 
     try:
         experts.experts_kernel = lambda: puts_off
-        early.put_off = lambda *_: False
+        early_gradients.put_off = lambda *_: False
         expected = run()
-        early.put_off = put_off
+        early_gradients.put_off = put_off
         waiting.clear()
-        early._late.append(lambda: pytest.fail("left by a backward that failed"))
-        expert_peers._Exchange.spread = lambda *args: waiting.append(len(early._late)) or spread(*args)
+        early_gradients._late.append(lambda: pytest.fail("left by a backward that failed"))
+        expert_peers._Exchange.spread = lambda *args: waiting.append(len(early_gradients._late)) or spread(*args)
         found = run()
     finally:
-        early.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
+        early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0, msg=name)
     return waiting
