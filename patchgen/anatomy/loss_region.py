@@ -250,10 +250,7 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
 def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
     """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
     for call in calls(forward):
-        method = anatomy.method(owner, own_attribute(call.func) or "")
-        own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
-        function = method[1] if method is not None else anatomy.functions.get(own)
-        if function is not None:
+        if (function := anatomy.called(owner, call)) is not None:
             changed = stored_names(ast.Module(function.body, []))
             handed = arguments(call, parameter_names(function)).items()
             if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in handed):
