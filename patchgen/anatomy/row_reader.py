@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
+    is_in_place,
     loaded,
     own_attribute,
     parameter_names,
@@ -460,11 +461,6 @@ class RowReader:
         except Mixed as mixed:
             raise Mixed(call, mixed.reason) from mixed
         return reader.returned
-
-
-def is_in_place(function: ast.expr) -> bool:
-    """Whether it is a method like `mul_`."""
-    return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
 def _is_inference(test: ast.expr) -> bool:

@@ -26,7 +26,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.row_reader import LENGTHS_TEST
-from patchgen.anatomy.tokenwise import mixing, mixing_member
+from patchgen.anatomy.tokenwise import mixing
 from patchgen.errors import LeftAlone
 
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
