@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import copy
 import functools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -186,8 +187,26 @@ def plain_assignments(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
     return {node.targets[0].id: node.value for node in assigned}
 
 
+def inlined(node: ast.expr, values: Mapping[str, ast.expr]) -> ast.expr:
+    """A copy of code with the values of names in their place."""
+    return _Inliner(values).visit(copy.deepcopy(node))
+
+
+class _Inliner(ast.NodeTransformer):
+    def __init__(self, values: Mapping[str, ast.expr]) -> None:
+        self._values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return copy.deepcopy(self._values.get(node.id, node))
+
+
 def targets(statement: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> list[ast.expr]:
     return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def is_in_place(function: ast.expr) -> bool:
+    """Whether it is a method like `mul_`, as torch names those that change their tensor."""
+    return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
 def is_setter(method: FunctionNode) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from patchgen.anatomy.classes import (
     ClassInfo,
     FunctionNode,
+    loaded,
     own_attribute,
     parameter_names,
     reads_name,
@@ -24,7 +25,7 @@ from patchgen.anatomy.experts import built_by_one_call, check_rows, counts_of, t
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.interpreter import Interpreter, Term
 from patchgen.anatomy.roles import LIST, is_gated_mlp
-from patchgen.anatomy.tokenwise import loaded_names, stored_names
+from patchgen.anatomy.tokenwise import stored_names
 from patchgen.errors import Missed
 
 NO_BIAS, BIAS, CONFIGURED_BIAS = "no", "yes", "as the config says"
@@ -323,7 +324,7 @@ def _below(body: Sequence[ast.stmt], place: Place) -> list[ast.stmt]:
 def _name_of(term: Term, values: dict[str, Term], node: ast.stmt) -> str:
     """A name that still holds the value there."""
     names = [name for name, value in values.items() if value == term]
-    used = loaded_names(node)
+    used = set(loaded(node))
     if not names:
         raise Missed(f"no new value of {term[1]} between its use above the loop and the loop", node)
     return next((name for name in names if name in used), names[0])
@@ -336,7 +337,7 @@ def _check_around(body: Sequence[ast.stmt], position: int, born: int, accumulato
             raise Missed(f"no use of {accumulator} before the loop", statement)
     written = set(stored(body[position])) - {accumulator}
     for statement in body[position + 1 :]:
-        later = loaded_names(statement) & written
+        later = set(loaded(statement)) & written
         if later:
             raise Missed(f"no use of the loop's own {', '.join(sorted(later))} after it", statement)
 

@@ -110,6 +110,12 @@ class Anatomy:
                 return info, info.methods[method]
         return None
 
+    def called(self, owner: str, call: ast.Call) -> FunctionNode | None:
+        """The function of this file, or the method of a class, that a call in its code runs."""
+        if method := self.method(owner, own_attribute(call.func) or ""):
+            return method[1]
+        return self.functions.get((self.names.resolve(call.func) or "").removeprefix("."))
+
     def attribute(self, name: str, attribute: str) -> ast.expr | None:
         """What __init__ assigns to `self.<attribute>`, ancestors included."""
         return next((info.attributes[attribute] for info in self.lineage(name) if attribute in info.attributes), None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import copy
 from dataclasses import dataclass
 
-from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, loaded, plain_assignments
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, calls, dotted, inlined, loaded, plain_assignments
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.roles import LINEAR
@@ -68,21 +67,11 @@ def _rule(method: FunctionNode, branch: ast.If) -> LinearInit:
         if not on_weight and not first.endswith((".weight", ".weight.data")):
             continue
         given = [*(call.args if on_weight else call.args[1:]), *call.keywords]
-        resolved = [_Resolve(known).visit(copy.deepcopy(argument)) for argument in given]
+        resolved = [inlined(argument, known) for argument in given]
         free = {name for argument in resolved for name in loaded(argument)} - {"self"}
         if not free & local_names(method):
             return LinearInit(writer, ", ".join(map(ast.unparse, resolved)))
     raise Missed(f"{' or '.join(WRITERS)} of module.weight with values that come from self.config", branch)
-
-
-class _Resolve(ast.NodeTransformer):
-    """Puts the values of local names in their place."""
-
-    def __init__(self, known: dict[str, ast.expr]) -> None:
-        self.known = known
-
-    def visit_Name(self, node: ast.Name) -> ast.AST:
-        return self.known.get(node.id, node)
 
 
 def _is_about_linear(anatomy: Anatomy, test: ast.expr) -> bool:

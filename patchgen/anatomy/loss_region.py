@@ -28,7 +28,7 @@ from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.loss_terms import LossTerms, is_number
 from patchgen.anatomy.names import local_names
 from patchgen.anatomy.own_losses import ALIGNED, OwnLoss, read_own_loss
-from patchgen.anatomy.tokenwise import loaded_names, mixing, stored_names
+from patchgen.anatomy.tokenwise import mixing, stored_names
 from patchgen.errors import Missed
 from patchgen.rewrite import code_of, function_body, parameters, uses_name
 
@@ -108,7 +108,7 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
     found = _projection(projected) or _made_elsewhere(projected, body[:start])
     if found is None:
         raise Missed(f"`{logits} = self.<projection>(hidden states)`", code_of(body[start]))
-    read = loaded_names(ast.parse(code_of(found[1]))) - {"self"}
+    read = set(loaded(ast.parse(code_of(found[1])))) - {"self"}
     if isinstance(body[start], cst.If) and len(read) == 1:  # both branches read it, if not in the same words
         found = (found[0], cst.Name(*read))
     between = [node for node in body[start + 1 : end] if not _is_unset(node, loss)]
@@ -126,7 +126,7 @@ def find_region(forward: cst.FunctionDef, owner: str, anatomy: Anatomy) -> LossR
             raise Missed(f"no use of `{logits}` below the loss but in the result", code_of(node))
     if terms.lost is not None:
         raise Missed(f"`{loss}` in the result, as what was computed and what is added", terms.lost)
-    if late := call.bound & loaded_names(below):
+    if late := call.bound & set(loaded(below)):
         raise Missed(f"no use of {', '.join(sorted(late))} below the loss", code_of(body[end]))
     made = (body[start], inside, outside, logits, loss, labels, projected)
     return LossRegion(start, end, *made, *found, call.function, call.form, rest, terms.local, call.further)
@@ -250,10 +250,7 @@ def check_own_losses(owner: str, anatomy: Anatomy) -> None:
 def check_own_readers(forward: ast.stmt, given: set[str], owner: str, anatomy: Anatomy) -> None:
     """Raises Missed where a function or method of the file changes in place what the caller gave for the loss."""
     for call in calls(forward):
-        method = anatomy.method(owner, own_attribute(call.func) or "")
-        own = (anatomy.names.resolve(call.func) or "").removeprefix(".")
-        function = method[1] if method is not None else anatomy.functions.get(own)
-        if function is not None:
+        if (function := anatomy.called(owner, call)) is not None:
             changed = stored_names(ast.Module(function.body, []))
             handed = arguments(call, parameter_names(function)).items()
             if any(isinstance(arg, ast.Name) and arg.id in given and name in changed for name, arg in handed):
@@ -282,7 +279,7 @@ def _loss_arguments(call: cst.Call, forward: cst.FunctionDef) -> tuple[str, str,
     if labels in bound or labels not in parameters(forward):
         raise Missed(f"`{labels}` as the caller handed them in, who shifts and counts them", code_of(call))
     for name, source in named.items():
-        read = loaded_names(ast.parse(source)) & {logits, labels, *bound} if source != labels else set()
+        read = set(loaded(ast.parse(source))) & {logits, labels, *bound} if source != labels else set()
         handed_in = rf'None|{name}|{kwargs}\.(get|pop)\("{name}"(, None)?\)'
         is_own = name in SEAM_PARAMETERS or (name == "num_items_in_batch" and not re.fullmatch(handed_in, source))
         if is_own or read & ({logits, labels} if name == "vocab_size" else read):
@@ -394,7 +391,7 @@ def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatom
     """Raises Missed where the seam would change something: statements move above the head, or into a function that
     runs per chunk."""
     closure = as_ast(region.first, *region.inside)
-    read, written = loaded_names(closure), stored_names(closure) - {region.logits}
+    read, written = set(loaded(closure)), stored_names(closure) - {region.logits}
     for node in region.outside:
         tree = as_ast(node)
         if _has_return(node):
@@ -402,7 +399,7 @@ def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatom
         changed = stored_names(tree) & (read | {region.loss})
         if changed:
             raise Missed(f"no new value of {', '.join(sorted(changed))} between the head and the loss", code_of(node))
-        late = loaded_names(tree) & written
+        late = set(loaded(tree)) & written
         if late:
             raise Missed(f"no use of {', '.join(sorted(late))} but to make the logits", code_of(node))
     for node in region.inside:
@@ -412,12 +409,12 @@ def check_moves(forward: cst.FunctionDef, region: LossRegion, owner: str, anatom
     moved = {id(node) for node in (region.first, *region.inside)}
     others = as_ast(*(node for node in function_body(forward) if id(node) not in moved))
     given = {arg.arg for arg in ast.walk(as_ast(forward).body[0].args) if isinstance(arg, ast.arg)}
-    outer = loaded_names(others) | stored_names(others) | given
+    outer = set(loaded(others)) | stored_names(others) | given
     shared = written & (outer | {"self", region.parameter})
     if shared:
         raise Missed(f"logits made without a new value of {', '.join(sorted(shared))}", _code(region.inside))
     rest = as_ast(region.first.deep_replace(region.hidden_states, cst.Name("_")), *region.inside)
-    foreign = loaded_names(rest) - {region.logits, "self", "_"} - written - (_configs(others) - given)
+    foreign = set(loaded(rest)) - {region.logits, "self", "_"} - written - (_configs(others) - given)
     is_name = isinstance(region.hidden_states, cst.Name)
     foreign &= outer - {region.parameter} if is_name else outer | {region.parameter}
     if foreign:

@@ -13,7 +13,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from patchgen.anatomy import known
-from patchgen.anatomy.classes import FunctionNode, arguments, loaded, own_attribute, parameter_names, stored, targets
+from patchgen.anatomy.classes import (
+    FunctionNode,
+    arguments,
+    is_in_place,
+    loaded,
+    own_attribute,
+    parameter_names,
+    stored,
+    targets,
+)
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
 
@@ -211,8 +220,8 @@ def unseen_terms(anatomy: Anatomy, head: str) -> Iterator[str]:
                     derived |= set(stored(node))
                 case ast.Call(ast.Attribute(_, "register_hook")):
                     yield ast.unparse(node)
-                case ast.Call(ast.Attribute(value, name)) if method.name == "forward" and own_attribute(value):
-                    yield from [ast.unparse(node)] * (name.endswith("_") and not name.endswith("__"))
+                case ast.Call(function) if method.name == "forward" and is_in_place(function):
+                    yield from [ast.unparse(node)] * bool(own_attribute(function.value))
                 case ast.Return(value) if method.name == "backward":
                     parts = value.elts if isinstance(value, ast.Tuple) else [value]
                     own = (p for p in parts if not isinstance(p, ast.Constant) and not derived & _values_in(p))

@@ -9,7 +9,6 @@ The statements are put into one another until one expression is left. Whatever i
 from __future__ import annotations
 
 import ast
-import copy
 import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from patchgen.anatomy.classes import (
     FunctionNode,
     called_names,
     calls,
+    inlined,
     loaded,
     own_attribute,
     parameter_names,
@@ -87,12 +87,12 @@ def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
     for node in body:
         match node:
             case ast.Assign([ast.Name(name)], value):
-                names[name] = _Inlined(names).visit(copy.deepcopy(value))
+                names[name] = inlined(value, names)
             case ast.If(test, then, [_, *_] as orelse):
                 sides = [dict(names), dict(names)]
                 if not _follow(then, sides[0]) or not _follow(orelse, sides[1]):
                     return False
-                asked = _Inlined(names).visit(copy.deepcopy(test))
+                asked = inlined(test, names)
                 for name in sides[0].keys() & sides[1].keys():
                     one, other = (side[name] for side in sides)
                     is_same = ast.unparse(one) == ast.unparse(other)
@@ -102,14 +102,6 @@ def _follow(body: Sequence[ast.stmt], names: dict[str, ast.expr]) -> bool:
             case _:
                 return False
     return True
-
-
-class _Inlined(ast.NodeTransformer):
-    def __init__(self, names: dict[str, ast.expr]) -> None:
-        self._names = names
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return copy.deepcopy(self._names.get(node.id, node))
 
 
 def _operands(value: ast.expr | None, anatomy: Anatomy, local: Container[str]) -> list[ast.expr] | None:
@@ -220,4 +212,4 @@ def unserved_loss(forward: FunctionNode, owner: str, anatomy: Anatomy) -> ast.AS
         name: one for name, one in plain_assignments(assigned).items() if set() < called_names(one) <= COMPUTES
     }
     computing = (call for call in calls(forward) if called_names(call) & COMPUTES)
-    return _Inlined(functions).visit(copy.deepcopy(made[-1] if made else next(computing)))
+    return inlined(made[-1] if made else next(computing), functions)

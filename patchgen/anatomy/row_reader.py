@@ -25,6 +25,7 @@ from patchgen.anatomy.classes import (
     base_name,
     calls,
     dotted,
+    is_in_place,
     loaded,
     own_attribute,
     parameter_names,
@@ -33,6 +34,7 @@ from patchgen.anatomy.classes import (
 )
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
+from patchgen.anatomy.roles import LIST
 
 CONVOLVED = {"torch.nn.Conv1d": "r..", "torch.nn.Conv2d": "r...", "torch.nn.Conv3d": "r...."}
 INTERFACE = ".ALL_ATTENTION_FUNCTIONS.get_interface"
@@ -175,10 +177,14 @@ class RowReader:
                 raise Mixed(statement)
 
     def _listed(self, source: ast.expr) -> list[ast.expr]:
-        """What stands in the list of modules that an attribute holds; nothing for any other expression."""
+        """What stands in the list of modules that an attribute or property holds; nothing for any other expression."""
         match self._anatomy.held(self._owner, own_attribute(source) or ""):
-            case [ast.Call(function, [ast.List(parts)])] if self._resolve(function) == "torch.nn.ModuleList":
-                return parts
+            case [ast.FunctionDef(body=[*_, ast.Return(held)], decorator_list=[kind])] if (
+                self._resolve(kind) == "builtins.property"
+            ):
+                return self._listed(held)
+            case [ast.Call(function, [ast.List() | ast.ListComp() as made])] if self._resolve(function) == LIST:
+                return made.elts if isinstance(made, ast.List) else [made.elt]
         return []
 
     def _is_size(self, node: ast.expr) -> bool:
@@ -301,7 +307,11 @@ class RowReader:
         if isinstance(function, ast.Name) and function.id in self._attends:
             return self._attended(call, named)
         if isinstance(function, ast.Name) and function.id in self._modules:
-            return any_of([self._result(part, call) for part in self._modules[function.id]], call)
+            return self._one_of(self._modules[function.id], call)
+        if isinstance(function, ast.Name) and function.id in self._known:
+            return self._operation(function.id, call, call.args, named)
+        if isinstance(function, ast.Subscript) and (modules := self._listed(function.value)):
+            return self._one_of(modules, call)
         if own := own_attribute(function):
             return self.own(own, call) if self._is_handed(call) else None
         if resolved.startswith(".") and resolved[1:] in self._anatomy.names.functions:
@@ -380,14 +390,17 @@ class RowReader:
 
     def own(self, attribute: str, call: ast.Call) -> Value:
         """A call of a method, or of the module or function that an attribute holds."""
-        held = self._anatomy.held(self._owner, attribute)
+        return self._one_of(self._anatomy.held(self._owner, attribute), call)
+
+    def _one_of(self, held: Sequence[ast.expr | ast.stmt], call: ast.Call) -> Value:
+        """A call of a method, module or function that is one of these."""
         if held:
             try:
                 return any_of([self._result(value, call) for value in held], call)
             except Unread:
                 pass
         meaning = " or ".join(map(ast.unparse, held)) or "not said in the class"
-        raise Mixed(call, f"self.{attribute}, which is {meaning}"[:400])
+        raise Mixed(call, f"{ast.unparse(call.func)}, which is {meaning}"[:400])
 
     def _result(self, value: ast.expr | ast.stmt, call: ast.Call) -> Value:
         """What calling the value, or the method, makes of rows."""
@@ -448,11 +461,6 @@ class RowReader:
         except Mixed as mixed:
             raise Mixed(call, mixed.reason) from mixed
         return reader.returned
-
-
-def is_in_place(function: ast.expr) -> bool:
-    """Whether it is a method like `mul_`."""
-    return isinstance(function, ast.Attribute) and function.attr.endswith("_") and not function.attr.endswith("__")
 
 
 def _is_inference(test: ast.expr) -> bool:

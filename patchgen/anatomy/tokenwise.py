@@ -12,10 +12,10 @@ import ast
 from collections.abc import Collection, Sequence
 
 from patchgen.anatomy.axes import Mixed, Value
-from patchgen.anatomy.classes import base_name, loaded, stored
+from patchgen.anatomy.classes import base_name, is_in_place, loaded, stored
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.names import local_names
-from patchgen.anatomy.row_reader import RowReader, is_in_place
+from patchgen.anatomy.row_reader import RowReader
 
 
 def stored_names(node: ast.AST) -> set[str]:
@@ -27,12 +27,8 @@ def stored_names(node: ast.AST) -> set[str]:
         elif isinstance(child, ast.Call) and is_in_place(child.func):
             found.add(base_name(child.func))
         if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):  # called for what it changes
-            found |= loaded_names(child.value)
+            found |= set(loaded(child.value))
     return (found - {"", "torch", "nn", "F", "logger", "warnings"}) | set(stored(node))
-
-
-def loaded_names(node: ast.AST) -> set[str]:
-    return set(loaded(node))
 
 
 def mixing(

@@ -26,7 +26,7 @@ from patchgen.anatomy.classes import (
 from patchgen.anatomy.graph import Anatomy
 from patchgen.anatomy.roles import Role
 from patchgen.anatomy.row_reader import LENGTHS_TEST
-from patchgen.anatomy.tokenwise import mixing, mixing_member
+from patchgen.anatomy.tokenwise import mixing
 from patchgen.errors import LeftAlone
 
 SOUND_CONVOLUTIONS = ("torch.nn.Conv1d", "torch.nn.Conv2d")
@@ -126,7 +126,10 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
         mixed = mixing(method[1].body, set(parameter_names(method[1])), build.target or "", anatomy, known)
         if mixed is not None:
             raise LeftAlone(f"{build.target} is not known to treat each row by itself: {ast.unparse(mixed)}")
-    if (other := _other_use(anatomy, info.name, layers, loop)) is not None:
+    values = dict.fromkeys(loaded(loop)) | {name: [None] for name in loaded(loop) if _is_collected(name, loop)}
+    values[_carried(loop)] = "r."
+    other = mixing(loop.body * 2, values, info.name, anatomy, {*stored(loop.target)}, groups=True)
+    if other is not None:
         raise LeftAlone(f"its loop does more than to call the layers: {ast.unparse(other)}")
     for built in (own_attribute(node) for node in ast.walk(loop.iter)):
         if built not in (None, layers) and not _treats_groups(anatomy, info.name, built):
@@ -139,45 +142,9 @@ def _require_rows(anatomy: Anatomy, info: ClassInfo, layers: str, loop: ast.For,
 
 
 def _treats_groups(anatomy: Anatomy, owner: str, attribute: str) -> bool:
-    """Whether all that `self.<attribute>` holds, or a list there, treats each row or each group of rows by itself."""
-    match anatomy.held(owner, attribute):
-        case [ast.FunctionDef(body=[*_, ast.Return(value)], decorator_list=[_])] if own_attribute(value):
-            return _treats_groups(anatomy, owner, own_attribute(value))  # a property
-    builds = [build.target or "" for build in anatomy.builds(owner) if build.attribute == attribute]
-    found = [anatomy.method(target, "forward") for target in builds]
-    if not found or None in found:  # nothing of this file
-        return mixing_member(anatomy, owner, attribute, fixed=False) is None
-    return not any(
-        anatomy.names.is_wrapped(f)
-        or mixing(f.body, dict.fromkeys(parameter_names(f), "r."), one.name, anatomy, groups=True)
-        for one, f in found
-    )
-
-
-def _other_use(anatomy: Anatomy, owner: str, layers: str, loop: ast.For) -> ast.AST | None:
-    """Where the loop does more with the rows than to hand them to layers, to modules of its own and to lists."""
-    parents = {id(child): node for node in ast.walk(loop) for child in ast.iter_child_nodes(node)}
-    steps, rows = stored(loop.target), {_carried(loop)}
-    for node in (node for _ in range(2) for node in ast.walk(loop) if isinstance(node, ast.Assign)):
-        if rows & set(loaded(node.value)):
-            rows |= set(stored(node)) - set(steps)
-    for node in ast.walk(loop):
-        if not isinstance(node, ast.Name) or node.id not in rows:
-            continue
-        parent = parents[id(node)]
-        parent = parents[id(parent)] if isinstance(parent, ast.keyword | ast.Tuple) else parent
-        if isinstance(parent, ast.Call):
-            name = dotted(parent.func)
-            own = own_attribute(parent.func.value if isinstance(parent.func, ast.Subscript) else parent.func)
-            is_known = name in steps or own == layers or (own is not None and _treats_groups(anatomy, owner, own))
-            is_known |= isinstance(parents[id(parent)], ast.Expr) and name.endswith(".append")
-        else:
-            is_first = isinstance(parent, ast.Subscript) and ast.unparse(parent.slice) == "0"
-            is_known = isinstance(parent, ast.Assign) or (is_first and isinstance(node.ctx, ast.Load))
-            is_known &= not is_first or (node.id != _carried(loop) and isinstance(parent.ctx, ast.Load))
-        if not is_known:
-            return parent
-    return None
+    """Whether all that stands in the list `self.<attribute>` treats each row or each group of rows by itself."""
+    step = ast.parse(f"rows = self.{attribute}[0](rows)").body
+    return mixing(step, {"rows": "r."}, owner, anatomy, groups=True) is None
 
 
 def _mixed(anatomy: Anatomy, owner: str, forward: FunctionNode) -> ast.AST | None:
@@ -207,15 +174,14 @@ def chunked_convolution(anatomy: Anatomy, info: ClassInfo, forward: ast.Function
     read = {name for statement in forward.body[start:end] for name in loaded(statement)}
     lists = {name for name in read if _is_empty_list(name, forward)}
     read = {name for name in read - lists if name in above}
-    # The names say what may have a row per chunk; where the rows are divided, `own` holds each tensor to it.
-    chunks = {name for name in read if name.startswith("padded_") and name not in inside}
-    if not chunks or chunks != read or source not in inside:
+    if not read or read & inside or source not in inside:
         return None
-    values = dict.fromkeys(chunks, "r&") | {name: [None] for name in lists}
+    # What they read from above has a row per chunk, and where rows are divided each tensor is held to it.
+    values = dict.fromkeys(read, "r&") | {name: [None] for name in lists}
     if mixing(forward.body[start:end], values, info.name, anatomy):
         return None
     convolved = loaded(convolution)
-    return ChunkedConvolution(start, end, tuple(sorted(chunks, key=lambda name: (name in convolved, name))), source)
+    return ChunkedConvolution(start, end, tuple(sorted(read, key=lambda name: (name in convolved, name))), source)
 
 
 def _is_empty_list(name: str, forward: ast.FunctionDef) -> bool:

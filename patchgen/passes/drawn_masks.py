@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 
 from patchgen.anatomy import Anatomy, Role
-from patchgen.anatomy.classes import ClassInfo, calls, parameter_names
+from patchgen.anatomy.classes import ClassInfo, FunctionNode, arguments, calls, parameter_names
+from patchgen.anatomy.names import local_names
+from patchgen.errors import Missed
 from patchgen.passes.base import Example, Rewritten, Site, SitePass
 from patchgen.rewrite import insert_first
 from patchgen.source import Block
@@ -36,21 +38,38 @@ class DrawnMasks(SitePass):
     )
 
     def why(self, info: ClassInfo, anatomy: Anatomy) -> str:
-        asked = _asked(info, anatomy) if Role.ATTENTION in info.roles else ""
+        asked, _ = _asked(info, anatomy) if Role.ATTENTION in info.roles else ("", None)
         return f"asks whether {asked} is a tensor" if asked else ""
 
     def rewrite(self, block: Block, site: Site, anatomy: Anatomy) -> Rewritten:
-        mask = _asked(anatomy.classes[site.block], anatomy)
+        mask, unread = _asked(anatomy.classes[site.block], anatomy)
+        if unread is not None:
+            raise Missed(f"isinstance({mask}, torch.Tensor), or another class that names tell", unread)
         return Rewritten(insert_first(block, "forward", f"{mask} = ops.drawn_mask({mask})", self.mark), "drawn")
 
 
-def _asked(info: ClassInfo, anatomy: Anatomy) -> str:
-    """The parameter of a forward of which it asks whether it is a tensor; empty if there is none."""
-    forward = info.methods.get("forward", ast.Module([], []))
-    for call in calls(forward):
-        match call:
-            case ast.Call(asking, [ast.Name(name), kind]) if name in parameter_names(forward):
-                meant = [anatomy.names.resolve(node) for node in (asking, kind)]
-                if meant == ["builtins.isinstance", "torch.Tensor"]:
-                    return name
-    return ""
+def _asked(info: ClassInfo, anatomy: Anatomy) -> tuple[str, ast.Call | None]:
+    """The parameter of a forward of which it asks whether it is a tensor; and how, where names do not tell what it asks."""
+    return _asked_in(info.methods["forward"], info.name, anatomy) if "forward" in info.methods else ("", None)
+
+
+def _asked_in(
+    function: FunctionNode, owner: str, anatomy: Anatomy, around: tuple[FunctionNode, ...] = ()
+) -> tuple[str, ast.Call | None]:
+    """The same of a function, with the functions and methods of the file that it calls."""
+    names, local = parameter_names(function), local_names(function)
+    for call in calls(function):
+        inner, asked, unread = anatomy.called(owner, call), next(iter(call.args), None), None
+        if inner is not None and inner not in around:
+            name, unread = _asked_in(inner, owner, anatomy, (*around, function))
+            asked = arguments(call, parameter_names(inner)).get(name)
+        elif (meaning := anatomy.names.resolve(call.func, local)) == "builtins.isinstance":
+            kinds = [n for n in ast.walk(call.args[1]) if isinstance(n, ast.Name | ast.Attribute)]
+            meant = {anatomy.names.resolve(kind, local) for kind in kinds}
+            unread = call if None in meant else None
+            asked = asked if meant & {"torch.Tensor", None} else None
+        elif meaning != "torch.is_tensor":
+            continue
+        if isinstance(asked, ast.Name) and asked.id in names:
+            return asked.id, unread
+    return "", None

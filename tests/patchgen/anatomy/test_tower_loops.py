@@ -281,7 +281,7 @@ def test_a_property_of_the_tower_is_what_it_returns():
     )
     edits = [("    def forward(self, hidden_states, grid", named), (CALL, APART.replace("norm(", "others[0](") + CALL)]
     for module, is_read in (("nn.LayerNorm(8)", True), ("nn.BatchNorm1d(8)", False)):
-        held = ("        self.norm =", f"        self.extra = {module}\n        self.norm =")
+        held = ("        self.norm =", f"        self.extra = nn.ModuleList([{module}])\n        self.norm =")
         if is_read:
             assert read(*edits, held) == LOOP
         else:
@@ -362,6 +362,7 @@ def test_padded_chunks_are_convolved_up_to_their_selection():
     for at_once in (product, turned):
         found = chunks((first, at_once), *names)
         assert found == ChunkedConvolution(2, 6, ("padded_tail", "padded_sound"), "embed")
+    assert chunks(("padded_mask", "tail")) == ChunkedConvolution(2, 7, ("tail", "padded_feature"), "embed")
     assert chunks(("* padded_mask", "* 2")) == ChunkedConvolution(2, 7, ("padded_feature",), "embed")
 
 
@@ -374,7 +375,6 @@ def test_padded_chunks_are_convolved_up_to_their_selection():
         ("selected = torch.index_select(embed, 0, mask)\n        return selected", "return torch.index_select(embed, 0, mask)"),
         ("index_select(embed", "index_select(features"),
         ("parts = []", "parts = [features]"),
-        ("padded_", "filled_"),
         ("* padded_mask", "* other\n        padded_mask = 2"),
         ("        padded_feature, padded_mask = pad(features, lengths)\n", "        padded_feature = torch.index_select(features, 0, lengths)\n"),
     ],
