@@ -53,7 +53,7 @@ def tables(kind: type) -> list[str]:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """What each field means: its own help, or the entry of the class's docstring."""
+    """What each field means, by the entry of the class's docstring."""
     documented = inspect.getdoc(kind) or ""
     entries = re.split(r"\n {4}(?=\w+: )", "\n" + documented.partition("Attributes:")[2].strip("\n"))
     found = {}
@@ -61,8 +61,6 @@ def descriptions(kind: type) -> dict[str, str]:
         name, _, meaning = entry.strip().partition(": ")
         found[name] = " ".join(meaning.split())
     for field in dataclasses.fields(kind):
-        if "help" in field.metadata:
-            found[field.name] = field.metadata["help"]
         if not found.get(field.name):
             raise ValueError(f"{kind.__name__}.{field.name} has no description.")
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
