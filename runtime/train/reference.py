@@ -72,7 +72,12 @@ def type_text(kind: Any) -> str:
     if origin is typing.Annotated:
         limits = [limit for info in arguments[1:] for limit in getattr(info, "metadata", [])]
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        ranges = [f"{signs[name]} {value}" for limit in limits for name, value in vars_of(limit) if name in signs]
+        ranges = [
+            f"{signs[name]} {value}"
+            for limit in limits
+            for name, value in dataclasses.asdict(limit).items()
+            if name in signs
+        ]
         return f"{type_text(arguments[0])} {', '.join(ranges)}".strip()
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -85,11 +90,6 @@ def type_text(kind: Any) -> str:
         return "mapping"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return names.get(kind, "the keys below" if dataclasses.is_dataclass(kind) else str(kind))
-
-
-def vars_of(limit: Any) -> list[tuple[str, Any]]:
-    """The names and values of a limit of annotated-types (`Ge(ge=1)`)."""
-    return [(field.name, getattr(limit, field.name)) for field in dataclasses.fields(limit)]
 
 
 def default_text(field: dataclasses.Field) -> str:
