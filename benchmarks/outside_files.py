@@ -19,7 +19,7 @@ from pathlib import Path
 from patchgen import pipeline
 from patchgen.commands.checkpoints import register
 from patchgen.errors import PatchgenError
-from patchgen.runtime.verify.coverage import REFUSALS
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS
 from patchgen.runtime.verify.verify_model import verify_model
 from patchgen.upstream import load, name_of
 
@@ -66,7 +66,7 @@ def measured(folder: Path) -> dict[str, str]:
         try:
             own = register(str(folder), root)
             proof = verify_model(own.generated, implementations=RUN, training_path=False)
-        except REFUSALS as error:
+        except UPSTREAM_REFUSALS as error:
             row["proof"] = f"the file itself does not run: {type(error).__name__}: {first_line(error)}"
             return row
     equal = f"equal in {len(proof.cases)} cases" + (", kernels within rounding" if proof.seams else "")

@@ -49,7 +49,7 @@ from patchgen.runtime.attention_masks import MaskStructure, UnsupportedError, ma
 from patchgen.runtime.attention_overlays import added, cuts, within_documents
 from patchgen.runtime.parallel import sequence
 from patchgen.runtime.parallel.media import is_replicated
-from patchgen.runtime.tensor_cache import TensorCache
+from patchgen.runtime.tensor_cache import TensorCache, longest
 
 __all__ = [
     "BY_LAYER",
@@ -300,7 +300,6 @@ def _for_call(asked: tuple[str, ...], device_type: str, head_size: int) -> str:
 
 
 # One host sync per batch, not per layer, where lengths did not come as numbers.
-_longest = TensorCache(lambda cu_seq_lens: int(cu_seq_lens.diff().max()))
 _total = TensorCache(lambda cu_seq_lens: int(cu_seq_lens[-1]))
 # The totals that the device was told to check.
 _asserted: TensorCache[set[int]] = TensorCache(lambda _cu_seq_lens: set())
@@ -379,7 +378,7 @@ def _require_whole(request: Attention, size: int, more: Collection[str], where: 
 
 
 def _documents(cu_seq_lens: Tensor, max_length: int | Tensor | None) -> Documents:
-    return Documents(cu_seq_lens, _longest(cu_seq_lens) if max_length is None else _number(max_length))
+    return Documents(cu_seq_lens, longest(cu_seq_lens) if max_length is None else _number(max_length))
 
 
 def _number(length: int | Tensor) -> int:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.data.problems import DataError
+from patchgen.runtime.parallel.collectives import object_of
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train.recipe import Recipe, RecipeError, from_dict, to_dict
 from patchgen.runtime.train.run_log import read_summary
@@ -198,10 +199,9 @@ def _agreed(outcome: tuple[dict[str, Any] | None, str] | None) -> Recipe:
     Raises:
         RecipeError: on all ranks, the model cannot train.
     """
-    shared = [outcome]
-    dist.broadcast_object_list(shared, src=0)
-    assert shared[0] is not None, "rank 0 has decided"
-    values, refusal = shared[0]
+    decided = object_of(outcome)
+    assert decided is not None, "rank 0 has decided"
+    values, refusal = decided
     if values is None:
         raise RecipeError(refusal)
     return from_dict(values)

@@ -1,7 +1,7 @@
 """Values that follow from what a tensor holds, or from a module, computed once: for all layers of a step, not for each.
 
-longest = TensorCache(lambda bounds: int(bounds.diff().max()))
-longest(cu_seq_lens)          # waits for the device the first time
+ends = TensorCache(lambda bounds: bounds.tolist())
+ends(cu_seq_lens)             # waits for the device the first time
 """
 
 from __future__ import annotations
@@ -28,3 +28,7 @@ class TensorCache(Generic[T]):
         if kept is None or kept[0] != version:
             kept = self._kept[tensor] = (version, self._compute(tensor))
         return kept[1]
+
+
+longest = TensorCache(lambda bounds: int(bounds.diff().max()))
+"""The longest document between bounds: one host sync per batch, where lengths did not come as numbers."""

@@ -56,13 +56,13 @@ def require_content(folder: Path, manifest: Manifest, names: Sequence[str], advi
     Raises:
         CheckpointError: naming those that hold other bytes than were saved.
     """
-    problems = [f"{name} holds other bytes than were saved" for name in names if _differs(folder, manifest, name)]
+    problems = [
+        f"{name} holds other bytes than were saved"
+        for name in names
+        if checksum(folder / name) != manifest.checksums[name]
+    ]
     if problems:
         raise CheckpointError(f"{folder} is damaged:", problems, advice=advice)
-
-
-def _differs(folder: Path, manifest: Manifest, name: str) -> bool:
-    return checksum(folder / name) != manifest.checksums[name]
 
 
 def checksum(file: Path) -> int:

@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.tensor_sources import Box, whole
+from patchgen.runtime.parallel.collectives import gather_objects
 
 FAILURES = (Exception, CheckpointException)  # DCP's own is a BaseException
 Result = TypeVar("Result")
@@ -68,16 +69,6 @@ def world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def all_gather(value: object, group: dist.ProcessGroup | None = None) -> list:
-    """`value` of every rank."""
-    _, size = world()
-    if size == 1:
-        return [value]
-    gathered = [None] * size
-    dist.all_gather_object(gathered, value, group=group)
-    return gathered
-
-
 def together(work: Callable[[], Result], what: str, group: dist.ProcessGroup | None = None) -> Result:
     """Does this rank's work, which must not wait for other ranks. Every rank calls it: all fail or none.
 
@@ -95,7 +86,7 @@ def together(work: Callable[[], Result], what: str, group: dist.ProcessGroup | N
         is_told = isinstance(caught, CheckpointError)
         text = str(caught) if is_told else f"{type(caught).__name__}: {caught}"
         told = (text, caught.problems if is_told and caught.problems else (text,))
-    ranks = all_gather(told, group)
+    ranks = gather_objects(told, group)
     if not any(text for text, _ in ranks):
         return cast(Result, result)  # this rank's work came to its end
     if isinstance(error, CheckpointError) and all(text == told[0] for text, _ in ranks):

@@ -52,12 +52,13 @@ from patchgen.runtime.checkpoint.manifest import (
     require_content,
 )
 from patchgen.runtime.checkpoint.model_files import config_files
-from patchgen.runtime.checkpoint.placement import FAILURES, all_gather, together, world
+from patchgen.runtime.checkpoint.placement import FAILURES, together, world
 from patchgen.runtime.checkpoint.saved_steps import SavedSteps, folder_name, step_name
 from patchgen.runtime.checkpoint.small_files import RankStates, free_space, plain_bytes, rank_file, write_file
 from patchgen.runtime.checkpoint.staging import Staged, Staging
 from patchgen.runtime.checkpoint.tensor_index import IndexReader, read_index
 from patchgen.runtime.checkpoint.writing import sync_folder
+from patchgen.runtime.parallel.collectives import gather_objects, object_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -209,7 +210,7 @@ class Checkpointer(SavedSteps):
 
         self._agree(read_back, manifest.step)
         sums |= {name: zlib.crc32(data) for name, data in small.items()}
-        gathered = {name: value for one in all_gather(sums, self._group) for name, value in one.items()}
+        gathered = {name: value for one in gather_objects(sums, self._group) for name, value in one.items()}
         manifest = replace(manifest, checksums=gathered)
         self._agree((lambda: self._commit(partial, manifest)) if self._rank == 0 else (lambda: None), manifest.step)
 
@@ -251,11 +252,7 @@ class Checkpointer(SavedSteps):
             work()
         except FAILURES as caught:  # whatever it is, the other ranks must hear of it: they would wait forever
             error = f"{type(caught).__name__}: {_cause(caught)}"
-        errors = [error]
-        if self._group is not None:
-            errors = [None] * self._world
-            dist.all_gather_object(errors, error, group=self._group)
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(gather_objects(error, self._group)) if text]
         if failed:
             raise CheckpointError(
                 f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
@@ -371,11 +368,9 @@ class Checkpointer(SavedSteps):
         As rank 0 finds them, so that ranks that see the folder differently do not part.
         """
         what = f"{self.directory} cannot be searched for checkpoints:"
-        steps = [together(self.newest_first if self._rank == 0 else list, what, self._group)]
-        if self._group is not None:
-            dist.broadcast_object_list(steps, src=0, group=self._group)
+        steps = object_of(together(self.newest_first if self._rank == 0 else list, what, self._group), 0, self._group)
         damaged: list[str] = []
-        for step in steps[0]:
+        for step in steps:
             try:
                 together(lambda step=step: self._require_content(step), f"step {step} is damaged:", self._group)
             except CheckpointError as error:

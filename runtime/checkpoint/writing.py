@@ -25,9 +25,10 @@ from transformers.core_model_loading import dot_natural_key
 from patchgen.runtime.checkpoint.errors import CheckpointError
 from patchgen.runtime.checkpoint.file_reader import FileReader
 from patchgen.runtime.checkpoint.folders import is_training_checkpoint
-from patchgen.runtime.checkpoint.placement import FAILURES, Result, all_gather, world
+from patchgen.runtime.checkpoint.placement import FAILURES, Result, world
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, DTYPE_NAMES, INCOMPLETE, INDEX, SINGLE, WEIGHTS
 from patchgen.runtime.checkpoint.tensor_sources import Moved
+from patchgen.runtime.parallel.collectives import gather_objects
 
 MAX_FILE = 5_000_000_000
 """Bytes of a file, if no tensor alone is larger."""
@@ -271,7 +272,7 @@ class FolderWriter:
                 stale.unlink()
 
     def _agree(self, error: str, state: str) -> None:
-        errors = all_gather(error)
+        errors = gather_objects(error)
         if any(errors):
             told = [f"rank {rank}: {text}" if len(errors) > 1 else text for rank, text in enumerate(errors) if text]
             raise CheckpointError(f"{self.directory} could not be written; {state}:", told)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from patchgen.runtime.data.problems import Counters, DataError, RefusedElsewhere
-from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.collectives import all_reduce, gather_objects
 
 Result = TypeVar("Result")
 
@@ -51,10 +51,7 @@ def raise_on_all_ranks(failure: Exception | None) -> None:
     Raises:
         DataError: with the number and the message of the first rank that has one of its own.
     """
-    told = [_message(failure)]
-    if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, _message(failure))
+    told = gather_objects(_message(failure))
     if not any(told):
         return
     if failure is not None and all(message == told[0] for message in told):
@@ -74,11 +71,7 @@ def counters_of_all_ranks(mine: Counters, *, batch_index: int) -> Counters:
 
     Ranks with the same `batch_index` read the same samples and count once.
     """
-    if not dist.is_initialized():
-        return mine
-    gathered: list[tuple[int, dict]] = [(0, {})] * dist.get_world_size()
-    dist.all_gather_object(gathered, (batch_index, mine.as_dict()))
     total = Counters()
-    for _, counters in sorted(dict(gathered).items()):
+    for _, counters in sorted(dict(gather_objects((batch_index, mine.as_dict()))).items()):
         total.merge(Counters.from_dict(counters))
     return total

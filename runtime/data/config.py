@@ -40,51 +40,35 @@ def require_choice(name: str, value: str, choices: Any) -> None:
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source of samples."""
+    """One source of samples.
 
-    path: str = field(
-        metadata={
-            "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
-            "builtin:chat, builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, "
-            "builtin:answers, builtin:similar, builtin:vision, builtin:audio, builtin:video, builtin:omni"
-        }
-    )
-    format: Format = field(
-        default="auto",
-        metadata={"help": "auto: by the suffix of the files; datasets: a saved dataset or a name on the hub"},
-    )
-    weight: float | None = field(
-        default=None,
-        metadata={
-            "help": "share of the samples in the mix; none: by size, each sample once per epoch. All sources or none have one"
-        },
-    )
-    split: str = field(
-        default="train", metadata={"help": "split of a Hugging Face dataset or of a made-up set (train, validation)"}
-    )
-    subset: str | None = field(default=None, metadata={"help": "configuration name of a Hugging Face dataset"})
-    streaming: bool = field(
-        default=False, metadata={"help": "read in order while training, without an index or a tokenised cache"}
-    )
-    transform: str | None = field(
-        default=None,
-        metadata={
-            "help": "module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels"
-        },
-    )
-    row_format: RowFormat = field(
-        default="auto", metadata={"help": "how rows hold their samples; auto: the one whose columns each row has"}
-    )
-    columns: dict[str, str] = field(
-        default_factory=dict,
-        metadata={
-            "help": "columns that are called otherwise: name in the format -> name in the data, as {prompt: question}"
-        },
-    )
-    name: str | None = field(default=None, metadata={"help": "what logs and pages call the source; none: its path"})
-    media_root: str | None = field(
-        default=None, metadata={"help": "folder from which relative media paths start; none: that of the data"}
-    )
+    Attributes:
+        path: a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, builtin:chat,
+            builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, builtin:answers, builtin:similar, builtin:vision,
+            builtin:audio, builtin:video, builtin:omni
+        format: auto: by the suffix of the files; datasets: a saved dataset or a name on the hub
+        weight: share of the samples in the mix; none: by size, each sample once per epoch. All sources or none have one
+        split: split of a Hugging Face dataset or of a made-up set (train, validation)
+        subset: configuration name of a Hugging Face dataset
+        streaming: read in order while training, without an index or a tokenised cache
+        transform: module:function or path/to/file.py:function, from a row to messages, to a text, or to input_ids with labels
+        row_format: how rows hold their samples; auto: the one whose columns each row has
+        columns: columns that are called otherwise: name in the format -> name in the data, as {prompt: question}
+        name: what logs and pages call the source; none: its path
+        media_root: folder from which relative media paths start; none: that of the data
+    """
+
+    path: str
+    format: Format = "auto"
+    weight: float | None = None
+    split: str = "train"
+    subset: str | None = None
+    streaming: bool = False
+    transform: str | None = None
+    row_format: RowFormat = "auto"
+    columns: dict[str, str] = field(default_factory=dict)
+    name: str | None = None
+    media_root: str | None = None
 
     def __post_init__(self) -> None:
         require_choice("format", self.format, Format)
@@ -109,90 +93,58 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where samples come from and how they become batches."""
+    """Where samples come from and how they become batches.
 
-    sources: tuple[SourceConfig, ...] = field(
-        default=(SourceConfig("builtin:stdlib"),), metadata={"help": "what to read, mixed by weight"}
-    )
-    kind: Kind = field(
-        default="text",
-        metadata={
-            "help": "plain text, conversations with labels on assistant turns, multimodal conversations, pairs of a chosen and "
-            "a rejected one, texts and conversations with a number each, words with a class each, questions whose answers "
-            "stand in a text, or pairs of texts whose meaning is near"
-        },
-    )
-    learn: Learn = field(
-        default="all",
-        metadata={"help": "the turns of the assistant that are learned: all, or the last of a conversation"},
-    )
-    tokens_per_batch: int = field(
-        default=4096, metadata={"help": "most tokens of a micro-batch, which the ranks of one SP group share"}
-    )
-    packing: bool = field(
-        default=True,
-        metadata={"help": "fill batches with the samples that fit best; otherwise in order until one is full"},
-    )
-    separate_modalities: tuple[tuple[Modality, Modality], ...] | None = field(
-        default=None,
-        metadata={
-            "help": "pairs of modalities of which no row holds both; none: those that the model cannot tell apart in one row, "
-            "which is tried before the run"
-        },
-    )
-    pool: int | None = field(
-        default=None,
-        metadata={
-            "help": "samples wait for a fitting batch in a pool of this many batches of tokens; none: 64, multimodal 4"
-        },
-    )
-    pad_batches: bool = field(
-        default=False, metadata={"help": "fill every batch up to tokens_per_batch, so that all have one shape"}
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "longest sample in tokens, of a pair each half; none: tokens_per_batch, of pairs half of it"
-        },
-    )
-    on_long: OnLong = field(
-        default="truncate",
-        metadata={"help": "what happens to a longer sample; split (plain text only) keeps all its tokens"},
-    )
-    on_bad: OnBad = field(
-        default="error",
-        metadata={"help": "what happens to a sample that cannot be read: skipped and counted, or refused"},
-    )
-    special_tokens: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "special tokens that the data's texts may write and mean (<|box_start|>); any other in a text is text, "
-            "as its characters"
-        },
-    )
-    append_eos: bool = field(
-        default=True, metadata={"help": "plain text: end each document with the tokenizer's end-of-sequence token"}
-    )
-    epochs: int | None = field(default=None, metadata={"help": "passes over the data; none: without end"})
-    shuffle: bool = field(
-        default=True, metadata={"help": "a new order each epoch; streams keep the order of their files"}
-    )
-    seed: int = field(default=0, metadata={"help": "seed of the order"})
-    cache_dir: str | None = field(
-        default=None, metadata={"help": "where tokens are kept; none: ~/.cache/patchgen/data"}
-    )
-    num_workers: int = field(
-        default=0, metadata={"help": "processes that prepare streamed and multimodal samples; 0: in this one"}
-    )
-    media: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that "
-            "have them or under images, videos, audios for one; multimodal only"
-        },
-    )
-    video_fps: float = field(default=2.0, metadata={"help": "frames a second that are taken of videos"})
-    max_frames: int = field(default=64, metadata={"help": "most frames that are taken of a video"})
+    Attributes:
+        sources: what to read, mixed by weight
+        kind: plain text, conversations with labels on assistant turns, multimodal conversations, pairs of a chosen and a rejected
+            one, texts and conversations with a number each, words with a class each, questions whose answers stand in a text, or
+            pairs of texts whose meaning is near
+        learn: the turns of the assistant that are learned: all, or the last of a conversation
+        tokens_per_batch: most tokens of a micro-batch, which the ranks of one SP group share
+        packing: fill batches with the samples that fit best; otherwise in order until one is full
+        separate_modalities: pairs of modalities of which no row holds both; none: those that the model cannot tell apart in one
+            row, which is tried before the run
+        pool: samples wait for a fitting batch in a pool of this many batches of tokens; none: 64, multimodal 4
+        pad_batches: fill every batch up to tokens_per_batch, so that all have one shape
+        max_length: longest sample in tokens, of a pair each half; none: tokens_per_batch, of pairs half of it
+        on_long: what happens to a longer sample; split (plain text only) keeps all its tokens
+        on_bad: what happens to a sample that cannot be read: skipped and counted, or refused
+        special_tokens: special tokens that the data's texts may write and mean (<|box_start|>); any other in a text is text, as its
+            characters
+        append_eos: plain text: end each document with the tokenizer's end-of-sequence token
+        epochs: passes over the data; none: without end
+        shuffle: a new order each epoch; streams keep the order of their files
+        seed: seed of the order
+        cache_dir: where tokens are kept; none: ~/.cache/patchgen/data
+        num_workers: processes that prepare streamed and multimodal samples; 0: in this one
+        media: options of the model's processor (min_pixels, max_pixels, fps, sampling_rate ...), for all media that have them or
+            under images, videos, audios for one; multimodal only
+        video_fps: frames a second that are taken of videos
+        max_frames: most frames that are taken of a video
+    """
+
+    sources: tuple[SourceConfig, ...] = (SourceConfig("builtin:stdlib"),)
+    kind: Kind = "text"
+    learn: Learn = "all"
+    tokens_per_batch: int = 4096
+    packing: bool = True
+    separate_modalities: tuple[tuple[Modality, Modality], ...] | None = None
+    pool: int | None = None
+    pad_batches: bool = False
+    max_length: int | None = None
+    on_long: OnLong = "truncate"
+    on_bad: OnBad = "error"
+    special_tokens: tuple[str, ...] = ()
+    append_eos: bool = True
+    epochs: int | None = None
+    shuffle: bool = True
+    seed: int = 0
+    cache_dir: str | None = None
+    num_workers: int = 0
+    media: dict[str, Any] = field(default_factory=dict)
+    video_fps: float = 2.0
+    max_frames: int = 64
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(self.sources))

@@ -20,8 +20,6 @@ import numpy as np
 from patchgen.runtime.data.literals import Span, mask_of_spans
 from patchgen.runtime.data.problems import BadSample
 
-NOWHERE = (0, 0)
-
 
 @dataclass(frozen=True)
 class Placement:

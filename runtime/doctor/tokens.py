@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import GenerationConfig
 
+from patchgen.runtime.data.items import as_list
 from patchgen.runtime.doctor.finding import Check, Finding, failed, passed
 from patchgen.runtime.doctor.samples import first_texts
 
 if TYPE_CHECKING:
-    from patchgen.runtime.doctor.patient import Patient
+    from patchgen.runtime.data.items import as_list
+from patchgen.runtime.doctor.patient import Patient
 
 MEDIA = ("image", "video", "audio")
 
@@ -40,7 +42,7 @@ def stop_tokens(patient: Patient) -> set[int]:
     text = patient.config.get_text_config()
     named = [patient.config.eos_token_id, text.eos_token_id] if hasattr(patient.config, "eos_token_id") else []
     generation = _generation_config(patient)
-    return {token for value in [*named, generation.get("eos_token_id")] for token in _as_list(value)}
+    return {token for value in [*named, generation.get("eos_token_id")] for token in as_list(value)}
 
 
 def _generation_config(patient: Patient) -> Mapping[str, Any]:
@@ -116,7 +118,3 @@ class Padding(Check):
         is_end = pad == tokenizer.eos_token_id
         what = " (also its end token: where labels are masked by id, ends are never learned)" if is_end else ""
         return passed(f"{token!r} = {pad}{what}.")
-
-
-def _as_list(value: Any) -> list[int]:
-    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

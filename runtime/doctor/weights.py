@@ -99,7 +99,8 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
     kept = {
         f"{path}."
         for module in sharding.kept_in_fp32(patient.blueprint, chosen)
-        for path in _paths(patient.blueprint, module)
+        for path, one in patient.blueprint.named_modules()
+        if one is module
     }
     lost = [
         key
@@ -114,10 +115,6 @@ def _rounded(patient: Patient, folder: Path) -> Iterator[tuple[str, str]]:
             f"{patient.recipe.model.dtype} rounds them: of a router that is other experts for tokens near a tie.",
             "Set model.dtype: float32 (layers compute in parallel.param_dtype; upstream says which modules stay wide).",
         )
-
-
-def _paths(model: nn.Module, wanted: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if module is wanted]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from patchgen.runtime.data.problems import DataError
-from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.collectives import all_reduce, gather_objects, object_of
 
 FILE = "reference.json"
 SAVE_EVERY = 256
@@ -43,12 +43,11 @@ class ReferenceTable:
 
     def load(self) -> None:
         """Takes what rank 0 finds in the file; every rank must call it."""
-        found: list[dict[str, float]] = [{}]
+        found: dict[str, float] = {}
         if dist.get_rank() == 0 and self._path.is_file():
             kept = json.loads(self._path.read_text(encoding="utf-8"))
-            found = [kept["log_probs"] if kept["model"] == self._model else {}]
-        dist.broadcast_object_list(found, src=0)
-        self.values = found[0]
+            found = kept["log_probs"] if kept["model"] == self._model else {}
+        self.values = object_of(found)
 
     def save(self) -> None:
         """Rank 0 writes the file."""
@@ -90,9 +89,7 @@ class ReferenceTable:
                 continue
             if rounds == 0:
                 _tell(f"Before the first step the reference of the documents is computed; {self._path} has {before}.")
-            parts: list[dict[str, float]] = [{}] * dist.get_world_size()
-            dist.all_gather_object(parts, dict(zip(keys, compute(rows), strict=True)))
-            for part in parts:
+            for part in gather_objects(dict(zip(keys, compute(rows), strict=True))):
                 self.values.update({key: value for key, value in part.items() if key not in self.values})
             rounds += 1
             if rounds % SAVE_EVERY == 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from patchgen.runtime.parallel import watch
 from patchgen.runtime.uncompiled import uncompiled
+
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -105,6 +108,23 @@ def start_all_to_all(
 def all_to_all(rows: Tensor, group: dist.ProcessGroup, **options) -> Tensor:
     """`start_all_to_all` with the same arguments, waited for at once."""
     return start_all_to_all(rows, group, **options)()
+
+
+def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """What every rank of `group`, all by default, has; without torch.distributed what this one has."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def object_of(value: Value, rank: int = 0, group: dist.ProcessGroup | None = None) -> Value:
+    """What one rank has, on all of them: what it sees on a disk, or decided, counts for all."""
+    shared = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(shared, src=rank, group=group)
+    return shared[0]
 
 
 def all_gather(tensor: Tensor, group: dist.ProcessGroup, dim: int, *, operation: str) -> Tensor:

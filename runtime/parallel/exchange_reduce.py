@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from patchgen.runtime.parallel.collectives import gather_objects
 from patchgen.runtime.parallel.state import ParallelState
 
 ATTRIBUTE = "_patchgen_gradient_exchanges"  # of a sharded model: its exchanges
@@ -99,7 +100,7 @@ def install(
     narrow = computed if computed is not None and summed is not None and computed.itemsize < summed.itemsize else None
     asked = wanted is None and state.dense_mesh.device_type == "cuda"
     own_mesh, as_is = {id(module) for module in experts}, {id(module) for module in kept}
-    hosts = _hosts() if narrow is not None and asked else []
+    hosts = gather_objects(socket.gethostname()) if narrow is not None and asked else []
     exchanges = []
     _replace_copy_in()
     for is_expert, mesh, dimension in ((False, state.dense_mesh, "fsdp"), (True, state.expert_mesh, "ep_shard")):
@@ -175,10 +176,3 @@ def share_hosts(mesh: DeviceMesh, dimension: str, hosts: Sequence[str]) -> bool:
     place = place_of(mesh, dimension)
     groups = mesh.mesh.movedim(place, -1).reshape(-1, mesh.mesh.shape[place])
     return all(len({hosts[rank] for rank in group}) == 1 for group in groups.tolist())
-
-
-def _hosts() -> list[str]:
-    """The host name of each rank; every rank must call it."""
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return names

@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy
 import torch
@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from patchgen.kernels.peers.peer_rows import Published, Tokens
 from patchgen.runtime.parallel import watch
+from patchgen.runtime.parallel.collectives import gather_objects
 
 ExpertExchange = Literal["auto", "all_to_all", "peer_memory"]
 ShardExchange = Literal["auto", "collectives", "peer_memory"]
@@ -91,7 +92,7 @@ def _try_buffers(mesh: DeviceMesh) -> tuple[PeerBuffers | None, str | None]:
         buffers.reserve(1)
     except (RuntimeError, OSError) as refused:  # what drivers and containers allow shows when it is tried
         buffers, error = None, f"rank {dist.get_rank()} could not share memory ({refused})."
-    reason = next((one for one in _errors_of_all(error) if one is not None), None)
+    reason = next((one for one in gather_objects(error) if one is not None), None)
     if reason is not None:
         warnings.warn(f"Experts' tokens travel by all-to-all: {reason}", stacklevel=2)
         return None, reason
@@ -110,19 +111,18 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
     """
     if exchange == "auto" and (mesh.device_type != "cuda" or mesh.size() > _MEASURED_RANKS):
         return True
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = gather_objects(socket.gethostname())
     ranks = mesh.mesh.flatten().tolist()
     own = sorted({hosts[rank] for rank in ranks})
     error = _reachable(mesh) if len(own) == 1 else f"ranks {ranks} share shards and run on hosts {', '.join(own)}."
-    errors = _errors_of_all(error)
+    errors = gather_objects(error)
     if not any(errors):
         device = torch.device(mesh.device_type, torch.cuda.current_device()) if mesh.device_type == "cuda" else "cpu"
         try:
             share(_GRAIN, mesh.get_group(), torch.device(device))
         except (RuntimeError, OSError) as refused:
             error = f"rank {dist.get_rank()} could not share memory ({refused})."
-        errors = _errors_of_all(error)
+        errors = gather_objects(error)
     reason = next((one for one in errors if one is not None), None)
     if reason is not None and exchange != "auto":
         raise ValueError(f"shard_exchange='peer_memory' is unavailable: {reason} Use 'collectives'.")
@@ -131,17 +131,9 @@ def is_unavailable(mesh: DeviceMesh, exchange: ShardExchange) -> bool:
     return reason is not None
 
 
-def _errors_of_all(error: str | None) -> list[str | None]:
-    errors: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(errors, error)
-    return errors
-
-
 def _unreachable(mesh: DeviceMesh) -> str | None:
     """Why the ranks of some group along `ep` cannot read each other's memory; the same answer on every rank."""
-    own = socket.gethostname(), _reachable(mesh)
-    found: list[tuple[str, str | None]] = [("", None)] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gather_objects((socket.gethostname(), _reachable(mesh)))
     for ranks in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist():
         hosts = sorted({found[rank][0] for rank in ranks})
         if len(hosts) > 1:
@@ -344,12 +336,10 @@ class _SharedNumbers:
 
 def _map_files(num_bytes: int, group: dist.ProcessGroup) -> list[mmap.mmap]:
     """A file of zeros of each rank, mapped by all ranks; gone when they end."""
-    folders: list[Any] = [None] * dist.get_world_size(group)
     with tempfile.TemporaryDirectory(prefix="peer_memory_") as folder:
         with (Path(folder) / "bytes").open("wb") as file:
             file.truncate(num_bytes)
-        dist.all_gather_object(folders, folder, group=group)
-        maps = [_map(Path(folder) / "bytes", num_bytes) for folder in folders]
+        maps = [_map(Path(one) / "bytes", num_bytes) for one in gather_objects(folder, group)]
         dist.barrier(group)  # the files may go when all have mapped them
     return maps
 

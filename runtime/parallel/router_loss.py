@@ -22,7 +22,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +31,6 @@ from patchgen.runtime import model_calls, parallel
 from patchgen.runtime.parallel import loss
 from patchgen.runtime.parallel.collectives import all_reduce
 from patchgen.runtime.parallel.state import ParallelState
-
-Scope = Literal["row", "global"]
 
 
 @dataclass(frozen=True)

@@ -222,11 +222,8 @@ def kept_in_fp32(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.M
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in sorted(names)))
     kept = {path for path, _ in model.named_parameters() if pattern.search(path)}
     owners = dict.fromkeys(path.rpartition(".")[0] for path in sorted(kept))
-    whole = {
-        path
-        for path in owners
-        if path and _paths_below(model, path) <= kept and not _is_read_from_outside(model, path)
-    }
+    below = {path: {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()} for path in owners}
+    whole = {path for path in owners if path and below[path] <= kept and not _is_read_from_outside(model, path)}
     mixed = sorted(path for path in kept if path.rpartition(".")[0] not in whole)
     if mixed:
         warnings.warn(
@@ -248,10 +245,6 @@ def _is_read_from_outside(model: nn.Module, path: str) -> bool:
     except (OSError, TypeError):  # a class without a source file: take no risk
         return True
     return re.search(rf"\bself\.{re.escape(name)}\.({names})\b", source) is not None
-
-
-def _paths_below(model: nn.Module, path: str) -> set[str]:
-    return {f"{path}.{name}" for name, _ in model.get_submodule(path).named_parameters()}
 
 
 # -------------------------------------------------------------------------------------------- the experts

@@ -23,24 +23,15 @@ from torch import Tensor
 from patchgen.runtime import minimal_media
 from patchgen.runtime.parallel import collectives
 from patchgen.runtime.parallel.state import ParallelState
-from patchgen.runtime.tensor_cache import TensorCache
+from patchgen.runtime.tensor_cache import longest
 
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "real_tokens", "stacked_position_ids")
 """What says where the documents of a packed text end, which of its tokens are padding, and where its tokens stand."""
 
 
-def needs_every_tower(state: ParallelState | None) -> bool:
-    """Whether ranks may hold different modalities: there is more than one batch at a time."""
-    return state is not None and state.config.num_batches > 1
-
-
 def without_packing(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """See `ops.tower_kwargs`."""
     return {name: value for name, value in kwargs.items() if name not in PACKING}
-
-
-longest = TensorCache(lambda bounds: int(bounds.diff().max()))
-"""Of rows between bounds: layers after the first do not ask the device."""
 
 
 def max_seqlen(cu_seqlens: Tensor, kwargs: dict[str, Any] | None) -> int:
@@ -55,7 +46,7 @@ def absent_tower(
     inputs_embeds: Tensor, inputs: object, features: Callable[..., Any], state: ParallelState | None
 ) -> Tensor:
     """See `ops.absent_tower`."""
-    if state is None or not needs_every_tower(state):
+    if state is None or state.config.num_batches == 1:  # with several, ranks may hold different modalities
         return inputs_embeds
     # Ranks with inputs ask as well: what no rank can do without is found in the first forward, on all of them.
     minimal = minimal_media.minimal_inputs(features, sp=state.sp, like=inputs_embeds)

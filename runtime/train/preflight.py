@@ -38,12 +38,11 @@ from patchgen.runtime.train import model as models
 from patchgen.runtime.train.recipe import Recipe, RecipeError
 from patchgen.runtime.verify import report, verdict
 from patchgen.runtime.verify.comparison import train_step
-from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.shrink import shrink, with_dropout
 from patchgen.runtime.verify.slices import refusal_on_ranks
-from patchgen.runtime.verify.small_config import small_config
+from patchgen.runtime.verify.small_config import UPSTREAM_REFUSALS, small_config
 from patchgen.runtime.verify.training_path import asked_of_attention, on_cpu, prove_training_path
 from patchgen.runtime.verify.verify_model import judge
 
@@ -241,7 +240,7 @@ def _small(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
     try:
         small = shrink(config).config
         train_step(build_model(model_class, small), text_cases(small, model_class)[0])
-    except REFUSALS as refusal:
+    except UPSTREAM_REFUSALS as refusal:
         warnings.warn(
             f"This config cannot be compared at small sizes ({verdict.one_line(f'{type(refusal).__name__}: {refusal}')}): "
             f"the proof before the run is that of {type(config).__name__} with its defaults, not of the options set here.",

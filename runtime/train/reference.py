@@ -53,7 +53,7 @@ def tables(kind: type) -> list[str]:
 
 
 def descriptions(kind: type) -> dict[str, str]:
-    """What each field means: its own help, or the entry of the class's docstring."""
+    """What each field means, by the entry of the class's docstring."""
     documented = inspect.getdoc(kind) or ""
     entries = re.split(r"\n {4}(?=\w+: )", "\n" + documented.partition("Attributes:")[2].strip("\n"))
     found = {}
@@ -61,8 +61,6 @@ def descriptions(kind: type) -> dict[str, str]:
         name, _, meaning = entry.strip().partition(": ")
         found[name] = " ".join(meaning.split())
     for field in dataclasses.fields(kind):
-        if "help" in field.metadata:
-            found[field.name] = field.metadata["help"]
         if not found.get(field.name):
             raise ValueError(f"{kind.__name__}.{field.name} has no description.")
     return {field.name: found[field.name] for field in dataclasses.fields(kind)}
@@ -74,7 +72,12 @@ def type_text(kind: Any) -> str:
     if origin is typing.Annotated:
         limits = [limit for info in arguments[1:] for limit in getattr(info, "metadata", [])]
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-        ranges = [f"{signs[name]} {value}" for limit in limits for name, value in vars_of(limit) if name in signs]
+        ranges = [
+            f"{signs[name]} {value}"
+            for limit in limits
+            for name, value in dataclasses.asdict(limit).items()
+            if name in signs
+        ]
         return f"{type_text(arguments[0])} {', '.join(ranges)}".strip()
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -87,11 +90,6 @@ def type_text(kind: Any) -> str:
         return "mapping"
     names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     return names.get(kind, "the keys below" if dataclasses.is_dataclass(kind) else str(kind))
-
-
-def vars_of(limit: Any) -> list[tuple[str, Any]]:
-    """The names and values of a limit of annotated-types (`Ge(ge=1)`)."""
-    return [(field.name, getattr(limit, field.name)) for field in dataclasses.fields(limit)]
 
 
 def default_text(field: dataclasses.Field) -> str:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from patchgen.runtime.checkpoint import CheckpointError
 from patchgen.runtime.data import Loader
 from patchgen.runtime.parallel import watch
+from patchgen.runtime.parallel.collectives import object_of
 from patchgen.runtime.train import continuing, setup
 from patchgen.runtime.train.recipe import Recipe, RecipeError, to_yaml
 
@@ -37,14 +38,13 @@ class RunCheckpoints:
         Raises:
             RecipeError: on all ranks, it was made with what cannot be continued by this recipe.
         """
-        found = [(None, "", "")]
+        found: tuple[int | None, str, str] = (None, "", "")
         if dist.get_rank() == 0:  # what it sees on the disk counts for all
             try:
-                found = [(self.checkpointer.latest(), continuing.changes(self.recipe), "")]
+                found = self.checkpointer.latest(), continuing.changes(self.recipe), ""
             except RecipeError as error:
-                found = [(None, "", str(error))]
-        dist.broadcast_object_list(found, src=0)
-        latest, changed, refusal = found[0]
+                found = None, "", str(error)
+        latest, changed, refusal = object_of(found)
         if refusal:
             raise RecipeError(refusal)
         if latest is None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
+from patchgen.runtime.parallel.collectives import object_of
 from patchgen.runtime.train.recipe import RecipeError
 
 LOCK, HOLDER = ".lock", "running.json"
@@ -41,7 +42,7 @@ def held(directory: Path) -> Iterator[None]:
     Raises:
         RecipeError: on all ranks, another run is in it.
     """
-    lock, refusal = None, [""]
+    lock, refusal = None, ""
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             lock = _take(directory, RESTART_SECONDS if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) else 0)
@@ -49,11 +50,9 @@ def held(directory: Path) -> Iterator[None]:
             about = {"host": socket.gethostname(), "process": os.getpid(), "since": since}
             (directory / HOLDER).write_text(json.dumps(about) + "\n")
         except RecipeError as error:
-            refusal = [str(error)]
-    if dist.is_initialized():
-        dist.broadcast_object_list(refusal, src=0)
-    if refusal[0]:
-        raise RecipeError(refusal[0])
+            refusal = str(error)
+    if refusal := object_of(refusal):
+        raise RecipeError(refusal)
     try:
         yield
     finally:

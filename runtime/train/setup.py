@@ -19,6 +19,7 @@ from patchgen.runtime.checkpoint import Checkpointer, export_pretrained
 from patchgen.runtime.checkpoint.safetensor_files import CONFIG, INCOMPLETE, INDEX, SINGLE
 from patchgen.runtime.data import DataConfig, Loader, build_loader, train_tokenizer
 from patchgen.runtime.data.text import digest
+from patchgen.runtime.parallel.collectives import gather_objects, object_of
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import architecture
 from patchgen.runtime.train import model as models
@@ -135,16 +136,11 @@ def require_same_recipe(recipe: Recipe) -> None:
         RecipeError: on all ranks, with the keys that differ from those of rank 0.
     """
     mine = flat(to_dict(recipe))
-    digests = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(mine))
+    digests = gather_objects(digest(mine))
     other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
     if other is None:
         return
-    both = [mine]
-    dist.broadcast_object_list(both, src=0)
-    first, both = both[0], [mine]
-    dist.broadcast_object_list(both, src=other)
-    second = both[0]
+    first, second = object_of(mine), object_of(mine, other)
     keys = [key for key in first | second if first.get(key) != second.get(key)]
     lines = "".join(f"\n  {key}: {first.get(key)!r} on rank 0, {second.get(key)!r} on rank {other}" for key in keys)
     raise RecipeError(f"The machines were started with different recipes; give all of them the same:{lines}")
@@ -156,9 +152,7 @@ def require_shared(directory: Path) -> None:
     Raises:
         RecipeError: on all ranks, with those that do not see what rank 0 writes there.
     """
-    mark = [f".seen-by-all-{uuid.uuid4().hex}"]
-    dist.broadcast_object_list(mark, src=0)
-    path = directory / mark[0]
+    path = directory / object_of(f".seen-by-all-{uuid.uuid4().hex}")
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -166,8 +160,7 @@ def require_shared(directory: Path) -> None:
     deadline = time.monotonic() + SHARED_SECONDS
     while not (seen := path.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    answers: list[tuple[bool, str]] = [(True, "")] * dist.get_world_size()
-    dist.all_gather_object(answers, (seen, socket.gethostname()))
+    answers = gather_objects((seen, socket.gethostname()))
     if dist.get_rank() == 0:
         path.unlink()
     blind = [f"{rank} ({host})" for rank, (seen, host) in enumerate(answers) if not seen]

@@ -29,7 +29,7 @@ from patchgen.runtime.data.agreement import counters_of_all_ranks, together
 from patchgen.runtime.objectives import learning
 from patchgen.runtime.objectives.batch import inputs_of
 from patchgen.runtime.parallel import gradients, loss, peer_memory, report, sharding, watch
-from patchgen.runtime.parallel.collectives import all_reduce
+from patchgen.runtime.parallel.collectives import all_reduce, object_of
 from patchgen.runtime.parallel.expert_load import ExpertLoad
 from patchgen.runtime.parallel.state import ParallelState
 from patchgen.runtime.train import first_loss, flops, lora, objects, optimizers, run_lock, run_log, setup
@@ -343,14 +343,14 @@ class Trainer:
 
     def exported_before(self) -> Path | None:
         """The whole export of this step that an earlier start left, as rank 0 sees it; every rank must call it."""
-        found = [None]
+        found = None
         if dist.get_rank() == 0:
             before = run_log.read_summary(self.recipe.directory)
             wanted = lora.ADAPTER if self.recipe.lora is not None and not self.recipe.lora.merge else setup.EXPORT
             if before is not None and before["steps"] == self.step and Path(before["export"] or "").name == wanted:
-                found = [before["export"] if setup.is_whole(Path(before["export"])) else None]
-        dist.broadcast_object_list(found, src=0)
-        return Path(found[0]) if found[0] is not None else None
+                found = before["export"] if setup.is_whole(Path(before["export"])) else None
+        found = object_of(found)
+        return Path(found) if found is not None else None
 
     # -------------------------------------------------------------------------------------------- records
 

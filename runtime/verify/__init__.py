@@ -22,7 +22,6 @@
 | `proof.py` | puts these together for one config |
 | `verify_model.py` | one model with all its variants: `verify_model("qwen3_moe")` |
 | `report.py` | the table and `verify.json` |
-| `coverage.py` | for how many types of transformers there is a small config |
 | `source_closure.py` | what code a proof depends on, as a hash |
 | `source_keys.py` | what a recorded result depends on: these hashes, the generator's, and releases |
 | `records.py` | the rows of docs/coverage.json, and whether what is recorded still holds |

@@ -39,10 +39,6 @@ NUM_RESERVED_IDS = 32
 """The upper part of the small vocabulary is kept for special tokens; test inputs draw from below."""
 
 
-def _at_most(limit: int) -> Callable[[int], int]:
-    return lambda declared: min(declared, limit)
-
-
 @dataclass(frozen=True)
 class Rule:
     """Fields whose name matches `pattern` get `small(declared value)`; `meaning` is for the reader of a report."""
@@ -53,7 +49,7 @@ class Rule:
 
 
 def _rule(meaning: str, pattern: str, limit: int) -> Rule:
-    return Rule(meaning, re.compile(rf"(?:{pattern})$"), _at_most(limit))
+    return Rule(meaning, re.compile(rf"(?:{pattern})$"), lambda declared: min(declared, limit))
 
 
 # The first rule that matches holds, so the special names stand above the general ones.

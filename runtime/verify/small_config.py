@@ -1,7 +1,6 @@
 """A small config for any model of transformers, derived from upstream's config class alone.
 
     small_config("qwen3_moe").overrides                 # hidden_size=64, num_experts=4, mlp_only_layers=[0], ...
-    python -m patchgen.runtime.verify.coverage          # every text type, one line each: ok or the reason
 
 The class is built once with its defaults. Each field is then read by its meaning (`field_semantics.py`), the layers
 are thinned to one of each kind (`layer_selection.py`), sub-configs are treated alike, and relations that hold among
@@ -61,6 +60,11 @@ REFUSALS = (
     ZeroDivisionError,
 )  # fmt: skip
 
+
+# What they raise on a config or an input that they do not serve.
+UPSTREAM_REFUSALS = (
+    SmallConfigError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ImportError,
+)  # fmt: skip
 
 # What a variant sets, at every level of a composite config that has the field.
 VARIANTS: dict[str, dict[str, object]] = {
@@ -187,7 +191,7 @@ def shrink(
     if rope is not None:
         overrides["rope_parameters"] = rope
     config = _construct(config_class, overrides)
-    said = {key: part.overrides for key, part in parts.items()}
+    said: dict[str, object] = {key: part.overrides for key, part in parts.items()}
     return SmallConfig(config, prototype, overrides | said, tuple(unclassified))
 
 

@@ -11,12 +11,17 @@ from patchgen.runtime import registry
 from patchgen.runtime.compatibility import digest
 from patchgen.runtime.verify import head_kinds, verdict
 from patchgen.runtime.verify.comparison import train_step
-from patchgen.runtime.verify.coverage import REFUSALS
 from patchgen.runtime.verify.inputs import Case, text_cases
 from patchgen.runtime.verify.model_pair import build_model
 from patchgen.runtime.verify.multimodal_inputs import MediaCases, media_cases, takes_media, without_media
 from patchgen.runtime.verify.proof import Proof, merge, prove
-from patchgen.runtime.verify.small_config import SmallConfig, SmallConfigError, applicable_variants, small_config
+from patchgen.runtime.verify.small_config import (
+    UPSTREAM_REFUSALS,
+    SmallConfig,
+    SmallConfigError,
+    applicable_variants,
+    small_config,
+)
 from patchgen.runtime.verify.training_path import TrainingPath, merge_paths, prove_training_path
 from patchgen.runtime.verify.yardstick import Subject, find
 
@@ -166,7 +171,7 @@ def judge(
         proof = verify_model(model, head=head, implementations=implementations)
     except SmallConfigError as refusal:
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(f"no small config is known: {refusal}")), None
-    except REFUSALS as refusal:
+    except UPSTREAM_REFUSALS as refusal:
         own = _upstream_refusal(find(model), head)
         found = f"upstream's own class fails: {_named(own)}" if own else f"not compared: {_named(refusal)}"
         return verdict.Verdict(verdict.GENERATED, verdict.one_line(found)), None
@@ -186,7 +191,7 @@ def _upstream_refusal(generated: registry.GeneratedModel, head: str | None) -> E
             step = train_step(model, case)
             if "labels" in case.batch and "loss" not in step.outputs:
                 return ValueError("it takes labels and returns no loss, so nothing trains it.")
-    except REFUSALS as refusal:
+    except UPSTREAM_REFUSALS as refusal:
         return refusal
     return None
 

@@ -44,7 +44,7 @@ def agrees_with(model: str, name: str, *, sp: int, undivided: bool = False, reco
     towers = [module for module in generated.modules() if type(module).__name__ == "ModuleList"]
     if undivided:
         for layers in towers:
-            media._DIVIDES[layers] = {sp: False}
+            media._DIVIDES(layers)[sp] = False
     if recomputed:
         getattr(generated, "activation_checkpointing_enable", generated.gradient_checkpointing_enable)()
     got = media_ranks.on_ranks(generated, mine, state, pad=known.pad, fsdp=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import chosen_models
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 
 from patchgen.runtime import minimal_media, parallel, registry
 from patchgen.runtime.parallel import ParallelConfig, towers
+from patchgen.runtime.parallel.live import Running
 from patchgen.runtime.verify.comparison import train_step
 from patchgen.runtime.verify.inputs import Case
 from patchgen.runtime.verify.model_pair import build_model, perturb
@@ -41,6 +42,7 @@ class TwoBatches:
     config: ParallelConfig
     sp: int = 1
     ep: int = 1
+    running: Running = field(default_factory=Running)
 
 
 @functools.cache
@@ -223,5 +225,8 @@ def test_longest_sequence_is_read_once_or_handed_in() -> None:
     assert towers.max_seqlen(bounds, kwargs) == 12
     assert kwargs == {"other": 1}
     assert towers.max_seqlen(bounds, kwargs) == 7
-    bounds[-1] = 50
+    with torch.autograd._unsafe_preserve_version_counter(bounds):  # unseen: whoever reads again reads 47
+        bounds[-1] = 50
     assert towers.max_seqlen(bounds, None) == 7
+    bounds[-1] = 60
+    assert towers.max_seqlen(bounds, None) == 57
