@@ -64,7 +64,7 @@ def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
 def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
     if tensor is None:
         return None
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
     if local is not tensor and (take := getattr(tensor, early.TAKES_LATE, None)) is not None:
         setattr(local, early.TAKES_LATE, take)
     if local.shape[0] != own:
@@ -73,3 +73,17 @@ def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
             "EP ranks. Call runtime.parallel.sharding.shard_model before the first step."
         )
     return local
+
+
+class _Local(torch.autograd.Function):
+    """`to_local`, whose backward makes no gradient of zeros where there is none: one that was put off (`kernels/early.py`)."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.set_materialize_grads(False)
+        ctx.layout = tensor.device_mesh, tensor.placements
+        return tensor.to_local().view_as(tensor.to_local())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None if gradient is None else DTensor.from_local(gradient, *ctx.layout, run_check=False)
