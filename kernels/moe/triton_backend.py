@@ -14,8 +14,6 @@ torch.compile traces through a layer without a break.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import triton
 from torch import Tensor
@@ -260,12 +258,10 @@ def _moe_backward(
         del rows
     if tokens_first:
         early_gradients.hand_over(grad_x, grad_weights)
-        of_down = partial(
-            grouped_gemm_weights, grad_out, copied, weighted, plan, top_k, tokens_first=not is_transposed
-        )
-        if want_down and not early_gradients.put_off(down_proj, of_down):
-            grad_down = of_down()
-        copied = weighted = of_down = None
+        factors = grad_out, copied, weighted, plan, top_k, not is_transposed
+        if want_down and not early_gradients.put_off(down_proj, lambda: grouped_gemm_weights(*factors)):
+            grad_down = grouped_gemm_weights(*factors)
+        copied = weighted = None
     if want_down_bias:
         grad_down_bias = sum_token_rows(grad_out, top_k_weights, plan, down_bias.dtype)
     if want_gate_up:

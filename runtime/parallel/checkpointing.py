@@ -142,7 +142,7 @@ def _in_host_memory(layer: partial, *args):
     def store(tensor: Tensor) -> tuple[torch.device | None, Tensor]:
         if not tensor.is_cuda or _memory(tensor) in {_memory(parameter) for parameter in module.parameters()}:
             return None, tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)  # in its order, which compiled layers expect
         copy.copy_(tensor, non_blocking=True)
         return tensor.device, copy
 

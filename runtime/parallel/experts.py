@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from patchgen.kernels.moe import early_gradients
 from patchgen.kernels.moe.adapters import ExpertAdapters, LowRank
 from patchgen.runtime.experts_interface import experts_kernel
 from patchgen.runtime.parallel.expert_peers import over_peers
@@ -61,8 +61,10 @@ def _own_factors(added: LowRank | None, own: int) -> LowRank | None:
     return added and LowRank(_own_experts(added.left, own), _own_experts(added.right, own), added.scale)
 
 
-def _own_experts(tensor: Tensor, own: int) -> Tensor:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _own_experts(tensor: Tensor | None, own: int) -> Tensor | None:
+    if tensor is None:
+        return None
+    local = _Local.apply(tensor) if isinstance(tensor, DTensor) else tensor
     if local is not tensor and (take := getattr(tensor, early_gradients.TAKES_LATE, None)) is not None:
         setattr(local, early_gradients.TAKES_LATE, take)
     if local.shape[0] != own:
@@ -71,3 +73,17 @@ def _own_experts(tensor: Tensor, own: int) -> Tensor:
             "EP ranks. Call runtime.parallel.sharding.shard_model before the first step."
         )
     return local
+
+
+class _Local(torch.autograd.Function):
+    """`to_local`, whose backward makes no gradient of zeros where there is none: one that was put off (`early_gradients`)."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        ctx.set_materialize_grads(False)
+        ctx.layout = tensor.device_mesh, tensor.placements
+        return tensor.to_local().view_as(tensor.to_local())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None if gradient is None else DTensor.from_local(gradient, *ctx.layout, run_check=False)

@@ -348,6 +348,7 @@ def late_gradients(mode: str) -> list[int]:
     inputs = [cases_captured.row(seed + state.batch_index, (20, 28), state) for seed in (0, 10)]
     waiting: list[int] = []
     put_off, spread, kernel = early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel
+    add, added = undivided._add_gradient, []
 
     def puts_off(rows, index, weights, gate_up, down, **options):
         def compute(x, w, *projections):
@@ -367,15 +368,19 @@ def late_gradients(mode: str) -> list[int]:
 
     try:
         experts.experts_kernel = lambda: puts_off
+        undivided._add_gradient = lambda *args: added.append(1) or add(*args)
         early_gradients.put_off = lambda *_: False
         expected = run()
         early_gradients.put_off = put_off
         waiting.clear()
         early_gradients._late.append(lambda: pytest.fail("left by a backward that failed"))
+        once = len(added)
         expert_peers._Exchange.spread = lambda *args: waiting.append(len(early_gradients._late)) or spread(*args)
         found = run()
     finally:
         early_gradients.put_off, expert_peers._Exchange.spread, experts.experts_kernel = put_off, spread, kernel
+        undivided._add_gradient = add
+    assert len(added) == 2 * once > 0, "and nothing else is added to those that come late"
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0, msg=name)
     return waiting

@@ -12,7 +12,7 @@ from rounding import UNITS, require_as_exact, require_rounding
 from torch import nn
 
 from patchgen.kernels.fused_moe import fused_moe
-from patchgen.kernels.moe import combine, grouped_gemm, grouped_gemm_weights
+from patchgen.kernels.moe import combine, early_gradients, grouped_gemm, grouped_gemm_weights
 from patchgen.kernels.moe import gate_backward as moe_gate_backward
 from patchgen.kernels.moe import gate_up as moe_gate_up
 from patchgen.kernels.moe import plan as moe_plan
@@ -59,6 +59,27 @@ def test_weight_gradients_from_copied_rows_equal_the_reference(is_transposed: bo
     expected, found = run(case, tensors, "reference"), run(case, tensors, "triton")
     for name in expected:
         require_rounding(found[name], expected[name], what=name)
+
+
+def test_a_gradient_that_is_put_off_has_the_same_bits():
+    """Where those of tokens are awaited and its weight takes one late; it comes once, by no other way."""
+    case = Case("put_off", num_tokens=40, num_experts=3, hidden_size=64, intermediate_size=32)
+    tensors = case.tensors(torch.bfloat16 if on_gpu else torch.float32, "cuda" if on_gpu else "cpu")
+    expected = run(case, tensors, "triton")
+    leaves = {name: one.clone().requires_grad_(one.is_floating_point()) for name, one in tensors.items()}
+    taken: list[torch.Tensor] = []
+    setattr(leaves["down_proj"], early_gradients.TAKES_LATE, taken.append)
+    early_gradients.await_gradients(lambda *_: None)
+    out = fused_moe(**leaves, **case.options(), backend="triton")
+    with torch.autograd.set_multithreading_enabled(False):  # what is awaited is of a thread
+        out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out))
+    assert not taken and leaves["down_proj"].grad is None
+    early_gradients.compute_late()
+    early_gradients.compute_late()
+    found = {f"d_{name}": one.grad for name, one in leaves.items()} | {"d_down_proj": taken.pop()}
+    assert not taken
+    for name in expected.keys() & found.keys():
+        assert torch.equal(found[name], expected[name]), name
 
 
 def test_the_order_of_tiles_changes_no_bit(monkeypatch):
