@@ -36,7 +36,7 @@ def logits_of(folder: str) -> torch.Tensor:
     import transformers
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]  # with loading info
         folder, dtype=torch.bfloat16, attn_implementation="eager", output_loading_info=True, local_files_only=True
     )
     wrong = {kind: info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") if info[kind]}
@@ -195,7 +195,7 @@ def any_saving(checkpointer, setting) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--directory", type=Path, help="scratch space; what is written there is removed")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32768)

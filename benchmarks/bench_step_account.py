@@ -24,6 +24,7 @@ import bench_train
 import torch
 import torch.distributed as dist
 from bench_train import LAYOUTS, MODEL, Setting
+from torch._C._autograd import DeviceType
 
 from patchgen.runtime import attention, registry, seams
 from patchgen.runtime.parallel import ParallelConfig, loss
@@ -95,10 +96,12 @@ def account(step: Callable[[int], object], steps: int) -> list[str]:
         for index in range(steps):
             step(index)
         torch.cuda.synchronize()
+    recorded = profiler.profiler
+    assert recorded is not None and recorded.kineto_results is not None, "nothing was profiled"
     events = [
         (one.name(), one.start_ns(), one.start_ns() + one.duration_ns())
-        for one in profiler.profiler.kineto_results.events()
-        if one.device_type() == torch.autograd.DeviceType.CUDA
+        for one in recorded.kineto_results.events()
+        if one.device_type() == DeviceType.CUDA
     ]
     lines = [f"  {time:8.2f} ms {count:7.0f} x {what}" for what, time, count in summary(events, steps)]
     by_name = Counter()
