@@ -147,7 +147,7 @@ class Checkpointer:
                 self._staged = self._staging.copy(tensors)
             return tensors, small, Manifest(step, 0, self._world, class_name(model), *_origin(model), {})
 
-        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are as they were:"
+        failed = f"Step {step} could not be saved in {self.directory}; earlier checkpoints are unchanged:"
         tensors, small, manifest = together(prepare, failed, self._group)
         if not asynchronous:
             self._write(tensors, small, manifest)
@@ -264,7 +264,7 @@ class Checkpointer:
         if failed:
             raise CheckpointError(
                 f"Step {step} could not be saved in {self.directory} ({free_space(self.directory)}); earlier checkpoints "
-                "are as they were:",
+                "are unchanged:",
                 failed,
             )
 
@@ -276,7 +276,7 @@ class Checkpointer:
         return [step for _, step in sorted(whole)]
 
     def broken(self) -> dict[str, str]:
-        """Folders that are no whole checkpoint -> why."""
+        """Folders that are no complete checkpoint -> why."""
         found = {folder.name: problem for folder, _, problem in self._found() if problem}
         for leftover in self.directory.glob(".step-*.partial") if self.directory.is_dir() else ():
             found[leftover.name] = "its save did not come to an end"
@@ -287,7 +287,7 @@ class Checkpointer:
         broken = self.broken()
         if broken:
             listed = "\n".join(f"  {name}: {problem}" for name, problem in sorted(broken.items()))
-            warnings.warn(f"{self.directory} holds checkpoints that are not whole:\n{listed}", stacklevel=2)
+            warnings.warn(f"{self.directory} holds incomplete checkpoints:\n{listed}", stacklevel=2)
         complete = self.complete()
         return complete[-1] if complete else None
 
@@ -343,7 +343,7 @@ class Checkpointer:
         def prepare() -> tuple[Manifest, dict, dict[str, Tensor], dict[str, Tensor]]:
             manifest, problem = examine(folder)
             if manifest is None or problem:
-                raise CheckpointError(f"{folder} is not a whole checkpoint: {problem}.", advice=self._others(step))
+                raise CheckpointError(f"{folder} is not a complete checkpoint: {problem}.", advice=self._others(step))
             if manifest.model_class != class_name(model):
                 raise CheckpointError(
                     f"{folder} is of {manifest.model_class} ({manifest.model_type}), not of {class_name(model)}."
@@ -418,7 +418,7 @@ class Checkpointer:
                 listed = "\n".join(f"  {problem}" for problem in damaged)
                 warnings.warn(f"{self.directory} is damaged; {_folder(step)} is loaded:\n{listed}", stacklevel=3)
             return step
-        raise CheckpointError(f"{self.directory} holds no whole checkpoint{':' if damaged else '.'}", damaged)
+        raise CheckpointError(f"{self.directory} holds no complete checkpoint{':' if damaged else '.'}", damaged)
 
     def _newest_first(self) -> list[int]:
         self.latest()  # names those that are not whole

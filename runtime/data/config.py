@@ -44,7 +44,7 @@ class SourceConfig:
 
     path: str = field(
         metadata={
-            "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a made-up set: builtin:stdlib, "
+            "help": "a file, a folder, a glob, the name of a Hugging Face dataset, or a built-in set: builtin:stdlib, "
             "builtin:chat, builtin:prompts, builtin:pairs, builtin:labels, builtin:tags, "
             "builtin:answers, builtin:similar, builtin:vision, builtin:audio, builtin:video, builtin:omni"
         }
@@ -60,7 +60,7 @@ class SourceConfig:
         },
     )
     split: str = field(
-        default="train", metadata={"help": "split of a Hugging Face dataset or of a made-up set (train, validation)"}
+        default="train", metadata={"help": "split of a Hugging Face dataset or of a built-in set (train, validation)"}
     )
     subset: str | None = field(default=None, metadata={"help": "configuration name of a Hugging Face dataset"})
     streaming: bool = field(
@@ -77,13 +77,11 @@ class SourceConfig:
     )
     columns: dict[str, str] = field(
         default_factory=dict,
-        metadata={
-            "help": "columns that are called otherwise: name in the format -> name in the data, as {prompt: question}"
-        },
+        metadata={"help": "columns with other names: name in the format -> name in the data, as {prompt: question}"},
     )
-    name: str | None = field(default=None, metadata={"help": "what logs and pages call the source; none: its path"})
+    name: str | None = field(default=None, metadata={"help": "the source's name in logs and pages; none: its path"})
     media_root: str | None = field(
-        default=None, metadata={"help": "folder from which relative media paths start; none: that of the data"}
+        default=None, metadata={"help": "folder that relative media paths start from; none: that of the data"}
     )
 
     def __post_init__(self) -> None:
@@ -175,7 +173,7 @@ class DataConfig:
     )
     epochs: int | None = field(default=None, metadata={"help": "passes over the data; none: without end"})
     shuffle: bool = field(
-        default=True, metadata={"help": "a new order each epoch; streams keep the order of their files"}
+        default=True, metadata={"help": "reshuffled each epoch; streams keep the order of their files"}
     )
     seed: int = field(default=0, metadata={"help": "seed of the order"})
     cache_dir: str | None = field(

@@ -130,7 +130,7 @@ def prove_training_path(
         able = attention_kinds.choose(asked, config)
         return replace(
             found,
-            failures=(f"attention '{chosen}' cannot do {' and '.join(lacking)}, which it asks for; '{able}' can.",),
+            failures=(f"attention '{chosen}' lacks {' and '.join(lacking)}, which the model needs; '{able}' has it.",),
         )
     path.ran_with = on_cpu(chosen, asked, config)
     with one_rank() as state:
@@ -218,7 +218,7 @@ def one_rank() -> Iterator[ParallelState]:
 
 
 def _without_router_loss(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The language-model loss alone: the router loss of several rows is no mean over labels."""
+    """The language-model loss alone: the router loss of several rows is not a mean over labels."""
     config = copy.deepcopy(config)
     for one in (config, config.get_text_config(decoder=True)):
         if hasattr(one, "output_router_logits"):

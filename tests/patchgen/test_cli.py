@@ -29,7 +29,7 @@ MODEL = "qwen3"
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of generated models with one in it, and without proofs: whether those hold is no matter of its files."""
+    """A folder of generated models with one in it, and without proofs: whether those hold is not a matter of its files."""
     root = tmp_path / "generated_models"
     shutil.copytree(provenance.generated_root() / MODEL, root / MODEL, ignore=shutil.ignore_patterns("verify*"))
     monkeypatch.setattr(provenance, "generated_root", lambda: root)

@@ -100,7 +100,7 @@ def test_the_adapted_part_is_of_a_model_that_only_the_project_has(said, tmp_path
         Path("patchgen.toml").write_text(f'generated = "{"models" if said == "project" else "gone"}"\n')
     command = ["merge", str(tmp_path / "adapter"), "--source", str(tmp_path / "source"), "--output", "out"]
     done = CliRunner().invoke(app, [*command, *(["--generated", "models"] if said == "option" else [])])
-    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is no folder"}
+    told = {"nothing": "a part of it that is generated", "gone": "patchgen.toml: generated = 'gone' is not a folder"}
     assert told.get(said, "parameters changed") in f"{done.output}{done.exception}"
     assert (done.exit_code == 0) == (said in ("project", "option")) == Path("out").exists()
 

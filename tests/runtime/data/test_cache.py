@@ -188,7 +188,7 @@ def test_what_is_not_there_is_said(tmp_path):
         build(tmp_path / "gone.jsonl")
     with pytest.raises(DataError, match="no file or folder here, and the hub gives no dataset"):
         build(tmp_path / "gone")
-    with pytest.raises(DataError, match="no made-up data set 'nothing'; there are stdlib"):
+    with pytest.raises(DataError, match="no built-in data set 'nothing'; there are stdlib"):
         build("builtin:nothing")
     (tmp_path / "mixed").mkdir()
     (tmp_path / "mixed" / "a.txt").write_text("a")
