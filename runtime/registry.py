@@ -100,7 +100,7 @@ class GeneratedModel:
         if self.source is None:
             raise NoUpstreamError(
                 f"'{self.name}' was made from a file {name} of no installed package, and nothing says where it lies, so there "
-                "is not an upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
+                "is no upstream class to compare with. Name its folder: --code FOLDER, or code in [tool.patchgen] of "
                 "pyproject.toml."
             )
         if not self.source.is_file() or digest(self.source) != self.upstream_sha256:

@@ -242,7 +242,7 @@ def test_two_runs_at_once_leave_one_whole_result(tmp_path: Path):
         (["generate"], UpstreamNotFound, "No model was named"),
         (["generate", "qwen3_mo"], UpstreamNotFound, "Nearest: .*, .*, "),
         (["generate", MODEL, "--source", "no_such.py"], UpstreamNotFound, "no file no_such.py"),
-        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "no transformers version"),
+        (["generate", MODEL, "--transformers", "newest"], UpstreamNotFound, "not a transformers version"),
         (["explain", "fused_los"], UpstreamNotFound, "fused_loss"),
         (["inspect", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),
         (["new", "qwen3_mo"], UpstreamNotFound, "qwen3_moe"),

@@ -181,7 +181,7 @@ HEADS = (
 
 MEDIA = (
     mutation("vision_sp", "qwen3_vl", "the layers renamed", ("enumerate(self.blocks)", "enumerate(self.stages)"), ("self.blocks = ", "self.stages = "), because="they are known by the loop", gives="ops.tower_rows(self.stages, "),
-    mutation("audio_sp", "qwen3_omni_moe", "the layers run backwards", ("        for encoder_layer in self.layers:\n            layer_outputs", "        for encoder_layer in reversed(self.layers):\n            layer_outputs"), because="the order of layers is not a matter of slices", gives="# patchgen: audio_sp"),
+    mutation("audio_sp", "qwen3_omni_moe", "the layers run backwards", ("        for encoder_layer in self.layers:\n            layer_outputs", "        for encoder_layer in reversed(self.layers):\n            layer_outputs"), because="the order of layers is no matter of slices", gives="# patchgen: audio_sp"),
     mutation("fill_back", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
     mutation("deepstack_sp", "qwen3_vl", "features put where they belong by another operation", ("masked_scatter(image_mask, image_embeds)", "index_put((image_mask,), image_embeds)")),
     mutation("position_id_func", "qwen3_vl", "the positions renamed", ("get_rope_index", "rope_index_of")),

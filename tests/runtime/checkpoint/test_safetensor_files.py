@@ -232,7 +232,7 @@ def entry(start, stop):
 @pytest.mark.parametrize(
     ("header", "told"),
     [
-        ([], "h.safetensors has a header that is not an object"),
+        ([], "h.safetensors has a header that is not a JSON object"),
         ({"a": {"dtype": "F32", "shape": [1]}}, "a in h.safetensors has no dtype, shape and data_offsets"),
         ({"a": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "a in h.safetensors has no dtype"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "a in h.safetensors has no dtype"),

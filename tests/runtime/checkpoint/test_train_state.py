@@ -169,7 +169,7 @@ def test_other_bytes_of_the_same_length_are_found(name, tmp_path):
     require_equal(everything(model, optimizer), expected)
     flip_a_byte(tmp_path / "step-00000001" / name)
     with pytest.raises(
-        CheckpointError, match=f"no whole checkpoint:\n  step-00000002: {name} .*\n  step-00000001: {name}"
+        CheckpointError, match=f"no complete checkpoint:\n  step-00000002: {name} .*\n  step-00000001: {name}"
     ):
         checkpointer.load(model=model, optimizer=optimizer)
 

@@ -191,7 +191,7 @@ def test_messages_say_whether_they_are_learned(tmp_path, flags, learn, learned, 
         ({**ANSWER, "weight": 0.5}, "message 1 has weight = 0.5; possible are false, true, 0 and 1"),
         ({**ANSWER, "weight": 0, "train": True}, "message 1 has train = True and weight = 0"),
         ({**ANSWER, "train": False}, "no assistant turn to learn from"),
-        ({**ASK, "train": True}, "message 1 of 'user' asks to be learned"),
+        ({**ASK, "train": True}, "message 1 of 'user' asks for a loss"),
     ],
 )
 def test_what_a_message_cannot_say_is_refused(tmp_path, message, reason):
