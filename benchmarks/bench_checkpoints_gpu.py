@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
 RESULTS = "results_checkpoints_gpu.csv"
 
@@ -75,6 +76,7 @@ def round_trip(directory: Path, sizes: dict, setting, ep: int) -> dict[str, obje
     dist.barrier()
     state = ParallelState.create(ParallelConfig.for_world(dist.get_world_size(), ep=ep), setting.device)
     model = bench_parallel.build(sizes, setting).to(torch.bfloat16)
+    assert isinstance(model, PreTrainedModel)
     sharding.shard_model(model, state)
     sharding.materialise(model, setting.device)
     on_gpu = setting.device == "cuda"

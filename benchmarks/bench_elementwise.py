@@ -43,8 +43,13 @@ EPS = 1e-6
 
 def median_ms(function: Callable[[], object], milliseconds: int) -> float:
     """Of so many milliseconds of repetitions, ten at least."""
-    once = float(do_bench(function, warmup=25, rep=1, return_mode="median"))
-    return float(do_bench(function, warmup=0, rep=max(milliseconds, int(10 * once)), return_mode="median"))
+
+    def measured(warm_up: int, repetitions: int) -> float:
+        found = do_bench(function, warmup=warm_up, rep=repetitions, return_mode="median")
+        assert isinstance(found, float)  # a list for quantiles alone
+        return found
+
+    return measured(0, max(milliseconds, int(10 * measured(25, 1))))
 
 
 def random(*shape: int) -> Tensor:

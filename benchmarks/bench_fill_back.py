@@ -33,7 +33,7 @@ def exchange(embeddings, features, mask, state):
     """To all tokens of a part of the hidden size, and back."""
     n = state.sp
     whole = sequence.scatter_heads([embeddings.unflatten(-1, (n, -1))], state, operation="to parts")[0].flatten(2)
-    part = sequence.scatter_heads([features[None].unflatten(-1, (n, -1))], state, operation="features")  # pyright: ignore[reportCallIssue]  # torch's decorator[0].flatten(2)
+    part = sequence.scatter_heads([features[None].unflatten(-1, (n, -1))], state, operation="features")[0].flatten(2)
     everywhere = collectives.all_gather(mask, state.sp_group, dim=1, operation="mask")
     filled = whole.masked_scatter(everywhere[..., None], part)
     return sequence.gather_heads(filled[:, :, None], state, operation="back").flatten(2)

@@ -81,7 +81,9 @@ def methods_of(text: str) -> dict[str, str]:
     """`Class.method` -> source, of the methods that a class defines once."""
     found: dict[str, list[str]] = {}
     for node in ast.parse(text).body:
-        for member in node.body if isinstance(node, ast.ClassDef) else ():
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for member in node.body:
             if isinstance(member, ast.FunctionDef):
                 start = min([member.lineno, *(one.lineno for one in member.decorator_list)])
                 lines = text.splitlines()[start - 1 : member.end_lineno]

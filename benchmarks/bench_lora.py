@@ -126,7 +126,7 @@ def compare_experts(sizes: dict, rank: int, device: str, backend: str) -> list[s
 def build(case: str, mode: str, rank: int, state: ParallelState, setting: common.Setting) -> nn.Module:
     """The model of a case, sharded, with its weights."""
     parameters = CASES[case]
-    options = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    options: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with torch.device("meta"):
         model = registry.build_model(
             common.config_of(setting.sizes),

@@ -329,7 +329,8 @@ def rows_of(name: str, tokens: int, routing: str, options: list[str], millisecon
     """One dictionary per option, printed when all are measured."""
     problem = make_problem(SHAPES[name], tokens, routing)
     expected = reference(problem) if check else None
-    errors, memory, pairs = {}, {"cublas": (0.0, 0.0)}, {"cublas": cublas(problem)}
+    errors, memory = {}, {"cublas": (0.0, 0.0)}
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {"cublas": cublas(problem)}
     for option in options:
         function = implementations()[option]
         errors[option] = worst_error(gradients(function, problem), expected) if expected is not None else None

@@ -142,13 +142,14 @@ def expert_rows(arguments: argparse.Namespace, dtype: torch.dtype) -> list[dict]
         hidden = torch.randn(1, tokens, config.hidden_size, device=arguments.device, dtype=dtype)
         direction = torch.randn_like(hidden)
 
-        def run(hidden: Tensor = hidden, direction: Tensor = direction) -> list[Tensor | None]:
+        def run(hidden: Tensor = hidden, direction: Tensor = direction) -> list[Tensor]:
             block.zero_grad()
             leaf = hidden.detach().requires_grad_()
             with parallel.using(state):
                 out = block(leaf)
                 out.backward(direction)
-            return [out.detach(), leaf.grad, *(p.grad for p in block.shared_experts.parameters())]
+            grads = (leaf.grad, *(p.grad for p in block.shared_experts.parameters()))
+            return [out.detach(), *(grad for grad in grads if grad is not None)]
 
         with later:
             reference = run()

@@ -256,9 +256,12 @@ def agreement(setting: Setting, sizes: dict, arguments: argparse.Namespace) -> N
         return {key: value.to(setting.device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
 
     def one_rank(dtype: torch.dtype, attention_name: str, choices: dict) -> tuple[float, dict]:
-        model = Qwen3MoeForCausalLM._from_config(Qwen3MoeConfig(**sizes), attn_implementation=attention_name).train()
+        model: nn.Module = Qwen3MoeForCausalLM._from_config(
+            Qwen3MoeConfig(**sizes), attn_implementation=attention_name
+        )
+        model.train()
         model.load_state_dict(weights)
-        model.to(device=setting.device, dtype=dtype)
+        model.to(device=setting.device, dtype=dtype)  # pyright: ignore[reportCallIssue]  # transformers' decorator
         inputs = to_device(batch.slice_batch(global_batch(world), sp=1, sp_rank=0))
         items = (inputs["shift_labels"] != batch.IGNORED).sum()
         with seams.using(**choices):

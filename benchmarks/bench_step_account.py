@@ -144,7 +144,7 @@ def main() -> None:
                 optimizer = bench_train.optimizer_of(layout, model, setting)
                 for group in optimizer.param_groups:
                     group["lr"] = arguments.lr
-                step = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
+                step: Callable = bench_train.replayed_step(model, setting, state) if replays else bench_train.our_step
                 batches = [bench_train.inputs_of(tokens, state, setting, i, on_host=replays)[0] for i in range(2)]
                 items = [loss.count_items([inputs], "cuda") for inputs in batches]
                 items = [int(one) for one in items] if replays else items
@@ -170,7 +170,8 @@ def main() -> None:
                         print("  s/step " + " ".join(f"{one:.4f}" for one in seconds))
                         print("  losses and norms " + " ".join(f"{a:.5f}/{b:.4f}" for a, b in found))
                         print("\n".join(lines), flush=True)
-                optimizer = step = None
+                optimizer = None
+                del step
             model = None
             gc.unfreeze()
             gc.collect()

@@ -212,7 +212,7 @@ def arguments_of(sizes: dict) -> Any:
         vocab_size=config.vocab_size,
         head_dim=config.head_dim,
         norm_eps=config.rms_norm_eps,
-        rope_theta=(config.rope_parameters or {})["rope_theta"],
+        rope_theta=dict(config.rope_parameters or {})["rope_theta"],
         qk_norm=True,
         attn_type="varlen",
         attn_mask_type="block_causal",

@@ -194,7 +194,9 @@ def generate_whole(
         PatchgenError: as `generate`, for any of them.
     """
     found, release = [generate(upstream, heads=heads)], upstream.release
-    for one in found if release is not None else ():  # grows
+    if release is None:  # a file on disk has no parts: they are found in a release
+        return found
+    for one in found:  # grows
         named = [name for name in one.parts if name not in {other.model for other in found} and not has(name)]
         found += [generate(load_from(release, name)) for name in dict.fromkeys(named)]
     return found

@@ -187,20 +187,21 @@ def open_release(version: str | None = None) -> Release:
         UpstreamNotFound: with the version and the places that were looked at.
     """
     present = installed_version()
-    if (version or present) is None:
+    wanted = version or present
+    if wanted is None:
         raise UpstreamNotFound(
             "transformers is not installed here. Install it (`pip install transformers==5.23.0`), name a release with "
             "--transformers VERSION, or a file with --source PATH."
         )
     spec = importlib.util.find_spec("transformers")
-    if present is not None and version in (None, present) and spec is not None and spec.origin is not None:
-        return Release(Path(spec.origin).parent, present)
-    wheel = cached_wheel(version)
+    if wanted == present and spec is not None and spec.origin is not None:
+        return Release(Path(spec.origin).parent, wanted)
+    wheel = cached_wheel(wanted)
     try:
-        return Release(zipfile.Path(wheel, "transformers/"), version)
+        return Release(zipfile.Path(wheel, "transformers/"), wanted)
     except zipfile.BadZipFile as error:
         raise UpstreamNotFound(
-            f"{wheel} should be the wheel of transformers {version} and is not a zip file ({error}). Delete it; "
+            f"{wheel} should be the wheel of transformers {wanted} and is not a zip file ({error}). Delete it; "
             "the next run downloads it again."
         ) from error
 

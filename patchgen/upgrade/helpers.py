@@ -189,9 +189,8 @@ def _readers(name: str, file: File) -> list[str]:
 def missing_imports(generated: str, library: Library, path: str) -> Iterator[Site]:
     """What the generated file would import and the release does not have, by a hand edit's import for example."""
     for node in ast.walk(ast.parse(generated)):
-        module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-        is_theirs = isinstance(node, ast.ImportFrom) and module.partition(".")[0] == "transformers"
-        for alias in node.names if is_theirs else ():
+        module, names = (node.module or "", node.names) if isinstance(node, ast.ImportFrom) else ("", [])
+        for alias in names if module.partition(".")[0] == "transformers" else ():
             if alias.name != "*" and _is_missing(f"{module}.{alias.name}", module, library):
                 reason = f"the generated file imports {alias.name} from {module}, and {library.release.origin} has no such name"
                 yield Site("helper", "gone", path, alias.name, (), PERSON, reason)
